@@ -4,13 +4,19 @@ The environment variable KV_POOL_BUILD decides, at build time only:
     auto (default)  compile; where that fails, for want of a C compiler say, build a plain wheel
     compiled        compile or fail
     plain           do not compile
+
+The compiled files are kept in `build/compiled` of the checkout, so that a second installation from the same
+sources takes seconds.
 """
 
 import ast
 import atexit
+import hashlib
 import os
 import re
 import shutil
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +42,7 @@ EVENTS = (
     "block_spans",
     "chains",
     "event_filter",
-    "held_blocks",
+    "publisher_blocks",
     "place_blocks",
     "resident_blocks",
     "resident_copy",
@@ -110,7 +116,23 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
         shutil.rmtree(self.build_dir, ignore_errors=True)
 
     def compile_core(self, build_dir: Path) -> dict[str, str]:
-        """Compile into `build_dir`; which file goes where in the wheel."""
+        """Compile, or reuse an earlier result. Return the files and their places in the wheel."""
+        kept = Path(self.root) / "build" / "compiled"
+        libraries = kept / digest_sources(Path(self.root))
+        if not libraries.is_dir():
+            self._compile(build_dir)
+            try:
+                shutil.rmtree(kept, ignore_errors=True)  # of other sources
+                kept.mkdir(parents=True)
+                unfinished = kept / build_dir.name
+                shutil.copytree(build_dir / "lib", unfinished)
+                unfinished.rename(libraries)
+            except OSError:  # the checkout cannot be written, or another build was faster
+                libraries = build_dir / "lib"
+        built = libraries.rglob("*.*")
+        return {str(path): str(path.relative_to(libraries)) for path in built if path.is_file()}
+
+    def _compile(self, build_dir: Path) -> None:
         from mypyc.build import mypycify
         from setuptools import Distribution
 
@@ -139,8 +161,18 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             command.run()
         finally:
             os.chdir(before)
-        built = (build_dir / "lib").rglob("*.*")
-        return {str(path): str(path.relative_to(build_dir / "lib")) for path in built if path.is_file()}
+
+
+def digest_sources(root: Path) -> str:
+    """Return a name for everything that decides what the compiler makes: sources, hook, Python, flags."""
+    from mypy.version import __version__ as mypy_version
+
+    digest = hashlib.sha256(f"{sys.version} {sysconfig.get_config_var('EXT_SUFFIX')} {mypy_version}".encode())
+    for name in ("CC", "CFLAGS", "CPPFLAGS", "LDFLAGS"):
+        digest.update(f"{name}={os.environ.get(name)}".encode())
+    for path in sorted([*(root / ".build").glob("*.*"), *(root / "kv_pool").rglob("*.py")]):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 # Behind the includes of mypyc's C file.

@@ -1,22 +1,23 @@
-"""What do `GPUKVPool`'s calls cost, how scattered do free blocks end up? See benchmarks/README.md."""
+"""Measure the cost of `GPUKVPool`'s calls and the fragmentation of free blocks. See benchmarks/README.md."""
 
 import argparse
 import json
 import random
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, cast
 
 from bench_block_pool import find_cpu_model
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, SequenceId
 
 REQUEST_BLOCKS = 10
 NUM_THREADS = 8
@@ -24,7 +25,7 @@ Times = dict[str, list[int]]
 
 
 def timed(times: list[int], call: Callable[..., Any], *arguments: Any) -> Any:
-    """The processor's time, not the clock's: neighbours on a shared machine are none of the pool's cost."""
+    """Return processor time, which other work on a shared machine does not affect."""
     started = time.thread_time_ns()
     answer = call(*arguments)
     times.append(time.thread_time_ns() - started)
@@ -32,14 +33,14 @@ def timed(times: list[int], call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def fill_and_empty(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
-    """Requests of 10 until the pool is full, then all are freed in the order they came."""
+    """Allocate requests of 10 blocks until the pool is full, then free all in order of arrival."""
     times: Times = {"allocate": [], "free": []}
     num_in_runs = num_requests = 0
     for _ in range(options.runs):
         pool = GPUKVPool(options.blocks, 16)
         given = []
         for number in range(options.blocks // REQUEST_BLOCKS):
-            request = BlockAllocationRequest(REQUEST_BLOCKS, number)
+            request = BlockAllocationRequest(REQUEST_BLOCKS, SequenceId(number))
             given.append(timed(times["allocate"], pool.allocate, request))
         for ids in given:
             num_requests += 1
@@ -49,11 +50,11 @@ def fill_and_empty(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
 
 
 def live(options: argparse.Namespace, share: float, cached: bool) -> tuple[Times, dict[str, Any]]:
-    """So much of the pool in use by requests of 10; one at random ends, another begins."""
+    """Keep a share of the pool in use by requests of 10 blocks; a random one ends, another starts."""
     rng = random.Random(options.seed)
     times: Times = {"allocate": [], "free": []}
     pool = GPUKVPool(options.blocks, 16)
-    sequences: list[int] = []
+    sequences: list[SequenceId] = []
     num_in_runs = 0
     num_steps = options.runs * 1000
     num_sequences = int(options.blocks * share) // REQUEST_BLOCKS
@@ -67,23 +68,24 @@ def live(options: argparse.Namespace, share: float, cached: bool) -> tuple[Times
             sequences[at], sequences[-1] = sequences[-1], sequences[at]
             ids = pool.blocks_of(sequences.pop())
             timed(times["free"], pool.free, ids)
-        request = BlockAllocationRequest(REQUEST_BLOCKS, step)
+        sequence_id = SequenceId(step)
+        request = BlockAllocationRequest(REQUEST_BLOCKS, sequence_id)
         ids = timed(times["allocate"], pool.allocate, request)
         num_in_runs += max(ids) - min(ids) == len(ids) - 1
-        sequences.append(step)
+        sequences.append(sequence_id)
         if cached:
-            pool.cache_prefix(step, [BlockHash(rng.randbytes(32)) for _ in ids])
+            pool.cache_prefix(sequence_id, [BlockHash(rng.randbytes(32)) for _ in ids])
     return times, {"in one run": num_in_runs / num_steps}
 
 
 def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
-    """Requests of 1 to 32 blocks, 90% in use; sequences at random give back their first half, or all."""
+    """Run requests of 1 to 32 blocks at 90% use; random sequences free their first half, or all blocks."""
     rng = random.Random(options.seed)
     times: Times = {"allocate": [], "free": [], "defragment": []}
     before, after, moved = [], [], 0
     num_several = num_in_runs = 0
     pool = GPUKVPool(options.blocks, 16)
-    sequences: list[int] = []
+    sequences: list[SequenceId] = []
     number = 0
     for _ in range(options.runs):
         for _ in range(1000):
@@ -98,8 +100,9 @@ def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
                 else:
                     held = held[: len(held) // 2]
                 timed(times["free"], pool.free, held)
-            ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, number))
-            sequences.append(number)
+            request = BlockAllocationRequest(num_blocks, SequenceId(number))
+            ids = timed(times["allocate"], pool.allocate, request)
+            sequences.append(request.sequence_id)
             num_several += num_blocks > 1
             num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
         before.append(pool.block_pool.get_unusable_share())
@@ -114,11 +117,11 @@ def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
 
 
 def full_cache(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
-    """Requests of 1 to 32 blocks, all cached, so that no block is empty; 10% are free at least."""
+    """Run requests of 1 to 32 blocks, all cached, so that no block is empty; at least 10% are free."""
     rng = random.Random(options.seed)
     times: Times = {"allocate": [], "free": []}
     pool = GPUKVPool(options.blocks, 16)
-    sequences: list[int] = []
+    sequences: list[SequenceId] = []
     num_several = num_in_runs = 0
     for step in range(options.runs * 1500):
         if step == options.runs * 500:
@@ -129,34 +132,38 @@ def full_cache(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
             at = rng.randrange(len(sequences))
             sequences[at], sequences[-1] = sequences[-1], sequences[at]
             timed(times["free"], pool.free, pool.blocks_of(sequences.pop()))
-        ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, step))
+        sequence_id = SequenceId(step)
+        ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, sequence_id))
         num_several += num_blocks > 1
         num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
-        sequences.append(step)
-        pool.cache_prefix(step, [BlockHash(rng.randbytes(32)) for _ in ids])
+        sequences.append(sequence_id)
+        pool.cache_prefix(sequence_id, [BlockHash(rng.randbytes(32)) for _ in ids])
     return times, {"in one run": num_in_runs / num_several}
 
 
-def count_calls(options: argparse.Namespace, num_threads: int) -> tuple[float, float]:
-    """Sequences of 10 blocks begin and end, 8 at a time in all.
+def count_calls(options: argparse.Namespace, num_threads: int, num_pools: int) -> tuple[float, float]:
+    """Start and end sequences of 10 blocks, 8 at a time in all threads together.
 
     Returns:
-        Calls in a second, and in a second of the processor's time.
+        Calls per second, and per second of processor time.
     """
-    pool = GPUKVPool(options.blocks, 16)
+    pools = [GPUKVPool(options.blocks, 16) for _ in range(num_pools)]
     num_own = NUM_THREADS // num_threads
     num_steps = options.runs * 1000 // num_threads
     ready = threading.Barrier(num_threads + 1)
 
-    def run(first: int) -> None:
-        for number in range(first, first + num_own - 1):
-            pool.allocate(BlockAllocationRequest(REQUEST_BLOCKS, number))
+    def run(first: int, pool: GPUKVPool) -> None:
+        ids = cast("Sequence[SequenceId]", range(first, first + num_own - 1 + num_steps))
+        for sequence_id in ids[: num_own - 1]:
+            pool.allocate(BlockAllocationRequest(REQUEST_BLOCKS, sequence_id))
         ready.wait()
-        for number in range(first + num_own - 1, first + num_own - 1 + num_steps):
-            pool.allocate(BlockAllocationRequest(REQUEST_BLOCKS, number))
-            pool.free_sequence(number - num_own + 1)
+        for started_id, ended_id in zip(ids[num_own - 1 :], ids, strict=False):
+            pool.allocate(BlockAllocationRequest(REQUEST_BLOCKS, started_id))
+            pool.free_sequence(ended_id)
 
-    threads = [threading.Thread(target=run, args=(at * 10**9,)) for at in range(num_threads)]
+    threads = [
+        threading.Thread(target=run, args=(at * 10**9, pools[at % num_pools])) for at in range(num_threads)
+    ]
     for thread in threads:
         thread.start()
     ready.wait()
@@ -168,17 +175,25 @@ def count_calls(options: argparse.Namespace, num_threads: int) -> tuple[float, f
 
 
 def compare_threads(options: argparse.Namespace) -> dict[str, Any]:
-    """One thread and eight, in turn; the best of five rates each, since neighbours only take away."""
-    rates = {1: (0.0, 0.0), NUM_THREADS: (0.0, 0.0)}
-    for _ in range(5):
-        for num_threads, best in rates.items():
-            found = count_calls(options, num_threads)
-            rates[num_threads] = (max(best[0], found[0]), max(best[1], found[1]))
+    """Measure one thread, eight, and eight with a pool each, in turn: the medians of 15 rates each.
+
+    Eight threads with a pool each show what sharing the interpreter costs.
+    """
+    lanes = {
+        "1 thread": (1, 1),
+        f"{NUM_THREADS} threads": (NUM_THREADS, 1),
+        f"{NUM_THREADS} threads, a pool each": (NUM_THREADS, NUM_THREADS),
+    }
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in lanes}
+    for _ in range(15):
+        for name, (num_threads, num_pools) in lanes.items():
+            rates[name].append(count_calls(options, num_threads, num_pools))
     row: dict[str, Any] = {"title": "10 blocks each, 8 sequences at a time"}
-    for num_threads, (per_second, per_cpu_second) in rates.items():
-        title = f"{row['title']}, {num_threads} threads"
-        print(f"{title:<58} {per_second:12,.0f} calls/s {per_cpu_second:12,.0f} calls/s of the processor")
-        row[f"{num_threads} threads"] = {"per second": per_second, "per processor second": per_cpu_second}
+    for name, found in rates.items():
+        per_second, per_cpu_second = (statistics.median(column) for column in zip(*found, strict=True))
+        title = f"{row['title']}, {name}"
+        print(f"{title:<68} {per_second:12,.0f} calls/s {per_cpu_second:12,.0f} calls/s of the processor")
+        row[name] = {"per second": per_second, "per processor second": per_cpu_second}
     return row
 
 

@@ -1,4 +1,4 @@
-"""What do a batch's block tables and slots cost per decode step? See benchmarks/README.md."""
+"""Measure the cost of a batch's block tables and slots per decode step. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -20,6 +20,7 @@ from bench_block_pool import find_cpu_model
 
 import kv_pool
 from kv_pool import BlockPool
+from kv_pool.ids import RequestId
 from kv_pool.manager import table_rows
 from kv_pool.manager.batch_block_table import BatchBlockTable
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -31,9 +32,9 @@ Times = dict[str, list[int]]
 
 
 class Sequences:
-    """Requests that decode a token each per step, their tables, and the same as lists of ids.
+    """Requests that decode one token each per step, with their tables, also as lists of ids.
 
-    What a manager would do; none of it is timed, so the ways that rebuild do not pay for their lists.
+    This is a manager's work and not measured; the rebuilding methods do not pay for their lists.
     """
 
     def __init__(self, num_requests: int, num_tokens: int, num_steps: int, window: int, seed: int) -> None:
@@ -42,7 +43,7 @@ class Sequences:
         self.num_columns = -(-most // BLOCK_SIZE)
         self.pool = BlockPool(num_requests * self.num_columns + 1, False, BLOCK_SIZE)
         self.window = window
-        # Half to one and a half of the length, so that some cross into a new block at each step.
+        # Half to one and a half of the length, so that some need a new block at each step.
         self.positions = np.array(
             [rng.randint(num_tokens // 2, num_tokens * 3 // 2 - 1) for _ in range(num_requests)]
         )
@@ -71,13 +72,13 @@ class Sequences:
 
 
 def rebuild_from_lists(id_lists: list[list[int]]) -> npt.NDArray[np.int32]:
-    """The padded array anew from lists of ids, as long as the longest of them."""
+    """Build a new padded array from lists of ids, as wide as the longest list."""
     longest = max(map(len, id_lists))
     return np.array([ids + [0] * (longest - len(ids)) for ids in id_lists], np.int32)
 
 
 def rebuild_by_rows(id_lists: list[list[int]]) -> npt.NDArray[np.int32]:
-    """The same, a row at a time into an array of zeros."""
+    """Build the same array row by row into zeros."""
     array = np.zeros((len(id_lists), max(map(len, id_lists))), np.int32)
     for row, ids in zip(array, id_lists, strict=True):
         row[: len(ids)] = ids
@@ -97,7 +98,7 @@ def list_slots_one_by_one(id_lists: list[list[int]], positions: list[int]) -> np
 def make_batch(sequences: Sequences) -> BatchBlockTable:
     batch = BatchBlockTable(len(sequences.tables), sequences.num_columns, BLOCK_SIZE)
     for number, table in enumerate(sequences.tables):
-        batch.add_request(str(number), table)
+        batch.add_request(RequestId(str(number)), table)
     batch.update()
     return batch
 
@@ -107,7 +108,7 @@ def add(times: list[int], more_times: list[int]) -> list[int]:
 
 
 def timed(times: Times, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The processor's time, not the clock's: neighbours on a shared machine are none of the cost."""
+    """Return processor time, which other work on a shared machine does not affect."""
     started = time.thread_time_ns()
     answer = call(*arguments)
     times.setdefault(name, []).append(time.thread_time_ns() - started)
@@ -115,7 +116,7 @@ def timed(times: Times, name: str, call: Callable[..., Any], *arguments: Any) ->
 
 
 def decode(num_requests: int, window: int, options: argparse.Namespace) -> Times:
-    """Each way once per step, on the same tables; what they answer must be equal."""
+    """Run each method once per step on the same tables. Their results must be equal."""
     num_steps = NUM_WARM_UP + options.runs
     sequences = Sequences(num_requests, options.tokens, num_steps, window, options.seed)
     batch = make_batch(sequences)
@@ -133,14 +134,14 @@ def decode(num_requests: int, window: int, options: argparse.Namespace) -> Times
         timed(times, "rebuild by rows", rebuild_by_rows, id_lists)
         listed = timed(times, "slots one by one", list_slots_one_by_one, id_lists, positions)
         if not np.array_equal(batch.get_rows()[:, : rebuilt.shape[1]], rebuilt) or (slots != listed).any():
-            raise AssertionError("the ways do not agree")
+            raise AssertionError("the methods disagree")
     times["this, both"] = add(times["update"], times["fill_decode"])
     times["rebuilt, both"] = add(times["rebuild by rows"], times["slots one by one"])
     return times
 
 
 def prefill(num_tokens: int, num_decoding: int, options: argparse.Namespace) -> tuple[int, Times]:
-    """A chunk of one request beside others that decode a token; how many blocks all have."""
+    """Measure a prefill chunk of one request among decoding ones. Return the number of blocks of all."""
     sequences = Sequences(num_decoding + 1, num_tokens * 2, 1, 0, options.seed)
     batch = make_batch(sequences)
     mapping = SlotMapping(batch, num_tokens + num_decoding)
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--tokens", type=int, default=2000, help="mean length of a sequence")
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--runs", type=int, default=200, help="steps that count")
+    parser.add_argument("--runs", type=int, default=200, help="measured steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What does moving blocks cost against copying as many bytes? See benchmarks/README.md for the columns."""
+"""Compare moving blocks with copying as many bytes. See benchmarks/README.md."""
 
 import argparse
 import ctypes
@@ -15,12 +15,12 @@ from typing import Any
 
 from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
 
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove
 from kv_pool.storage import KVStorage
 from kv_pool.storage.block_storage import CopyBlocks
 from kv_pool.storage.copy_cpu import copy_on_cpu
 
-# Heads and head size of Llama-3-8B, float16: 64 KiB of K and V a layer at 16 tokens a block.
+# Heads and head size of Llama-3-8B, float16: 64 KiB of K and V per layer at 16 tokens per block.
 HEADS, HEAD_SIZE, TOKEN_BYTES = 8, 128, 2 * 8 * 128 * 2
 LAYER_TOKENS = 16
 RUN_BLOCKS = 16
@@ -28,17 +28,19 @@ LAYOUTS = {"LBNHC": "layer outermost", "BLNHC": "block outermost", "LHBNC": "lay
 
 
 def choose_sizes(block_bytes: int) -> tuple[int, int]:
-    """Tokens a block and layers, for blocks of this many bytes: layers of 64 KiB at most."""
+    """Return tokens per block and number of layers for this block size; layers have at most 64 KiB."""
     layers = max(1, block_bytes // (LAYER_TOKENS * TOKEN_BYTES))
     return block_bytes // layers // TOKEN_BYTES, layers
 
 
-def draw_plan(num_moves: int, in_runs: bool, rng: random.Random) -> list[tuple[int, int]]:
-    """Moves between 2 * num_moves blocks: block by block at random, or in runs of RUN_BLOCKS."""
+def draw_plan(num_moves: int, in_runs: bool, rng: random.Random) -> list[BlockMove]:
+    """Return moves between 2 * num_moves blocks: single random blocks, or runs of RUN_BLOCKS."""
     length = RUN_BLOCKS if in_runs else 1
     firsts = rng.sample(range(0, 2 * num_moves, length), 2 * num_moves // length)
     pairs = zip(firsts[::2], firsts[1::2], strict=True)
-    return [(source + i, target + i) for source, target in pairs for i in range(length)]
+    return [
+        BlockMove(BlockId(source + i), BlockId(target + i)) for source, target in pairs for i in range(length)
+    ]
 
 
 def time_on_cpu(call: Callable[[], None]) -> Sample:
@@ -51,7 +53,7 @@ def time_on_cpu(call: Callable[[], None]) -> Sample:
 
 
 def time_on_gpu(call: Callable[[], None]) -> Sample:
-    """From the call to the end of its work on the device, so the cost of checking and launching is in it."""
+    """Measure from the call to the end of its work on the device, including checks and launches."""
     import torch
 
     def sample() -> float:
@@ -65,7 +67,7 @@ def time_on_gpu(call: Callable[[], None]) -> Sample:
 
 
 def make_storage(block_bytes: int, num_blocks: int, layout: str, device: str, copy: CopyBlocks) -> KVStorage:
-    """A storage whose pages have all been written."""
+    """Return a storage whose pages have all been written."""
     block_size, layers = choose_sizes(block_bytes)
     storage = KVStorage.allocate(
         num_blocks, block_size, layers, HEADS, HEAD_SIZE, "float16", device, layout, copy=copy
@@ -75,13 +77,12 @@ def make_storage(block_bytes: int, num_blocks: int, layout: str, device: str, co
     return storage
 
 
-def samples_on_cpu(storage: KVStorage, plan: list[tuple[int, int]]) -> dict[str, Sample]:
+def samples_on_cpu(storage: KVStorage, plan: list[BlockMove]) -> dict[str, Sample]:
     block_bytes = storage.block_bytes
-    # Every tensor is part of one allocation, so this is where all the blocks' bytes begin.
+    # All tensors are part of one allocation, which starts here.
     base = int(storage.segments.bases.min())
     half = len(plan) * block_bytes
     from_to = [(base + source * block_bytes, base + target * block_bytes) for source, target in plan]
-    moves = [BlockMove(source, target) for source, target in plan]
     spans = [
         (address + source * stride, address + target * stride, span)
         for address, stride, span, _ in storage.segments.to_segments()
@@ -97,14 +98,14 @@ def samples_on_cpu(storage: KVStorage, plan: list[tuple[int, int]]) -> dict[str,
             ctypes.memmove(target, source, block_bytes)
 
     return {
-        "apply_moves": time_on_cpu(lambda: storage.apply_moves(moves)),
+        "apply_moves": time_on_cpu(lambda: storage.apply_moves(plan)),
         "memmove, a call a span": time_on_cpu(move_each_span),
         "memmove, a call a block": time_on_cpu(move_each_block),
         "memmove, one call": time_on_cpu(lambda: void(ctypes.memmove(base, base + half, half))),
     }
 
 
-def samples_on_gpu(storage: KVStorage, plan: list[tuple[int, int]]) -> dict[str, Sample]:
+def samples_on_gpu(storage: KVStorage, plan: list[BlockMove]) -> dict[str, Sample]:
     import torch
 
     from kv_pool.storage.copy_torch import copy_by_torch
@@ -113,16 +114,15 @@ def samples_on_gpu(storage: KVStorage, plan: list[tuple[int, int]]) -> dict[str,
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     half = len(plan) * storage.block_bytes
     by_torch = KVStorage.wrap(storage.tensors, storage.layout, copy=copy_by_torch)
-    moves = [BlockMove(source, target) for source, target in plan]
     return {
-        "apply_moves, triton": time_on_gpu(lambda: storage.apply_moves(moves)),
-        "apply_moves, torch": time_on_gpu(lambda: by_torch.apply_moves(moves)),
+        "apply_moves, triton": time_on_gpu(lambda: storage.apply_moves(plan)),
+        "apply_moves, torch": time_on_gpu(lambda: by_torch.apply_moves(plan)),
         "copy_, one call": time_on_gpu(lambda: void(flat[:half].copy_(flat[half : 2 * half]))),
     }
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Discard a result."""
 
 
 def find_gpu_copy() -> CopyBlocks:
@@ -185,13 +185,13 @@ def describe_run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0 and the like")
-    parser.add_argument("--moves", type=int, default=1_000, help="blocks that one plan moves, at most")
-    parser.add_argument("--memory-mib", type=int, help="of the storage; plans are shorter where it is full")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...")
+    parser.add_argument("--moves", type=int, default=1_000, help="maximum number of blocks per plan")
+    parser.add_argument("--memory-mib", type=int, help="size of the storage; limits the length of plans")
     parser.add_argument("--kib", type=int, nargs="+", default=[16, 64, 256, 2048], help="sizes of a block")
     parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--seed", type=int, default=0, help="of the plans")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the plans")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 32 moves, 2 runs")
     options = parser.parse_args()
     if options.quick:

@@ -1,4 +1,4 @@
-"""What do the pool's operations cost, per block? See benchmarks/README.md for what the columns mean."""
+"""Measure the cost of the pool's operations, per block. See benchmarks/README.md for the columns."""
 
 import argparse
 import gc
@@ -28,21 +28,21 @@ BLOCK_SIZE = 16
 HASH_BYTES = 32
 REQUEST_BLOCKS = 64
 HIT_BLOCKS = 256
-# A cache whose map, keys and blocks the processor's own caches can hold, beside the one of --blocks.
+# A pool whose map, keys and blocks fit into the processor's caches, in addition to the one of --blocks.
 SMALL_BLOCKS = 10_000
-# Work per sample: a few milliseconds at most, less than another process usually runs in between.
+# Work per sample: at most a few milliseconds, less than the usual time slice of another process.
 SAMPLE_BLOCKS = 1_000
-# More where each block is another one, so that what the others left in the caches is soon gone.
+# More if each block is a different one, so that the caches' earlier content is soon replaced.
 EVICTED_BLOCKS = 4_000
 PROMPT_TOKENS = 50_000
 HEAVY_MODULES = ("torch", "zmq", "matplotlib", "numpy")
-# vLLM's name for the algorithm that kv_pool calls so.
+# kv_pool's name of an algorithm -> vLLM's name.
 VLLM_HASH_NAMES = {"xxh3_128": "xxhash", "sha256": "sha256", "sha256_cbor": "sha256_cbor"}
 
 
 @dataclass
 class BenchRequest:
-    """What kv_pool and vLLM read of a request."""
+    """The attributes of a request that kv_pool and vLLM read."""
 
     all_token_ids: list[int]
     block_hashes: list[bytes]
@@ -60,12 +60,12 @@ class BenchRequest:
 
 HashRequest = Callable[[BenchRequest], Sequence[bytes]]
 Sample = Callable[[], float]
-"""Runs once and returns one measurement in its row's unit."""
+"""A function that runs once and returns one measurement in its row's unit."""
 
 
 @dataclass
 class Implementation:
-    """One of the compared pools: its class, and how to get its request hasher by kv_pool's name for it."""
+    """A compared pool: its class, and a function that returns its request hasher by kv_pool's name."""
 
     name: str
     pool_class: Callable[..., Any]
@@ -74,7 +74,7 @@ class Implementation:
 
 @dataclass
 class Row:
-    """One question, answered by each implementation: the measurements in `unit`."""
+    """A row of results: the measurements of each implementation, in `unit`."""
 
     title: str
     unit: str
@@ -86,7 +86,7 @@ class Row:
 
 def wrap_kv_pool(name: str, package: ModuleType) -> Implementation:
     def make_hasher(algorithm: str) -> HashRequest:
-        # vLLM takes PYTHONHASHSEED for the seed when it is set.
+        # vLLM uses PYTHONHASHSEED as the seed if it is set.
         seed = os.environ.get("PYTHONHASHSEED")
         hash_request: HashRequest = package.BlockHasher(algorithm, seed, BLOCK_SIZE).hash_request
         return hash_request
@@ -100,7 +100,7 @@ def import_vllm() -> Implementation:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.block_pool import BlockPool
 
-    envs.enable_envs_cache()  # as vLLM's engine does when it is up
+    envs.enable_envs_cache()  # as vLLM's engine does after start-up
     logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def make_hasher(algorithm: str) -> HashRequest:
@@ -113,7 +113,7 @@ def import_vllm() -> Implementation:
 
 
 def import_one(name: str) -> Implementation:
-    """The implementation of this name and no other."""
+    """Import only the implementation with this name."""
     if name == VLLM:
         return import_vllm()
     if name == PLAIN:
@@ -124,7 +124,7 @@ def import_one(name: str) -> Implementation:
 
 
 def import_all() -> list[Implementation]:
-    """Those that can be had here; says which are missing and why."""
+    """Import all implementations that are available; print which are missing and why."""
     found = []
     plain = import_plain_aside()
     import kv_pool
@@ -132,14 +132,14 @@ def import_all() -> list[Implementation]:
     if kv_pool.COMPILED:
         found.append(wrap_kv_pool(COMPILED, kv_pool))
     else:
-        print("missing: kv_pool compiled, since the installed kv_pool is plain Python")
+        print("missing: kv_pool compiled; the installed kv_pool is plain Python")
     if plain.COMPILED:
-        raise RuntimeError("the package that was to be plain Python is a compiled one")
+        raise RuntimeError("the package loaded as plain Python is compiled")
     found.append(wrap_kv_pool(PLAIN, plain))
     try:
         found.append(import_vllm())
     except ImportError as error:
-        print(f"missing: vLLM ({error}), so there are no ratios to it")
+        print(f"missing: vLLM ({error}); ratios to it are omitted")
     return found
 
 
@@ -147,7 +147,7 @@ def import_all() -> list[Implementation]:
 
 
 def make_request(rng: random.Random, num_blocks: int, with_tokens: bool = True) -> BenchRequest:
-    """A request with hashes that nothing carries yet; its tokens are read for events only."""
+    """Return a request with new hashes; its tokens are read only for events."""
     num_tokens = num_blocks * BLOCK_SIZE if with_tokens else 0
     return BenchRequest(
         all_token_ids=[rng.randrange(128_000) for _ in range(num_tokens)],
@@ -164,7 +164,7 @@ def run_request(pool: Any, request: BenchRequest) -> None:
 
 
 def fill_cache(pool: Any, rng: random.Random, request_blocks: int) -> list[BenchRequest]:
-    """Cache every block of the pool; all are free afterwards. The requests, next to be evicted first."""
+    """Cache every block of the pool, then free all. Return the requests, the next to be evicted first."""
     requests = []
     left = pool.get_num_free_blocks()
     while left:
@@ -208,7 +208,7 @@ def sample_evictions(num_blocks: int, seed: int, events: bool, implementation: I
             for request in requests:
                 run_request(pool, request)
         elapsed = time.perf_counter_ns() - start
-        # Every block evicted one that was cached and is cached itself.
+        # Every allocated block evicted a cached one and is cached itself.
         if len(pool.cached_block_hash_to_block) != num_cached or num_cached != num_blocks - 1:
             raise RuntimeError(f"{implementation.name}: the cache did not stay full")
         if num_events != (num_requests * (REQUEST_BLOCKS + 1) if events else 0):
@@ -219,7 +219,7 @@ def sample_evictions(num_blocks: int, seed: int, events: bool, implementation: I
 
 
 def sample_prefix_hits(num_blocks: int, seed: int, one_call: bool, implementation: Implementation) -> Sample:
-    """`one_call` looks up by `find_cached_prefix`, which vLLM does not have: there it changes nothing."""
+    """Measure hits. `one_call` uses `find_cached_prefix`; vLLM has no such call and ignores it."""
     pool = implementation.pool_class(num_blocks, True, BLOCK_SIZE)
     prefixes = [
         request.block_hashes
@@ -275,7 +275,7 @@ def sample_hashing(algorithm: str, token_ids: list[int], implementation: Impleme
 
 
 def interleave(title: str, unit: str, samples: dict[str, Sample], runs: int) -> Row:
-    """One sample of each in turn, `runs` times, after one that does not count; GC off meanwhile."""
+    """Take one sample of each in turn, `runs` times after a warm-up, with GC off."""
     row = Row(title, unit, {name: [] for name in samples})
     names = list(samples)
     gc.collect()
@@ -324,7 +324,7 @@ def measure_here(implementations: list[Implementation], options: argparse.Namesp
 
 
 def check_same_hashes(implementations: list[Implementation], token_ids: list[int]) -> None:
-    """`sha256_cbor` is defined byte for byte: all must have done the same work."""
+    """Verify that all agree on `sha256_cbor`, which is defined byte for byte."""
     answers = {tuple(one.make_hasher("sha256_cbor")(BenchRequest(token_ids, []))) for one in implementations}
     if len(answers) != 1:
         raise RuntimeError("the implementations disagree about sha256_cbor")
@@ -334,19 +334,19 @@ def check_same_hashes(implementations: list[Implementation], token_ids: list[int
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM (second field of Linux's statm, in pages)."""
+    """Return the resident memory of this process in bytes (second field of Linux's statm, in pages)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def time_collection() -> float:
-    """How long one full collection takes now, in ms."""
+    """Return the duration of one full collection, in ms."""
     start = time.perf_counter_ns()
     gc.collect()
     return (time.perf_counter_ns() - start) / 1e6
 
 
 def build_and_drop(name: str, num_blocks: int) -> dict[str, float]:
-    """Build one pool in this process and drop it; measurements by the unit they are in."""
+    """Build one pool in this process and drop it. Return the measurements by row."""
     pool_class = import_one(name).pool_class
     gc.collect()
     gc.freeze()  # from here on a collection visits the pool only
@@ -389,7 +389,7 @@ BUILD_ROWS = {
 
 
 def run_child(*arguments: str) -> Any:
-    """What a fresh interpreter prints as its last line, which is JSON."""
+    """Run code in a new interpreter. Return the JSON in its last line of output."""
     command = [sys.executable, *arguments]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(answer.splitlines()[-1])
@@ -410,7 +410,7 @@ def measure_builds(names: list[str], options: argparse.Namespace) -> list[Row]:
 
 
 def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
-    """`import kv_pool` in fresh interpreters, timed inside them."""
+    """Measure `import kv_pool` inside new interpreters."""
     report = f"[m for m in {HEAVY_MODULES!r} if m in sys.modules]"
     clock = "import sys, time, json"
     before = {
@@ -424,7 +424,7 @@ def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
     for run in range(-1, 2 if options.quick else 10):
         for name in names:
             code = f"{before[name]}; print(json.dumps([time.perf_counter_ns() - start, {report}]))"
-            # -P: not the directory this was started in, so that the installed kv_pool is imported.
+            # -P: ignore the current directory, so that the installed kv_pool is imported.
             elapsed_ns, heavy = run_child("-P", "-c", code)
             if heavy:
                 raise RuntimeError(f"import kv_pool imports {', '.join(heavy)}")
@@ -439,7 +439,7 @@ def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
 
 
 def summarize(samples: Sequence[float]) -> tuple[float, float, float]:
-    """p10, median, p90."""
+    """Return p10, median and p90."""
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     deciles = statistics.quantiles(samples, n=10, method="inclusive")
@@ -447,7 +447,7 @@ def summarize(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio_to_vllm(row: Row, name: str) -> float | None:
-    """vLLM's median over this one's: how many times less this one costs. None where one prints as 0.00."""
+    """Return vLLM's median divided by this one; None if one of them prints as 0.00."""
     if VLLM not in row.samples:
         return None
     median = summarize(row.samples[name])[1]
@@ -487,7 +487,7 @@ def find_version(distribution: str) -> str | None:
 
 
 def describe_run(names: list[str]) -> dict[str, Any]:
-    """Where the figures come from."""
+    """Return the provenance of the figures."""
     return {
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -520,11 +520,13 @@ def write_json(path: Path, provenance: dict[str, Any], rows: list[Row]) -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the pools that are worked on")
-    parser.add_argument("--build-blocks", type=int, default=1_000_000, help="blocks of the pools only built")
+    parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the pools in most rows")
+    parser.add_argument(
+        "--build-blocks", type=int, default=1_000_000, help="blocks of the pools in the rows on building"
+    )
     parser.add_argument("--runs", type=int, default=100, help="runs of each row in this process")
-    parser.add_argument("--seed", type=int, default=0, help="of token ids and hashes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and hashes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument(
         "--quick",
         action="store_true",

@@ -1,4 +1,4 @@
-"""What does it cost `GPUKVPool`'s calls that their times are known? See benchmarks/README.md."""
+"""Measure the cost of timing `GPUKVPool`'s calls. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -12,29 +12,29 @@ from platform import python_version
 from bench_block_pool import find_cpu_model
 
 import kv_pool
-from kv_pool import BlockAllocationRequest, GPUKVPool
+from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId
 
 NUM_REQUESTS = 100
 REQUEST_BLOCKS = 10
 
 
 class UntimedPool(GPUKVPool):
-    """The same calls as they would be without times."""
+    """The same calls without timing."""
 
-    def allocate(self, request: BlockAllocationRequest) -> list[int]:
+    def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
         return [block.block_id for block in self._allocate(request)]
 
-    def free(self, block_ids: Sequence[int], sequence_id: int | None = None) -> None:
+    def free(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         with self.lock:
             self._drop(*self.holdings.find_drops(block_ids, sequence_id))
 
 
 class UntimedAgain(UntimedPool):
-    """What two pools differ in that do not differ: the noise."""
+    """The same class again; its difference is the noise."""
 
 
 def measure(pool: GPUKVPool, requests: list[BlockAllocationRequest]) -> tuple[float, float]:
-    """Nanoseconds of the processor per call of `allocate` and of `free`."""
+    """Return processor time in nanoseconds per call of `allocate` and of `free`."""
     started = time.thread_time_ns()
     given = [pool.allocate(request) for request in requests]
     between = time.thread_time_ns()
@@ -57,12 +57,12 @@ def main() -> None:
         "kv_pool": f"{kv_pool.__version__}, {'compiled' if kv_pool.COMPILED else 'plain'}",
     }
     print("  ".join(f"{name}: {value}" for name, value in provenance.items()))
-    requests = [BlockAllocationRequest(REQUEST_BLOCKS, number) for number in range(NUM_REQUESTS)]
+    requests = [BlockAllocationRequest(REQUEST_BLOCKS, SequenceId(number)) for number in range(NUM_REQUESTS)]
     pools = [(kind.__name__, kind(options.blocks, 16)) for kind in (UntimedPool, GPUKVPool, UntimedAgain)]
     times: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in pools}
     gc.disable()
     for _ in range(options.runs):
-        pools = [*pools[1:], pools[0]]  # each of them as often first as last
+        pools = [*pools[1:], pools[0]]  # each pool is first equally often
         for name, pool in pools:
             times[name].append(measure(pool, requests))
     print(

@@ -1,6 +1,6 @@
-"""What does the event stream cost the pool's thread, and how much goes through a publisher?
+"""Measure the cost of the event stream for the pool's thread, and the throughput of a publisher.
 
-See benchmarks/README.md for what the columns mean.
+See benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -44,7 +44,7 @@ FREE_PORT = "tcp://127.0.0.1:0"
 
 
 def make_publisher(num_batches: int, state: StreamState | None = None, **settings: Any) -> ZMQEventPublisher:
-    """A publisher that drops nothing of so many batches."""
+    """Return a publisher whose queue holds this number of batches."""
     config = PublisherConfig(
         endpoint=FREE_PORT,
         replay_endpoint=FREE_PORT,
@@ -58,7 +58,7 @@ def make_publisher(num_batches: int, state: StreamState | None = None, **setting
 
 
 def wait_until_idle(publisher: EventPublisher | None, pause_s: float = 0.0005) -> None:
-    while publisher is not None and publisher.statistics().num_queued:
+    while publisher is not None and publisher.get_statistics().num_queued:
         time.sleep(pause_s)
     time.sleep(pause_s)
 
@@ -67,7 +67,7 @@ def wait_until_idle(publisher: EventPublisher | None, pause_s: float = 0.0005) -
 
 
 class Steps:
-    """A pool in which everything is cached: each request of 64 blocks evicts as many and caches them."""
+    """A pool in which every block is cached: each request of 64 blocks evicts 64 and caches its own."""
 
     def __init__(
         self, num_blocks: int, seed: int, with_events: bool, publisher: EventPublisher | None
@@ -76,14 +76,14 @@ class Steps:
         self.pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE, enable_kv_cache_events=with_events)
         fill_cache(self.pool, rng, REQUEST_BLOCKS)
         self.pool.take_events()
-        # Twice the pool, so that what comes round again has been evicted.
+        # Twice the pool, so that repeated requests have been evicted.
         self.num_requests = 2 * num_blocks // REQUEST_BLOCKS + 1
         self.requests = cycle([make_request(rng, REQUEST_BLOCKS) for _ in range(self.num_requests)])
         self.with_events = with_events
         self.publisher = publisher
 
     def run(self, requests: Sequence[BenchRequest]) -> int:
-        """Nanoseconds that the steps take on this thread."""
+        """Return the time of the steps on this thread, in nanoseconds."""
         pool, with_events, publisher = self.pool, self.with_events, self.publisher
         start = time.perf_counter_ns()
         for request in requests:
@@ -95,7 +95,7 @@ class Steps:
         return time.perf_counter_ns() - start
 
     def sample(self, idles: bool) -> float:
-        """Nanoseconds a block; `idles` leaves the publisher time between steps, as a model that runs does."""
+        """Return nanoseconds per block. `idles` waits for the publisher between steps, like a model run."""
         requests = list(islice(self.requests, SAMPLE_STEPS))
         elapsed_ns = 0
         for part in [[request] for request in requests] if idles else [requests]:
@@ -122,7 +122,7 @@ def measure_steps(options: argparse.Namespace) -> dict[str, list[float]]:
 def interleave(
     samplers: dict[str, Callable[[], float]], runs: int, publishers: Sequence[EventPublisher]
 ) -> dict[str, list[float]]:
-    """One run of each in turn, Python's GC off meanwhile; the first does not count."""
+    """Run each in turn, with Python's GC off; the first run does not count."""
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     gc.collect()
     gc.disable()
@@ -141,7 +141,7 @@ def interleave(
 
 
 def measure_calls(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Nanoseconds of `publish`: with a thread to wake, with one at work, and for many events as for one."""
+    """Return nanoseconds of `publish`: with an idle thread, with a busy one, and with many events."""
     batches = make_batches(options.seed)
     publisher = make_publisher(10_000_000)
     one = batches[0][:1]
@@ -155,7 +155,7 @@ def measure_calls(options: argparse.Namespace) -> dict[str, list[float]]:
 
     def call_busy(events: list[KVCacheEvent]) -> float:
         for _ in range(20):
-            publisher.publish(many)  # what the publisher's thread has to do meanwhile
+            publisher.publish(many)  # work for the publisher's thread
         start = time.perf_counter_ns()
         for _ in range(10):
             publisher.publish(events)
@@ -178,9 +178,9 @@ def measure_calls(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def make_batches(seed: int) -> list[list[KVCacheEvent]]:
-    """Batches of one step each: 64 blocks stored by one event, 64 removed by as many.
+    """Return batches of one step each: 64 blocks stored by one event, 64 removed by one event each.
 
-    Behind the last the first can follow again: what it removes is there, what it stores is not.
+    The first batch can follow the last: the blocks it removes exist then, and those it stores do not.
     """
     steps = Steps(DISTINCT_BATCHES * REQUEST_BLOCKS, seed, True, None)
     batches = []
@@ -191,7 +191,7 @@ def make_batches(seed: int) -> list[list[KVCacheEvent]]:
 
 
 def subscribe(endpoint: str) -> None:
-    """The other process: says when it hears the publisher, then counts up to the clear."""
+    """Run in the other process: report when the publisher is connected, then count up to the clear."""
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.rcvhwm = 0
@@ -203,9 +203,9 @@ def subscribe(endpoint: str) -> None:
     while True:
         _, sequence, payload = socket.recv_multipart()
         if int.from_bytes(sequence) != last + 1:
-            raise RuntimeError(f"batch {int.from_bytes(sequence)} came after {last}")
+            raise RuntimeError(f"batch {int.from_bytes(sequence)} arrived after {last}")
         last += 1
-        if len(payload) < 64:  # the clear that ends it, or one of those before it began
+        if len(payload) < 64:  # the final clear, or one from before the start
             if num_batches:
                 break
             continue
@@ -237,9 +237,9 @@ def measure_throughput(
             publish_ns = time.perf_counter_ns() - start_ns
             publisher.publish([AllBlocksCleared()])
             answer: dict[str, float] = json.loads(child.stdout.readline())
-        statistics = publisher.statistics()
+        statistics = publisher.get_statistics()
     if answer["batches"] != num_batches or statistics.num_batches_dropped:
-        raise RuntimeError(f"{answer['batches']} of {num_batches} batches came")
+        raise RuntimeError(f"{answer['batches']} of {num_batches} batches arrived")
     return {
         "batches/s": num_batches / answer["seconds"],
         "MB/s": answer["bytes"] / answer["seconds"] / 1e6,
@@ -265,9 +265,11 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=10_000, help="blocks of the pools")
     parser.add_argument("--runs", type=int, default=100, help="runs of each row")
-    parser.add_argument("--batches", type=int, default=20_000, help="batches sent to the other process")
-    parser.add_argument("--seed", type=int, default=0, help="of token ids and hashes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument(
+        "--batches", type=int, default=20_000, help="number of batches sent to the other process"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and hashes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     parser.add_argument("--child-subscriber", metavar="ENDPOINT", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What CPU time does following an event stream take, beside Dynamo's indexer? See benchmarks/README.md."""
+"""Compare the CPU time of following an event stream with Dynamo's. See benchmarks/README.md."""
 
 import argparse
 import json
@@ -27,6 +27,7 @@ from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.events.zmq_module import zmq
+from kv_pool.ids import GroupId
 
 BLOCK_SIZE = 16
 EVENT_BLOCKS = 8
@@ -38,7 +39,7 @@ HOST = "127.0.0.1"
 
 
 class Feed:
-    """A publisher of ready payloads: all of them on request, and live an empty batch now and then."""
+    """A publisher of prepared payloads: sends all of them on request, and an empty live batch at times."""
 
     def __init__(self, payloads: list[bytes]) -> None:
         self.payloads = payloads
@@ -79,10 +80,10 @@ class Feed:
 
 
 def make_stream(num_batches: int, num_held: int, seed: int) -> tuple[list[bytes], int, list[int]]:
-    """Payloads; the blocks stored and removed in them; the tokens that are stored last of all.
+    """Return payloads, the number of blocks stored and removed in them, and the tokens stored last.
 
     Each batch stores a chain of `BATCH_BLOCKS` blocks in events of `EVENT_BLOCKS`. Once `num_held` blocks are
-    held, it also removes the oldest chain in one event, as a `StreamState` announces it.
+    stored, it also removes the oldest chain in one event, like a `StreamState`.
     """
     rng = random.Random(seed)
     held: deque[list[Any]] = deque()
@@ -92,7 +93,7 @@ def make_stream(num_batches: int, num_held: int, seed: int) -> tuple[list[bytes]
     for number in range(num_batches):
         events: list[KVCacheEvent] = []
         if len(held) * BATCH_BLOCKS >= num_held:
-            events.append(BlockRemoved(held.popleft()[::-1], "GPU", 0))
+            events.append(BlockRemoved(held.popleft()[::-1], "GPU", GroupId(0)))
             num_blocks += BATCH_BLOCKS
         chain: list[Any] = [rng.getrandbits(64) for _ in range(BATCH_BLOCKS)]
         tokens = [rng.randrange(150_000) for _ in range(BATCH_BLOCKS * BLOCK_SIZE)]
@@ -102,7 +103,7 @@ def make_stream(num_batches: int, num_held: int, seed: int) -> tuple[list[bytes]
             parent = chain[first - 1] if first else None
             store = BlockStored(chain[first:end], parent, span, BLOCK_SIZE, None, "GPU", None)
             store.extra_keys = [None] * EVENT_BLOCKS
-            store.group_idx, store.kv_cache_spec_kind = 0, "full_attention"
+            store.group_idx, store.kv_cache_spec_kind = GroupId(0), "full_attention"
             events.append(store)
         held.append(chain)
         num_blocks += BATCH_BLOCKS
@@ -111,7 +112,7 @@ def make_stream(num_batches: int, num_held: int, seed: int) -> tuple[list[bytes]
 
 
 def cpu_seconds(process_id: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process so far, in seconds."""
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -125,16 +126,16 @@ def ask(port: int, path: str, **asked: Any) -> Any:
         return json.loads(answer.read() or b"{}")
 
 
-def wait_until(is_so: Callable[[], bool], give_up_s: float = 300.0) -> None:
-    deadline = time.monotonic() + give_up_s
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > deadline:
-            raise RuntimeError("a reader did not get to the end of the stream")
+            raise RuntimeError("a subscriber did not reach the end of the stream")
         time.sleep(0.05)
 
 
 def measure_dynamo(python: str, feed: Feed, tokens: list[int]) -> float:
-    """CPU seconds that Dynamo's stand-alone indexer takes to know the last tokens."""
+    """Return the CPU seconds until Dynamo's stand-alone indexer knows the last tokens."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -173,21 +174,21 @@ def measure_dynamo(python: str, feed: Feed, tokens: list[int]) -> float:
 
 
 def measure_ours(name: str, feed: Feed, num_batches: int) -> float:
-    """CPU seconds that a subscriber and a mirror take, in a process of their own."""
+    """Return the CPU seconds of a subscriber and a mirror, in a separate process."""
     command = [sys.executable, __file__, "--read", name, *feed.endpoints(), str(num_batches)]
     done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
     return float(done.stdout)
 
 
 def read(name: str, live: str, replay: str, num_batches: int) -> None:
-    """Follow the stream to its end; print the CPU seconds."""
+    """Follow the stream to its end and print the CPU seconds."""
     mirror = PrefixMirror(learns_tokens=name in (TOKENS, SHARED_TOKENS))
     if name in (SHARED_HASHES, SHARED_TOKENS):
         mirror.apply(
             "other engine", [BlockStored([1], None, [0] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU", None)]
         )
     before = cpu_seconds(os.getpid())
-    with KVEventSubscriber(live, replay, max_held=1_000_000) as subscriber:
+    with KVEventSubscriber(live, replay, max_queued=1_000_000) as subscriber:
         for item in subscriber:
             if name != NOTHING:
                 apply_item(mirror, item, "engine")
@@ -199,11 +200,11 @@ def read(name: str, live: str, replay: str, num_batches: int) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=20_000)
-    parser.add_argument("--held", type=int, default=100_000, help="blocks held at any time")
+    parser.add_argument("--held", type=int, default=100_000, help="number of blocks stored at any time")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter that has ai-dynamo-runtime")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="interpreter with ai-dynamo-runtime")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     parser.add_argument("--read", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()

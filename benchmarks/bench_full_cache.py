@@ -1,4 +1,4 @@
-"""What does compaction cost in a full cache, and what does it give? See benchmarks/README.md."""
+"""Measure the cost and the gain of compaction in a full cache. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -12,7 +12,7 @@ from typing import Any
 from bench_block_pool import describe_run
 
 import kv_pool
-from kv_pool import BlockAllocationRequest, GPUKVPool
+from kv_pool import BlockAllocationRequest, GPUKVPool, GroupId, SequenceId
 from kv_pool.contiguous.defragmenter import Defragmenter
 
 BLOCK_SIZE = 16
@@ -23,9 +23,9 @@ MODES = ("no compaction", "packed", "default", "64 a step", "64 a step, evicting
 
 
 class Life:
-    """Requests of documents that are asked for again and again, each with a tail of its own, and that grow.
+    """Growing requests for repeatedly requested documents, each with its own tail.
 
-    Every block is cached, in use or not: after the first requests no block of the pool is empty.
+    Every block is cached, in use or not. After the first requests no block of the pool is empty.
     """
 
     def __init__(self, num_blocks: int, use: float, seed: int) -> None:
@@ -34,22 +34,23 @@ class Life:
         self.num_wanted = int(use * num_blocks)
         self.sizes = [min(96, max(2, int(self.rng.lognormvariate(2.5, 0.8)))) for _ in range(NUM_DOCUMENTS)]
         self.weights = [1 / (rank + 1) for rank in range(NUM_DOCUMENTS)]
-        self.running: dict[int, list[bytes]] = {}
+        self.running: dict[SequenceId, list[bytes]] = {}
         self.num_requests = self.num_tails = self.num_taken = self.num_asked = self.num_hits = 0
 
     def step(self) -> None:
-        """One request starts; as many end as it takes; eight others grow by a block."""
+        """Start one request, end as many as it needs, and grow eight others by a block."""
         [document] = self.rng.choices(range(NUM_DOCUMENTS), self.weights)
         hashes = [b"%d/%d" % (document, position) for position in range(self.sizes[document])]
         hashes += self.make_tail(self.rng.randrange(1, 12))
         while self.count_in_use() + len(hashes) > self.num_wanted and self.running:
             self.end(self.rng.choice(list(self.running)))
         self.num_requests += 1
-        hits = self.pool.claim_prefix(self.num_requests, hashes)  # type: ignore[arg-type]
+        sequence_id = SequenceId(self.num_requests)
+        hits = self.pool.claim_prefix(sequence_id, hashes)  # type: ignore[arg-type]
         self.num_asked += len(hashes)
         self.num_hits += len(hits)
-        self.running[self.num_requests] = hashes[: len(hits)]
-        self.grow(self.num_requests, hashes[len(hits) :])
+        self.running[sequence_id] = hashes[: len(hits)]
+        self.grow(sequence_id, hashes[len(hits) :])
         for _ in range(8):
             if self.count_in_use() < self.num_wanted:
                 self.grow(self.rng.choice(list(self.running)), self.make_tail(1))
@@ -58,13 +59,13 @@ class Life:
         self.num_tails += num_blocks
         return [b"tail %d" % number for number in range(self.num_tails - num_blocks, self.num_tails)]
 
-    def grow(self, sequence_id: int, hashes: list[bytes]) -> None:
+    def grow(self, sequence_id: SequenceId, hashes: list[bytes]) -> None:
         self.pool.allocate(BlockAllocationRequest(len(hashes), sequence_id, contiguous="no"))
         self.num_taken += len(hashes)
         self.running[sequence_id] += hashes
         self.pool.cache_prefix(sequence_id, self.running[sequence_id])  # type: ignore[arg-type]
 
-    def end(self, sequence_id: int) -> None:
+    def end(self, sequence_id: SequenceId) -> None:
         self.pool.free_sequence(sequence_id)
         del self.running[sequence_id]
 
@@ -72,11 +73,11 @@ class Life:
         return self.pool.total_blocks - self.pool.get_free_blocks()
 
     def list_cached(self) -> list[bytes | None]:
-        """The keys of the free blocks, next to be evicted first; None for an empty block."""
+        """Return the keys of the free blocks, the next to be evicted first; None for an empty block."""
         return [block.block_hash for block in self.pool.block_pool.free_block_queue.get_all_free_blocks()]
 
     def count_hits(self) -> list[int]:
-        """How many blocks of each document would be hit now."""
+        """Return how many blocks of each document would be hit now."""
         pool = self.pool.block_pool
         found = []
         for document, size in enumerate(self.sizes):
@@ -86,7 +87,7 @@ class Life:
                     (
                         position
                         for position, name in enumerate(hashes)
-                        if not pool.get_cached_block(name, [0])  # type: ignore[arg-type]
+                        if not pool.get_cached_block(name, [GroupId(0)])  # type: ignore[arg-type]
                     ),
                     size,
                 )
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke test of this script")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.steps = 800, 300

@@ -1,4 +1,4 @@
-"""What does a manager cost per request and per decode step? See benchmarks/README.md for the columns."""
+"""Measure the cost of a request and of a decode step. See benchmarks/README.md for the columns."""
 
 import argparse
 import gc
@@ -17,6 +17,7 @@ import numpy as np
 from bench_block_pool import describe_run
 
 import kv_pool
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.batch_block_table import BatchBlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.slot_mapping import SlotMapping
@@ -28,21 +29,21 @@ WINDOW_TOKENS = 128
 PROMPT_LENGTHS = (128, 512, 2048, 8192)
 NUM_SEQUENCES = (16, 64, 256, 1024)
 CHUNK_TOKENS = 2048
-# Of a running sequence, and up to 15 more: at each step another sixteenth of them needs a block.
+# Prompt tokens of a running sequence, plus up to 15: at each step another sixteenth needs a block.
 DECODE_PROMPT_TOKENS = 512
 TOKENS_PER_SAMPLE = 2_048
-# Of the pool that requests go through, one after the other: the longest takes an eighth.
+# Blocks of the pool for single requests; the longest request needs an eighth of them.
 POOL_BLOCKS = 4_096
 GROUPS = {"full": ["full"], "full + window": ["full", "window"]}
-"""A model whose layers all attend to everything, and one where some have a window."""
+"""A model with full attention in all layers, and one with a window in some layers."""
 
-# CPU time of this thread: what other processes take meanwhile does not count.
+# CPU time of this thread; time used by other processes does not count.
 now = time.thread_time_ns
 
 
 @dataclass
 class Shape:
-    """What a manager is made for."""
+    """The parameters of a manager."""
 
     groups: list[str]
     num_blocks: int
@@ -51,41 +52,41 @@ class Shape:
 
 
 class Lane(ABC):
-    """One manager and its engine's block tables, with what makes requests for it."""
+    """A manager, its engine's block tables, and a factory of its requests."""
 
     name: str
     manager: Any
 
     @abstractmethod
     def make_request(self, request_id: str, token_ids: list[int]) -> Any:
-        """A request with its hashes."""
+        """Return a request with its hashes."""
 
     @abstractmethod
     def run_request(self, request: Any) -> int:
-        """Look up, give slots chunk by chunk, free. Returns the tokens hit."""
+        """Look up, allocate slots chunk by chunk, free. Return the number of tokens hit."""
 
     @abstractmethod
     def begin(self, requests: list[Any]) -> None:
-        """Give all of them slots for their prompts, and rows in the batch."""
+        """Allocate slots for all prompts, and rows in the batch."""
 
     @abstractmethod
     def allocate(self, requests: list[Any]) -> None:
-        """A slot for the next token of each."""
+        """Allocate a slot for the next token of each sequence."""
 
     @abstractmethod
     def update_table(self) -> None:
-        """Bring the batch's block table up to date."""
+        """Update the batch's block table."""
 
     def compute_slots(self) -> None:
-        """The slot of each sequence's next token, where that is the host's work."""
+        """Compute the slot of each sequence's next token, if the host does that."""
         return None
 
     @abstractmethod
     def read_table(self, num_rows: int) -> list[list[int]]:
-        """The first group's rows."""
+        """Return the rows of the first group."""
 
     def end_step(self, requests: list[Any], token_id: int) -> None:
-        """Between two steps, not timed: each sequence has one token more."""
+        """Append one token to each sequence. Runs between two steps and is not measured."""
         for request in requests:
             request.num_computed_tokens += 1
             request.append_output_token_ids([token_id])
@@ -112,7 +113,7 @@ class OwnLane(Lane):
         self.positions = np.zeros(0, np.int64)
 
     def make_request(self, request_id: str, token_ids: list[int]) -> Any:
-        return kv_pool.Request(request_id, token_ids, self.hasher)
+        return kv_pool.Request(RequestId(request_id), token_ids, self.hasher)
 
     def run_request(self, request: Any) -> int:
         manager = self.manager
@@ -137,7 +138,9 @@ class OwnLane(Lane):
             if self.manager.allocate_slots(request, request.num_tokens) is None:
                 raise RuntimeError("the sequences do not fit into the pool")
             for group_id, table in enumerate(self.tables):
-                table.add_request(request.request_id, self.manager.get_table(request.request_id, group_id))
+                table.add_request(
+                    request.request_id, self.manager.get_table(request.request_id, GroupId(group_id))
+                )
         self.update_table()
         self.positions = np.array([request.num_tokens for request in requests], np.int64)
 
@@ -207,7 +210,7 @@ class VllmLane(Lane):
             max_num_blocks=[-(-shape.max_num_tokens // BLOCK_SIZE)] * len(groups),
         )
         for group_table in self.table.block_tables:
-            # As its model runner for CPUs: what would be copied to the device is there already.
+            # Configured like its model runner for CPUs, where nothing is copied to a device.
             group_table.block_table.gpu = group_table.block_table.cpu
         self.new_block_ids: list[Any] = []
 
@@ -246,7 +249,7 @@ class VllmLane(Lane):
         self.table.commit_block_table(len(requests))
 
     def allocate(self, requests: list[Any]) -> None:
-        # The ids of new blocks, None for no new ones, are what its scheduler sends to the model runner.
+        # Its scheduler sends the ids of new blocks, None if there are none, to the model runner.
         new_block_ids = []
         allocate_slots = self.manager.allocate_slots
         for request in requests:
@@ -273,7 +276,7 @@ LANES: dict[str, Callable[[Shape], Lane]] = {OURS: OwnLane, VLLM: VllmLane}
 
 @dataclass
 class Row:
-    """One line of the answer: for each lane, for each part of the work, microseconds per request or step."""
+    """A row of results: microseconds per request or step, for each lane and each part of the work."""
 
     title: str
     parts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -298,7 +301,7 @@ def some_tokens(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def fill_cache(lanes: list[Lane], rng: random.Random, num_blocks: int) -> None:
-    """Cache about every block of the pools, so that each block that is taken evicts one."""
+    """Cache nearly every block of the pools, so that each allocated block evicts one."""
     for number in range(-(-num_blocks // (4096 // BLOCK_SIZE))):
         token_ids = some_tokens(rng, 4096)
         for lane in lanes:
@@ -306,14 +309,14 @@ def fill_cache(lanes: list[Lane], rng: random.Random, num_blocks: int) -> None:
 
 
 def measure_requests(options: argparse.Namespace, names: list[str], groups: str) -> list[Row]:
-    """Look up, allocate in chunks, free: prompts that nobody has sent before, and prompts seen before."""
+    """Look up, allocate in chunks, free: new prompts, and prompts seen before."""
     num_blocks = POOL_BLOCKS * len(GROUPS[groups])
     lanes = [LANES[name](Shape(GROUPS[groups], num_blocks, 1, 16_384)) for name in names]
     rng = random.Random(options.seed)
     fill_cache(lanes, rng, num_blocks)
     rows = []
     gc.collect()
-    gc.freeze()  # as vLLM's engine does when it is up
+    gc.freeze()  # as vLLM's engine does after start-up
     gc.disable()
     for length in PROMPT_LENGTHS:
         new = Row(f"{groups}: {length:,} tokens, new")
@@ -344,7 +347,7 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
 
 
 def measure_steps(options: argparse.Namespace, names: list[str], groups: str, num_sequences: int) -> Row:
-    """Steps that decode one token of each sequence."""
+    """Measure steps that decode one token of each sequence."""
     max_num_tokens = DECODE_PROMPT_TOKENS + 2 * BLOCK_SIZE + options.steps + 2
     num_blocks = num_sequences * (-(-max_num_tokens // BLOCK_SIZE)) * len(GROUPS[groups]) * 5 // 4
     num_blocks = max(num_blocks, 2 * 4096 // BLOCK_SIZE * len(GROUPS[groups]))
@@ -379,7 +382,7 @@ def measure_steps(options: argparse.Namespace, names: list[str], groups: str, nu
                 lane.compute_slots()
                 mapped = now()
                 lane.end_step(batch, 1)
-                if step >= 0:  # each has taken a block by then: everything has been run
+                if step >= 0:  # by then each sequence has got a block, so all code has run
                     row.add(lane.name, "allocate", (allocated - start) / 1e3)
                     row.add(lane.name, "table", (updated - allocated) / 1e3)
                     row.add(lane.name, "slots", (mapped - updated) / 1e3)
@@ -391,7 +394,7 @@ def measure_steps(options: argparse.Namespace, names: list[str], groups: str, nu
 
 
 def check_same_shape(lanes: list[Lane], num_sequences: int) -> None:
-    """All lanes must have given each sequence equally many blocks."""
+    """Verify that each sequence has the same number of blocks in all lanes."""
     counts = {
         tuple(sum(block_id > 0 for block_id in row) for row in lane.read_table(num_sequences))
         for lane in lanes
@@ -421,7 +424,7 @@ def print_row(row: Row, parts: list[str]) -> None:
 
 
 def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) -> None:
-    """Where our time goes in a step, by the calls that an interpreted caller makes."""
+    """Profile our step, by the calls of an interpreted caller."""
     import cProfile
     import pstats
 
@@ -447,12 +450,14 @@ def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=60, help="samples of each row of requests")
-    parser.add_argument("--decode-runs", type=int, default=3, help="fresh managers for each row of steps")
-    parser.add_argument("--steps", type=int, default=128, help="steps of each, after some that do not count")
-    parser.add_argument("--seed", type=int, default=0, help="of token ids")
+    parser.add_argument("--decode-runs", type=int, default=3, help="new managers for each row of steps")
+    parser.add_argument(
+        "--steps", type=int, default=128, help="measured steps of each, after some warm-up steps"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of token ids")
     parser.add_argument("--no-vllm", action="store_true", help="measure kv_pool only")
-    parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences, and stop")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences and exit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     options = parser.parse_args()
     if options.quick:
@@ -467,7 +472,7 @@ def find_lanes(options: argparse.Namespace) -> list[str]:
         from vllm.v1.core import kv_cache_manager
         from vllm.v1.worker import block_table
     except ImportError as error:
-        print(f"missing: vLLM ({error}), so there are no ratios to it", file=sys.stderr)
+        print(f"missing: vLLM ({error}); ratios to it are omitted", file=sys.stderr)
         return [OURS]
     del kv_cache_manager, block_table
     return [OURS, VLLM]

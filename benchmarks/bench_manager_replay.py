@@ -1,4 +1,4 @@
-"""What does a manager cost per request, on which pool? See benchmarks/README.md for what the columns mean."""
+"""Measure the cost of a request with different pools. See benchmarks/README.md for the columns."""
 
 import argparse
 import gc
@@ -20,11 +20,11 @@ from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.trace import Trace, find_trace
 
 OWN, OURS, VLLM = "kv_pool's manager on kv_pool", "vLLM's manager on kv_pool", "vLLM's manager on vLLM"
-"""Whose `KVCacheManager` on whose `BlockPool`."""
+"""The compared pairs of `KVCacheManager` and `BlockPool`."""
 
 
 class Lane(ABC):
-    """One manager that replays the requests, with the time it has taken per call."""
+    """A manager that replays the requests, with its time per call."""
 
     def __init__(self, name: str, manager: Any) -> None:
         self.name = name
@@ -34,11 +34,11 @@ class Lane(ABC):
 
     @abstractmethod
     def replay(self, requests: list[Any]) -> None:
-        """Look up, allocate and free each request; the time goes to `elapsed_ns`."""
+        """Look up, allocate and free each request. Add the times to `elapsed_ns`."""
 
 
 class OwnLane(Lane):
-    """Through `kv_pool.KVCacheManager`."""
+    """A lane with `kv_pool.KVCacheManager`."""
 
     def replay(self, requests: list[Any]) -> None:
         manager, now = self.manager, time.perf_counter_ns
@@ -59,7 +59,7 @@ class OwnLane(Lane):
 
 
 class VllmLane(Lane):
-    """Through vLLM's own `KVCacheManager`, on whichever pool it was given."""
+    """A lane with vLLM's own `KVCacheManager`, on either pool."""
 
     def replay(self, requests: list[Any]) -> None:
         manager, now = self.manager, time.perf_counter_ns
@@ -87,10 +87,10 @@ def make_own_lane(options: argparse.Namespace) -> Lane:
 
 
 def make_vllm_lanes(options: argparse.Namespace) -> tuple[list[Lane], Callable[[ReplayRequest], Any]]:
-    """vLLM's manager twice, the second time made while the name of its pool stands for ours.
+    """Create vLLM's manager twice, the second time with its pool class replaced by ours.
 
     Returns:
-        The two lanes, and what makes one of vLLM's requests.
+        The two lanes, and a factory of vLLM's requests.
     """
     import torch
     from vllm.sampling_params import SamplingParams
@@ -114,7 +114,7 @@ def make_vllm_lanes(options: argparse.Namespace) -> tuple[list[Lane], Callable[[
     def make_request(request: ReplayRequest) -> Any:
         return Request(
             request_id=request.request_id,
-            prompt_token_ids=[0] * request.num_tokens,  # only the hashes tell requests apart
+            prompt_token_ids=[0] * request.num_tokens,  # only the hashes distinguish requests
             sampling_params=params,
             pooling_params=None,
             block_hasher=lambda _: list(request.block_hashes),
@@ -128,18 +128,18 @@ def make_vllm_lanes(options: argparse.Namespace) -> tuple[list[Lane], Callable[[
     finally:
         kv_cache_coordinator.BlockPool = their_pool
     if type(theirs.block_pool) is not their_pool or type(ours.block_pool) is not kv_pool.BlockPool:
-        raise RuntimeError("vLLM's coordinator does not make its pool where this script expects it")
+        raise RuntimeError("vLLM's coordinator does not create its pool where this script expects it")
     return [VllmLane(OURS, ours), VllmLane(VLLM, theirs)], make_request
 
 
 def make_batches(trace: Trace, options: argparse.Namespace) -> Iterator[list[ReplayRequest]]:
-    """The trace's first requests, a few at a time."""
+    """Yield the trace's first requests in batches."""
     batch: list[ReplayRequest] = []
     for number, traced in enumerate(trace):
         if number == options.requests:
             break
         request = ReplayRequest(traced, options.block_size, trace_block_size=trace.block_size)
-        # As long as an engine's hashes.
+        # Same length as an engine's hashes.
         request.block_hashes = [BlockHash(hashlib.sha256(short).digest()) for short in request.block_hashes]
         batch.append(request)
         if len(batch) == options.batch:
@@ -150,14 +150,14 @@ def make_batches(trace: Trace, options: argparse.Namespace) -> Iterator[list[Rep
 
 
 def replay_once(options: argparse.Namespace) -> tuple[list[Lane], int, int]:
-    """All lanes over the same requests, a batch each in turn. Lanes, requests, blocks of prompts."""
+    """Run all lanes over the same requests, batch by batch in turn. Return lanes and counts."""
     lanes = [make_own_lane(options)]
     make_vllm_request: Callable[[ReplayRequest], Any] | None = None
     try:
         vllm_lanes, make_vllm_request = make_vllm_lanes(options)
         lanes += vllm_lanes
     except ImportError as error:
-        print(f"missing: vLLM ({error}), so there are no ratios to it", file=sys.stderr)
+        print(f"missing: vLLM ({error}); ratios to it are omitted", file=sys.stderr)
     num_requests = num_blocks = 0
     for turn, batch in enumerate(make_batches(Trace(find_trace(options.trace)), options)):
         num_requests += len(batch)
@@ -178,15 +178,13 @@ def replay_once(options: argparse.Namespace) -> tuple[list[Lane], int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", default="mooncake_conversation", help="a bundled one, or a file")
-    parser.add_argument(
-        "--requests", type=int, default=2_000, help="how many of its requests, from the first"
-    )
+    parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
+    parser.add_argument("--requests", type=int, default=2_000, help="number of requests, from the start")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
     parser.add_argument("--blocks", type=int, default=10_000, help="blocks of each pool")
     parser.add_argument("--batch", type=int, default=200, help="requests that one manager replays at a time")
-    parser.add_argument("--runs", type=int, default=3, help="replays of the whole; the median counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--runs", type=int, default=3, help="number of replays; the median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
     runs = []
     for _ in range(options.runs):

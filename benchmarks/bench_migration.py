@@ -1,4 +1,4 @@
-"""What does a whole migration cost beside the bare reading of the same blocks? See benchmarks/README.md."""
+"""Compare a migration with only reading the same blocks. See benchmarks/README.md."""
 
 import argparse
 import json
@@ -20,6 +20,7 @@ from bench_block_pool import find_cpu_model
 
 import kv_pool
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.ids import BlockId, NodeName, RequestId, TransferId
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.messages import CancelTransfer, Offer, PrepareTransfer
@@ -35,6 +36,7 @@ KIB = 1024
 BLOCK_SIZE = 16
 SECRET = b"of this benchmark only"
 HASHER = BlockHasher("sha256", block_size=BLOCK_SIZE)
+SOURCE, TARGET, REQUEST = NodeName("source"), NodeName("target"), RequestId("request")
 
 
 def make_backend(name: str, storage: KVStorage) -> TransferBackend:
@@ -45,11 +47,13 @@ def make_backend(name: str, storage: KVStorage) -> TransferBackend:
     return NixlBackend(storage)
 
 
-class BenchNode(SequenceOwner[str]):
-    """A node with an engine that has one request at most."""
+class BenchNode(SequenceOwner[RequestId]):
+    """A node with an engine of at most one request."""
 
-    def __init__(self, name: str, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
-        # One layer, K and V beside each other: a block lies in one piece.
+    def __init__(
+        self, name: NodeName, backend: str, block_bytes: int, num_blocks: int, scattered: bool
+    ) -> None:
+        # One layer, with K and V adjacent: a block is contiguous.
         self.storage = KVStorage.allocate(
             num_blocks + 1,
             BLOCK_SIZE,
@@ -69,18 +73,18 @@ class BenchNode(SequenceOwner[str]):
             self.pool.free_blocks([blocks[at] for at in np.random.default_rng(0).permutation(num_blocks)])
         self.manager = KVCacheManager(self.pool)
         self.site = PoolSite(ManagerSequences(self.manager, self.storage), hasher=HASHER, owner=self)
-        self.adopted = ""
+        self.adopted = RequestId("")
         self.backend = make_backend(backend, self.storage)
         self.migrator = Migrator(
             name, self.site, backends=[self.backend], secret=SECRET, listen="127.0.0.1:0"
         )
         self.migrator.start()
 
-    def take_over(self, request_id: str, state: bytes, /) -> None:
+    def on_arrived(self, request_id: RequestId, state: bytes, /) -> None:
         self.adopted = request_id
 
     def forget(self) -> None:
-        """Nothing is here any more that would not be read again."""
+        """Drop all cached content, so that it must be read again."""
         with self.site.lock:
             tables = self.manager.pop_tables(self.adopted)
             self.pool.free_blocks([block for table in tables for block in reversed(table.blocks)])
@@ -88,25 +92,25 @@ class BenchNode(SequenceOwner[str]):
 
 
 def run_source(pipe: Connection, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
-    node = BenchNode("source", backend, block_bytes, num_blocks, scattered)
-    request = Request("request", range(num_blocks * BLOCK_SIZE), HASHER)
+    node = BenchNode(SOURCE, backend, block_bytes, num_blocks, scattered)
+    request = Request(REQUEST, range(num_blocks * BLOCK_SIZE), HASHER)
     assert node.manager.allocate_slots(request, request.num_tokens) is not None
     pipe.send(node.migrator.address)
     pipe.recv()
 
 
 def read_raw(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float, float]:
-    """Seconds for the bare reading of all blocks by the backend, CPU seconds of that in both processes, and
-    seconds for checksums of as many."""
-    description = node.migrator.ask("source")
-    reader = node.backend.open("source", description.backends[node.backend.name])
-    transfer_id = secrets.token_bytes(16)
-    links = node.migrator._links  # noqa: SLF001 (what is sent is counted)
-    prepare = PrepareTransfer(transfer_id, SequenceSubject("request"), False, node.site.layout, "target")
-    offer = links.call("source", prepare, 5.0)
+    """Return seconds for a plain read of all blocks, its CPU seconds in both processes, and seconds for
+    checksums of the same number of blocks."""
+    description = node.migrator.ask(SOURCE)
+    reader = node.backend.open(SOURCE, description.backends[node.backend.name])
+    transfer_id = TransferId(secrets.token_bytes(16))
+    links = node.migrator._links  # noqa: SLF001 (counts the bytes sent)
+    prepare = PrepareTransfer(transfer_id, SequenceSubject(REQUEST), False, node.site.layout, TARGET)
+    offer = links.call(SOURCE, prepare, 5.0)
     assert isinstance(offer, Offer)
     ids = [block.block_id for block in offer.blocks]
-    local_ids = list(range(1, len(ids) + 1))
+    local_ids = [BlockId(number) for number in range(1, len(ids) + 1)]
     reader.read(transfer_id, ids[:1], local_ids[:1], time.monotonic() + 30)  # connects
     cpu_before, started = cpu(), time.perf_counter()
     reader.read(transfer_id, ids, local_ids, time.monotonic() + 60)
@@ -115,21 +119,21 @@ def read_raw(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float, f
     checksum_blocks(node.storage, local_ids)
     checksum_s = time.perf_counter() - started
     reader.close()
-    links.call("source", CancelTransfer(transfer_id), 5.0)
+    links.call(SOURCE, CancelTransfer(transfer_id), 5.0)
     return raw_s, raw_cpu_s, checksum_s
 
 
 def migrate(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float]:
-    """Seconds for all phases of a migration, and CPU seconds of both processes."""
+    """Return seconds for all phases of a migration, and CPU seconds of both processes."""
     cpu_before, started = cpu(), time.perf_counter()
-    node.migrator.fetch(SequenceSubject("request"), "source").wait(60)
+    node.migrator.fetch(SequenceSubject(REQUEST), SOURCE).wait(60)
     elapsed, cpu_s = time.perf_counter() - started, cpu() - cpu_before
     node.forget()
     return elapsed, cpu_s
 
 
 def read_cpu_s(pid: int) -> float:
-    """CPU seconds of this process and of another one, which Linux counts in hundredths."""
+    """Return the CPU seconds of this process and of another one, which Linux counts in hundredths."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -141,8 +145,8 @@ def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, r
     arguments = (theirs, backend, block_bytes, num_blocks, scattered)
     process = context.Process(target=run_source, args=arguments, daemon=True)
     process.start()
-    node = BenchNode("target", backend, block_bytes, num_blocks, False)
-    node.migrator.peers.add("source", pipe.recv())
+    node = BenchNode(TARGET, backend, block_bytes, num_blocks, False)
+    node.migrator.peers.add(SOURCE, pipe.recv())
     raw, raw_cpu, whole, whole_cpu, checksums = [], [], [], [], []
 
     def cpu() -> float:
@@ -151,7 +155,7 @@ def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, r
     for run in range(runs + 1):
         raw_s, raw_cpu_s, checksum_s = read_raw(node, cpu)
         whole_s, whole_cpu_s = migrate(node, cpu)
-        if run:  # the first one pays for connecting, and for pages that were never touched
+        if run:  # the first run connects and touches pages for the first time
             raw.append(raw_s)
             raw_cpu.append(raw_cpu_s)
             whole.append(whole_s)
@@ -184,7 +188,7 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=128)
     parser.add_argument("--block-kib", type=int, nargs="+", default=[16, 64, 256, 1024, 2048])
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="a few megabytes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a smoke test with a few megabytes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.quick:

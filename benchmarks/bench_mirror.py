@@ -1,4 +1,4 @@
-"""What does a router pay to know who holds which prefix? See benchmarks/README.md."""
+"""Measure the cost of a router's index of which node has which prefix. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -18,13 +18,13 @@ from kv_pool.events.mirror import PrefixMirror
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 200
-EVENT_BLOCKS = 8  # per store; a removal is one event per block, as pools announce them
+EVENT_BLOCKS = 8  # per store; a removal is one event per block, as pools publish it
 LOOKUPS_PER_SAMPLE = 50
 MIRROR, TOKENS, SETS = "PrefixMirror", "PrefixMirror with tokens", "dict of sets"
 
 
 class Prompt(NamedTuple):
-    """A prompt that some publishers hold. Its tokens are consecutive numbers: made when they are needed."""
+    """A prompt of some publishers. Its tokens are consecutive numbers, created when needed."""
 
     number: int
     hashes: list[int]
@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
 
 
 class DictOfSets:
-    """What one writes first: the hashes of each publisher, and a walk for each."""
+    """The simplest mirror: a set of hashes per publisher, and one walk per publisher."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[Any]] = {}
@@ -80,7 +80,7 @@ class DictOfSets:
 
 
 def make_prompts(num_blocks: int, num_publishers: int, seed: int) -> list[Prompt]:
-    """Prompts on one to four publishers each, until so many blocks are held in all."""
+    """Return prompts on one to four publishers each, with `num_blocks` stored blocks in total."""
     rng = random.Random(seed)
     names = [f"engine-{number}" for number in range(num_publishers)]
     prompts: list[Prompt] = []
@@ -94,18 +94,18 @@ def make_prompts(num_blocks: int, num_publishers: int, seed: int) -> list[Prompt
 
 
 def copy_hashes(hashes: Sequence[int]) -> list[int]:
-    """Equal hashes that are other objects, as a router has them that got a request."""
+    """Return equal hashes that are other objects, as in a router that received a request."""
     return [one + 1 - 1 for one in hashes]
 
 
 def fill(mirror: Any, prompts: list[Prompt]) -> tuple[float, float]:
-    """ns and bytes per block."""
+    """Return ns and bytes per block."""
     gc.collect()
     before = resident_bytes()
     elapsed_ns = num_blocks = 0
     for prompt in prompts:
         for publisher in prompt.publishers:
-            # As decoded from the wire: every stream has hashes that are objects of its own.
+            # As after decoding: every stream has its own hash objects.
             stores = prompt._replace(hashes=copy_hashes(prompt.hashes)).list_stores()
             start = time.perf_counter_ns()
             mirror.apply(publisher, stores)
@@ -115,7 +115,7 @@ def fill(mirror: Any, prompts: list[Prompt]) -> tuple[float, float]:
 
 
 def sample_churn(mirror: Any, prompts: list[Prompt], rng: random.Random) -> float:
-    """A prompt removed block by block and stored again, ns per block and change."""
+    """Remove a prompt block by block and store it again; return ns per block and change."""
     prompt = rng.choice(prompts)
     publisher = prompt.publishers[0]
     removals, stores = prompt.list_removals(), prompt.list_stores()
@@ -128,18 +128,18 @@ def sample_churn(mirror: Any, prompts: list[Prompt], rng: random.Random) -> floa
 
 
 def sample_lookups(find: Callable[[Any], dict[str, int]], asked: list[Any], expected: list[Any]) -> float:
-    """µs per lookup."""
+    """Return µs per look-up."""
     start = time.perf_counter_ns()
     found = [find(one) for one in asked]
     elapsed_ns = time.perf_counter_ns() - start
     if found != expected:
-        raise RuntimeError("a lookup found something else")
+        raise RuntimeError("a look-up returned a wrong result")
     return elapsed_ns / len(asked) / 1000
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = make_prompts(options.blocks, options.publishers, options.seed)
-    rng = random.Random(options.seed + 1)  # not the one whose numbers are the prompts' hashes
+    rng = random.Random(options.seed + 1)  # another seed than that of the prompts' hashes
     rows: list[dict[str, Any]] = []
 
     def add(title: str, unit: str, samples: dict[str, list[float]]) -> None:
@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_memory(name: str, options: argparse.Namespace) -> None:
-    """Bytes per block of one kind of mirror, filled, and after all its blocks were replaced twice."""
+    """Print bytes per block of one kind of mirror, filled, and after replacing all its blocks twice."""
     mirror = make_mirrors()[name]
     prompts = make_prompts(options.blocks, options.publishers, options.seed)
     rng = random.Random(options.seed + 1)
@@ -219,12 +219,12 @@ def print_memory(name: str, options: argparse.Namespace) -> None:
                 mirror.apply(publisher, new._replace(hashes=copy_hashes(new.hashes)).list_stores())
     gc.collect()
     num_blocks = sum(len(prompt.publishers) for prompt in prompts) * PROMPT_BLOCKS
-    grown = (len(prompts) * PROMPT_BLOCKS) * 40  # the new prompts' own hashes
+    grown = (len(prompts) * PROMPT_BLOCKS) * 40  # the hashes of the new prompts
     print(json.dumps([filled, (resident_bytes() - before - grown) / num_blocks]))
 
 
 def measure_memory(name: str, options: argparse.Namespace) -> list[float]:
-    """As `print_memory`, in a process of its own, so that no other mirror's memory is reused."""
+    """Run `print_memory` in a separate process, so that no other mirror's memory is reused."""
     command = [sys.executable, __file__, "--memory-of", name]
     command += ["--blocks", str(options.blocks), "--publishers", str(options.publishers)]
     done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
@@ -238,11 +238,15 @@ def make_mirrors() -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="that all publishers together hold")
+    parser.add_argument(
+        "--blocks", type=int, default=1_000_000, help="stored blocks of all publishers together"
+    )
     parser.add_argument("--publishers", type=int, default=16)
-    parser.add_argument("--runs", type=int, default=50, help="samples of each row but the first two and last")
+    parser.add_argument(
+        "--runs", type=int, default=50, help="samples per row, except the first two and the last"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()

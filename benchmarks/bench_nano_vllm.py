@@ -1,4 +1,4 @@
-"""Does a prefix hit cost more where more blocks are free? See benchmarks/README.md for the columns."""
+"""Measure the cost of a prefix hit by the number of free blocks. See benchmarks/README.md for the columns."""
 
 import argparse
 import hashlib
@@ -25,12 +25,12 @@ THEIRS = "nano-vllm"
 BLOCK_SIZE = 16
 HIT_BLOCKS = 16
 HITS_PER_SAMPLE = 2
-# Always as many, so that what is hit fits into the CPU's caches however many blocks there are.
+# A constant number, so that the hit prompts fit into the CPU's caches for every pool size.
 HIT_PROMPTS = 30
 
 
 class BenchSequence:
-    """What a block manager reads and writes of a nano-vllm `Sequence`."""
+    """The attributes of a nano-vllm `Sequence` that a block manager reads and writes."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -50,7 +50,7 @@ class BenchSequence:
 
 
 def import_theirs(checkout: Path) -> Any:
-    """The block manager of a nano-vllm source tree, without the rest of it, which loads torch."""
+    """Load only the block manager of a nano-vllm source tree; the rest would load torch."""
     stub = ModuleType("nanovllm.engine.sequence")
     stub.__dict__["Sequence"] = BenchSequence
     for name in ("nanovllm", "nanovllm.engine"):
@@ -66,13 +66,13 @@ def import_theirs(checkout: Path) -> Any:
 
 
 def git_blob_id(checkout: Path) -> str:
-    """What `git hash-object` prints for the block manager of a nano-vllm source tree."""
+    """Return the output of `git hash-object` for the block manager of a nano-vllm source tree."""
     content = (checkout / "nanovllm" / "engine" / "block_manager.py").read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def admit_and_finish(manager: Any, seq: BenchSequence, as_today: bool) -> int:
-    """A prompt's way through the block manager, as its scheduler has it; how many tokens were hit."""
+    """Make the scheduler's calls for a prompt. Return the number of tokens hit."""
     answer = manager.can_allocate(seq)
     if as_today:
         manager.allocate(seq, answer)
@@ -89,7 +89,7 @@ def admit_and_finish(manager: Any, seq: BenchSequence, as_today: bool) -> int:
 
 
 def sample_hits(num_blocks: int, seed: int, as_today: bool, manager_class: Callable[..., Any]) -> Sample:
-    """All blocks are free: in front those that hold nothing, behind them as many that hold prompts."""
+    """Prepare a manager with all blocks free: first empty blocks, then as many blocks with prompts."""
     rng = random.Random(seed)
     manager = manager_class(num_blocks, BLOCK_SIZE)
     seqs = []
@@ -116,7 +116,7 @@ def sample_hits(num_blocks: int, seed: int, as_today: bool, manager_class: Calla
 def measure(num_blocks: int, as_today: bool, classes: dict[str, Any], options: argparse.Namespace) -> None:
     print(f"{num_blocks:,} blocks, as {'today' if as_today else 'in 2025'}")
     figures: dict[str, tuple[float, float, float]] = {}
-    # Not in turn: a walk along their free list leaves the CPU's caches cold for whoever comes next.
+    # Not in turn: a walk along their free list leaves the CPU's caches cold for the next manager.
     for name, manager_class in classes.items():
         sample = sample_hits(num_blocks, options.seed, as_today, manager_class)
         figures[name] = summarize(interleave(name, "ns", {name: sample}, options.runs).samples[name])
@@ -130,15 +130,15 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument(
-        "--nano-vllm", type=Path, nargs="+", default=[], help="source trees, one of each shape"
+        "--nano-vllm", type=Path, nargs="+", default=[], help="source trees, one per version of the scheduler"
     )
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of token ids, and of which prompt is hit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and of the hit prompts")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 3 runs, 1,000 blocks")
     options = parser.parse_args()
     if options.quick:
         options.runs, options.blocks = 3, [1_000]
-    # A hit takes a block that holds nothing; from the last one on it would take a cached one.
+    # A hit allocates an empty block; without empty blocks it would evict a cached one.
     if options.runs < 1 or min(options.blocks) < 4 * HITS_PER_SAMPLE * options.runs:
         parser.error(f"at least 1 run, and {4 * HITS_PER_SAMPLE} blocks for each")
     return options

@@ -1,18 +1,19 @@
-"""What do the ownership checks cost, in % of each call? See benchmarks/README.md for what the columns mean.
+"""Measure the cost of the ownership checks, in % of each call. See benchmarks/README.md for the columns.
 
-The package is built from copies, with and without them in the files of `core/` that STRIPPED_FILES lists.
+The package is built from copies, with and without the checks in the files of `core/` in STRIPPED_FILES.
 
-Gone from the build *no checks*:
+Removed from the build *no checks*:
     - each `if` that only raises InvalidBlockError or only calls `check_ours`, and each other call of
-      `check_ours`: a double free, another pool's block, one that is free, null, not in the queue or cached;
-    - each `if` in a loop that only raises InvalidTypeError: a block id that is no int, a hash not of bytes;
-    - the comparison of `ref_cnt` in `get_new_blocks`; vLLM has it, too, as an assertion, but it counts here;
-    - a loop that is empty then: the first walk of `evict_blocks`.
+      `check_ours`: a double free, a block of another pool, or a free, null, unqueued or cached block;
+    - each `if` in a loop that only raises InvalidTypeError: a block id that is not an int, a hash that is not
+      bytes;
+    - the comparison of `ref_cnt` in `get_new_blocks`; vLLM also has it, as an assertion, but it counts here;
+    - loops that are empty afterwards: the first loop of `evict_blocks`.
 
-Kept in both: what undoes a call, since an interrupt can end it as well as a check; the comparisons of
-owners by which `free_blocks` sends a block to its own pool, as vLLM's callers need; checks for links that
-are None, since the compiler wants to know the types; checks of arguments that are not blocks, once a call;
-what `free_queue.py`, `hash_map.py` and `block.py` check.
+Kept in both builds: code that undoes a call, because an interrupt can end a call as well; the comparisons of
+owners by which `free_blocks` sends a block to its own pool, which vLLM's callers need; checks for links that
+are None, which the compiler needs to infer types; checks of other arguments, once per call; the checks in
+`free_queue.py`, `hash_map.py` and `block.py`.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from bench_block_pool import BLOCK_SIZE, BenchRequest, describe_run, find_versio
 
 WITH, AGAIN, NO_CHECKS = "with checks", "with checks again", "no checks"
 BUILDS = {WITH: WITH, AGAIN: WITH, NO_CHECKS: NO_CHECKS}
-"""What is compared, and the build that each runs: the second run of one build shows the noise."""
+"""The compared names and their builds. The second run of one build shows the noise."""
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 NEEDED_TO_BUILD = ("pyproject.toml", "README.md", "LICENSE", ".build", "kv_pool")
@@ -55,7 +56,7 @@ STRIPPED_FILES = (
     "kv_pool/core/pool_core.py",
 )
 
-# How many checks each function has. Where the code moves this has to follow, or something else is measured.
+# Number of checks per function. Update it with the code; otherwise the script measures something else.
 NUM_CHECKS = {
     "take_onto": 1,
     "take_listed": 1,
@@ -66,7 +67,7 @@ NUM_CHECKS = {
     "evict_blocks": 1,
     "cache_full_blocks": 4,
     "cache_partial_block": 2,
-    "give_key": 2,
+    "add_key": 2,
     "insert_key": 1,
     "move_block_hashes": 4,
     "_maybe_evict_cached_block": 1,
@@ -78,18 +79,18 @@ NUM_CHECKS = {
 
 REQUEST_BLOCKS = 64
 HIT_BLOCKS = 256
-# Work per sample: well below a millisecond, less than another process usually runs in between.
+# Work per sample: well below a millisecond, less than the usual time slice of another process.
 SAMPLE_BLOCKS = 1_024
 
 Sample = Callable[[], dict[str, float]]
-"""Runs once and returns ns per call, by the title of the row."""
+"""A function that runs once and returns ns per call, by row title."""
 
 
-# ---- taking the checks out -----------------------------------------------------------------------
+# ---- removing the checks -------------------------------------------------------------------------
 
 
 def is_call_of(statement: ast.stmt, name: str) -> bool:
-    """Is it nothing but a call of the function or method of this name?"""
+    """Return True if the statement is only a call of the function or method with this name."""
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
     called = statement.value.func
@@ -103,7 +104,7 @@ def is_raise_of(statement: ast.stmt, name: str) -> bool:
 
 
 class Stripper(ast.NodeTransformer):
-    """Takes statements out of functions; counts them by the function's name."""
+    """Removes statements from functions and counts them by the function's name."""
 
     def __init__(self) -> None:
         self.removed: Counter[str] = Counter()
@@ -116,19 +117,19 @@ class Stripper(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name in (
             "check_ours",
-            "check_stranger",
+            "check_foreign_block",
             "raise_typed",
             "raise_not_queued",
             "raise_not_takeable",
             "check_takeable",
-        ):  # only called where something is wrong
+        ):  # called only in case of an error
             return node
         self.function = node.name
         return self.generic_visit(node)
 
 
 class CheckStripper(Stripper):
-    """Takes out the checks, and the loops that did nothing else."""
+    """Removes the checks, and the loops that contained nothing else."""
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt] | None:
         (first, *rest) = node.body
@@ -136,16 +137,16 @@ class CheckStripper(Stripper):
             is_raise_of(first, "InvalidBlockError")
             or (self.loop_depth > 0 and is_raise_of(first, "InvalidTypeError"))
             or is_call_of(first, "check_ours")
-            or is_call_of(first, "check_stranger")
+            or is_call_of(first, "check_foreign_block")
             or (is_call_of(first, "raise_not_takeable") and "is None" not in ast.unparse(node.test))
         )
         if is_check:
             self.count()
             otherwise: Any = [self.visit(statement) for statement in node.orelse]
             if any(otherwise):
-                raise RuntimeError(f"{self.function}: more than checks behind `{ast.unparse(node.test)}`")
+                raise RuntimeError(f"{self.function}: more than checks after `{ast.unparse(node.test)}`")
             return None
-        # The comparison goes, `block is None` stays, and mypyc wants the constant where it knows of None.
+        # Remove the comparison and keep `block is None`, which mypyc needs to infer the type.
         if ast.unparse(node.test) == "block is None or block.ref_cnt != 0":
             self.count()
             return ast.parse("if block is None:\n    raise CorruptedPoolError('')").body[0]
@@ -172,7 +173,7 @@ def strip(directory: Path, stripper: Stripper, expected: dict[str, int]) -> None
     """Rewrite the stripped files of the copy in `directory`.
 
     Raises:
-        RuntimeError: what was taken out is not what the table expects.
+        RuntimeError: the numbers of removed checks differ from the table.
     """
     for name in STRIPPED_FILES:
         path = directory / name
@@ -185,14 +186,14 @@ def strip(directory: Path, stripper: Stripper, expected: dict[str, int]) -> None
             for name in names
             if stripper.removed[name] != expected.get(name, 0)
         ]
-        raise RuntimeError(f"{type(stripper).__name__} took out something else ({'; '.join(different)})")
+        raise RuntimeError(f"{type(stripper).__name__} removed other checks ({'; '.join(different)})")
 
 
 # ---- the builds ----------------------------------------------------------------------------------
 
 
 def build(name: str, directory: Path, is_compiled: bool) -> Path:
-    """Make this build below `directory`; where to import it from."""
+    """Create this build in `directory`. Return the path to import it from."""
     source = directory / "source"
     source.mkdir(parents=True)
     for entry in NEEDED_TO_BUILD:
@@ -220,7 +221,7 @@ def build(name: str, directory: Path, is_compiled: bool) -> Path:
 
 
 def time_calls(call: Callable[..., Any], *arguments: Iterable[Any]) -> tuple[float, list[Any]]:
-    """Call it with the first of each of the arguments, the second of each, ...; ns per call, and results."""
+    """Call it with the first items of all arguments, the second, ... Return ns per call, and the results."""
     start = time.perf_counter_ns()
     results = list(map(call, *arguments))
     elapsed = time.perf_counter_ns() - start
@@ -321,7 +322,7 @@ def sample_keys(pool: Any, rng: random.Random) -> Sample:
 
 def sample_unpin(pool: Any) -> Sample:
     def ignore(block: Any) -> None:
-        """Told that the block is reused."""
+        """Ignore the notification that the block is reused."""
 
     def sample() -> dict[str, float]:
         tables = [pool.get_new_blocks(REQUEST_BLOCKS) for _ in range(SAMPLE_BLOCKS // REQUEST_BLOCKS)]
@@ -332,7 +333,7 @@ def sample_unpin(pool: Any) -> Sample:
 
 
 def measure_build(num_samples: int, num_blocks: int) -> dict[str, Any]:
-    """What this process measures of the kv_pool it imports: each row's lower quartile of the samples."""
+    """Measure the kv_pool that this process imports. Return the lower quartile of each row's samples."""
     import kv_pool
     from kv_pool.core import pool_core
 
@@ -350,7 +351,7 @@ def measure_build(num_samples: int, num_blocks: int) -> dict[str, Any]:
         for sampler in samplers:
             for title, elapsed_ns in sampler().items():
                 listed = samples.setdefault(title, [])
-                if run >= 0:  # the first one warms up
+                if run >= 0:  # the first run is the warm-up
                     listed.append(elapsed_ns)
     quartiles = {
         title: statistics.quantiles(listed, n=4, method="inclusive")[0] for title, listed in samples.items()
@@ -366,7 +367,7 @@ def measure_build(num_samples: int, num_blocks: int) -> dict[str, Any]:
 
 
 def run_build(name: str, path: Path, options: argparse.Namespace) -> dict[str, float]:
-    """ns per call, by row, of the build that is imported from `path`, in a fresh process."""
+    """Return ns per call, by row, of the build at `path`, measured in a new process."""
     command = [sys.executable, __file__, "--child", "--samples", str(options.samples)]
     command += ["--blocks", str(options.blocks)]
     env = {**os.environ, "PYTHONPATH": str(path)}
@@ -381,7 +382,7 @@ def run_build(name: str, path: Path, options: argparse.Namespace) -> dict[str, f
 
 
 def measure(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """ns per call: by row, by what is compared, one figure a round."""
+    """Return ns per call, by row and compared name, one figure per round."""
     rows: dict[str, dict[str, list[float]]] = {}
     names = list(BUILDS)
     for round_number in range(options.rounds):
@@ -396,7 +397,7 @@ def measure(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, di
 
 
 def find_costs(figures: dict[str, list[float]], name: str) -> list[float]:
-    """How much longer the call takes with checks than in `name`, in %, round by round."""
+    """Return the additional time of a call with checks over `name`, in %, per round."""
     pairs = zip(figures[WITH], figures[name], strict=True)
     return [(with_checks / other - 1) * 100 for with_checks, other in pairs]
 
@@ -416,7 +417,7 @@ def print_rows(rows: dict[str, dict[str, list[float]]]) -> None:
 
 
 def find_compiler() -> str:
-    """The C compiler that setuptools calls, by the first line of its own description."""
+    """Return the first line of the version of the C compiler that setuptools calls."""
     command = os.environ.get("CC") or str(sysconfig.get_config_var("CC"))
     answer = subprocess.run([command.split()[0], "--version"], check=True, stdout=subprocess.PIPE, text=True)
     return answer.stdout.partition("\n")[0]
@@ -437,10 +438,10 @@ def write_json(path: Path, provenance: dict[str, Any], rows: dict[str, dict[str,
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=100, help="fresh processes of each build")
+    parser.add_argument("--rounds", type=int, default=100, help="new processes of each build")
     parser.add_argument("--samples", type=int, default=40, help="samples of each row in one process")
     parser.add_argument("--blocks", type=int, default=10_000, help="blocks of each pool")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument(
         "--quick",
         action="store_true",

@@ -1,4 +1,4 @@
-"""What does attention over blocks cost, beside attention over dense tensors? See benchmarks/README.md."""
+"""Compare attention over blocks with attention over dense tensors. See benchmarks/README.md."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ NUM_WARM_UP = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: `seq_lens[i]` tokens of K and V, the last `query_lens[i]` of which are queries."""
+    """A batch: sequence i has `seq_lens[i]` tokens of K and V; the last `query_lens[i]` are queries."""
 
     title: str
     seq_lens: list[int]
@@ -69,7 +69,7 @@ class Batch:
         shape = (sum(case.query_lens), case.num_heads, case.head_size)
         self.query = torch.randn(shape, generator=generator).to(self.caches[0])
         self.query_start_loc = np.cumsum([0, *case.query_lens])
-        # (num_seqs, num_kv_heads, longest, head_size), contiguous; short sequences are padded.
+        # (num_seqs, num_kv_heads, longest, head_size), contiguous; shorter sequences are padded.
         self.dense = [
             cache[torch.from_numpy(self.tables.astype(np.int64)).to(device)].flatten(1, 2).transpose(1, 2)
             for cache in self.caches
@@ -85,7 +85,7 @@ class Batch:
         )
 
     def attend_one_by_one(self) -> torch.Tensor:
-        """A sequence after the other: gather its blocks, then torch's attention."""
+        """Gather each sequence's blocks and call torch's attention for it."""
         parts = []
         for row, (length, query) in enumerate(
             zip(self.case.seq_lens, self.query.split(self.case.query_lens), strict=True)
@@ -100,7 +100,7 @@ class Batch:
         return torch.cat(parts)
 
     def attend_dense(self) -> torch.Tensor:
-        """torch's attention over all sequences at once, padded to the longest."""
+        """Call torch's attention once for all sequences, padded to the longest."""
         case = self.case
         query = self.query.unflatten(0, (len(case.seq_lens), -1)).transpose(1, 2)
         found = torch.nn.functional.scaled_dot_product_attention(
@@ -109,7 +109,7 @@ class Batch:
         return found.transpose(1, 2).flatten(0, 1)
 
     def attend_dense_grouped(self) -> torch.Tensor:
-        """The same for decode, with the query heads of a KV head as rows of one matrix."""
+        """Like `attend_dense`, for decode: the query heads of a KV head are the rows of one matrix."""
         case = self.case
         query = self.query.unflatten(1, (case.num_kv_heads, -1))
         found = torch.nn.functional.scaled_dot_product_attention(query, *self.dense, attn_mask=self.mask)
@@ -133,7 +133,7 @@ def list_cases(is_quick: bool, seed: int) -> list[Case]:
 
 
 def read_clock(device: str) -> int:
-    """Nanoseconds; on a GPU after all that is queued there."""
+    """Return the time in nanoseconds; on a GPU, after all queued work is complete."""
     if device == "cpu":
         return time.thread_time_ns()
     torch.cuda.synchronize(device)
@@ -143,9 +143,9 @@ def read_clock(device: str) -> int:
 def measure(
     ways: dict[str, Callable[[], torch.Tensor]], num_runs: int, device: str
 ) -> dict[str, list[float]]:
-    """Milliseconds a call, a list a way; the ways take turns.
+    """Return milliseconds per call, one list per method; the methods take turns.
 
-    On a CPU of the thread's processor time, on a GPU from the call to the end of its work.
+    On a CPU this is processor time of the thread; on a GPU the time from the call to the end of its work.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     expected = ways["dense"]().float()
@@ -182,7 +182,7 @@ def print_rows(case: Case, layout: str, times: dict[str, list[float]]) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0 and the like")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...")
     parser.add_argument("--runs", type=int, default=21)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="contexts of a sixteenth, 3 runs")

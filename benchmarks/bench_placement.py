@@ -1,10 +1,10 @@
-"""Where runs are taken: buddy, first fit, oldest content. The same long life of requests side by side.
+"""Where should runs be allocated: buddy, first fit, oldest content? The same requests go through all three.
 
     python benchmarks/bench_placement.py [--requests 20000] [--blocks 4000] [--json FILE]
 
-A request hits what is cached of its prompt, takes the rest of the prompt's blocks at once, as a run where
-there is one, and grows block by block. Prompts are documents, asked for again and again (Zipf). The cache is
-full at all times: what is not in use is cached.
+A request hits the cached part of its prompt, allocates the rest in one call, as a run if there is one, and
+grows block by block. Prompts are repeatedly requested documents (Zipf). The cache is always full: all blocks
+not in use are cached.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 from bench_block_pool import describe_run
 
-from kv_pool import BlockAllocationRequest, GPUKVPool
+from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.errors import PoolExhaustedError
@@ -30,7 +30,7 @@ NUM_BATCHES = 50
 
 
 class Workload:
-    """Requests as (hashes of the prompt, blocks that it grows by), the same for every lane."""
+    """Yield requests as (hashes of the prompt, number of blocks to grow by), the same for every lane."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -53,15 +53,15 @@ class Workload:
 
 
 class Lane:
-    """One placement, and what was measured of it since `forget`."""
+    """One placement, with its measurements since `forget`."""
 
     def __init__(self, placement: str, num_blocks: int, use: float, seed: int) -> None:
         self.placement = placement
         self._rng = random.Random(seed)
         self._pool = GPUKVPool(num_blocks, BLOCK_SIZE, placement=placement)
         self._most = int(num_blocks * use)
-        self._running: dict[int, int] = {}
-        self._last_id = 0
+        self._running: dict[SequenceId, int] = {}
+        self._num_admitted = 0
         self.forget()
 
     def forget(self) -> None:
@@ -81,24 +81,25 @@ class Lane:
         self.largest_loss.append(fragmentation.get_largest_run_loss(lengths))
 
     def _admit(self, hashes: list[bytes], num_grown: int) -> None:
-        self._last_id += 1
-        hits = self._pool.claim_prefix(self._last_id, hashes)  # type: ignore[arg-type]
+        self._num_admitted += 1
+        sequence_id = SequenceId(self._num_admitted)
+        hits = self._pool.claim_prefix(sequence_id, hashes)  # type: ignore[arg-type]
         self.num_asked += len(hashes)
         self.num_hits += len(hits)
         count = len(hashes) - len(hits)
         if count:
-            request = BlockAllocationRequest(count, self._last_id, contiguous="prefer")
+            request = BlockAllocationRequest(count, sequence_id, contiguous="prefer")
             start = time.perf_counter_ns()
             ids = self._pool.allocate(request)
             if count > 1:
                 self.taken_us.append((time.perf_counter_ns() - start) / 1e3)
                 self.num_prompt_blocks += count
                 self.num_prompt_runs += count_runs(ids)
-        self._pool.cache_prefix(self._last_id, hashes)  # type: ignore[arg-type]
-        self._running[self._last_id] = num_grown
+        self._pool.cache_prefix(sequence_id, hashes)  # type: ignore[arg-type]
+        self._running[sequence_id] = num_grown
 
     def _step(self) -> None:
-        """Some requests grow by a block; those that are done end."""
+        """Grow some requests by a block, and end the finished ones."""
         for sequence_id, num_left in list(self._running.items()):
             if num_left == 0:
                 self._pool.free_sequence(sequence_id)
@@ -125,7 +126,7 @@ class Lane:
         }
 
 
-def count_runs(ids: list[int]) -> int:
+def count_runs(ids: list[BlockId]) -> int:
     return 1 + sum(second != first + 1 for first, second in itertools.pairwise(ids))
 
 

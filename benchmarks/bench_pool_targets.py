@@ -1,4 +1,4 @@
-"""Does `GPUKVPool` meet the targets of the design for pools by block id? See benchmarks/README.md."""
+"""Compare `GPUKVPool` with the targets of the design for pools by block id. See benchmarks/README.md."""
 
 import argparse
 import random
@@ -8,25 +8,26 @@ from statistics import mean, median
 
 from bench_block_pool import find_cpu_model
 
-from kv_pool import COMPILED, BlockAllocationRequest, GPUKVPool, __version__
+from kv_pool import COMPILED, BlockAllocationRequest, GPUKVPool, SequenceId, __version__
 
 NUM_BLOCKS = 10_000
 
 
 def time_call(call: object, *arguments: object) -> tuple[float, object]:
-    """Processor seconds of this thread, and the answer."""
+    """Return processor seconds of this thread, and the call's result."""
     started = time.thread_time_ns()
     answer = call(*arguments)  # type: ignore[operator]
     return (time.thread_time_ns() - started) / 1e9, answer
 
 
 def fill_and_free() -> tuple[list[float], list[float]]:
-    """The first part: 1,000 requests of 10 blocks, one sequence each; then all are freed."""
+    """Run the first part: 1,000 requests of 10 blocks, one sequence each; then free all."""
     pool = GPUKVPool(total_blocks=NUM_BLOCKS, block_size=16)
     taking, freeing = [], []
     given = []
     for number in range(1000):
-        seconds, ids = time_call(pool.allocate, BlockAllocationRequest(num_blocks=10, sequence_id=number))
+        request = BlockAllocationRequest(num_blocks=10, sequence_id=SequenceId(number))
+        seconds, ids = time_call(pool.allocate, request)
         taking.append(seconds)
         given.append(ids)
     for ids in given:
@@ -35,11 +36,11 @@ def fill_and_free() -> tuple[list[float], list[float]]:
 
 
 def live_and_compact(seed: int) -> tuple[float, float, float, int, float]:
-    """The second and third part in a pool with room; 1,000 blocks or more are in places to be moved."""
+    """Run the second and third part in a pool with free blocks, such that 1,000 blocks or more must move."""
     rng = random.Random(seed)
     pool = GPUKVPool(total_blocks=NUM_BLOCKS, block_size=16, eviction_policy=None)
     for _ in range(1000):
-        sequence_id = rng.randint(0, 100)
+        sequence_id = SequenceId(rng.randint(0, 100))
         try:
             ids = pool.allocate(
                 BlockAllocationRequest(num_blocks=rng.randint(1, 32), sequence_id=sequence_id)
@@ -62,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    GPUKVPool(64, 16).defragment()  # imports what a first compaction imports
+    GPUKVPool(64, 16).defragment()  # so that imports are not measured
     taking, freeing = fill_and_free()
     utilization, before, after, moved, seconds = live_and_compact(options.seed)
     targets = [

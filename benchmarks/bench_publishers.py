@@ -1,6 +1,6 @@
-"""How many batches a second go through our publisher and through vLLM's, and what does a block cost?
+"""Compare kv_pool's publisher with vLLM's: batches per second, and the cost of a block.
 
-See benchmarks/README.md for what the columns mean.
+See benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import kv_pool
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
-from kv_pool.events.stored_spans import take_span
+from kv_pool.events.stored_spans import slice_event
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
 
@@ -30,7 +30,7 @@ Batches = list[list[KVCacheEvent]]
 
 
 def join_removals(batches: Batches) -> Batches:
-    """The batches as a pool with `dense_events` makes them: what one call evicts is in one event."""
+    """Return the batches as a pool with `dense_events` makes them: one event for all evictions of a call."""
     joined: Batches = []
     for *events, stored in batches:
         removals = [event for event in events if isinstance(event, BlockRemoved)]
@@ -40,14 +40,14 @@ def join_removals(batches: Batches) -> Batches:
 
 
 def make_small_batches(seed: int) -> Batches:
-    """Batches of one block removed and one stored, as of one request that decodes."""
+    """Return batches of one removed and one stored block, like those of a decoding request."""
     small: Batches = []
     for *removals, stored in make_batches(seed):
         if not isinstance(stored, BlockStored) or len(removals) != len(stored.block_hashes):
-            raise RuntimeError("a step is one store and as many removals as it has blocks")
+            raise RuntimeError("a step must be one store and one removal per block")
         for position, removal in enumerate(removals):
             parent = stored.block_hashes[position - 1] if position else stored.parent_block_hash
-            small.append([removal, take_span(stored, position, position + 1, parent)])
+            small.append([removal, slice_event(stored, position, position + 1, parent)])
     return small
 
 
@@ -55,7 +55,7 @@ def make_small_batches(seed: int) -> Batches:
 
 
 class Ours:
-    """Our publisher, with a state or without."""
+    """kv_pool's publisher, with or without a state."""
 
     def __init__(self, state: StreamState | None, is_dense: bool = False) -> None:
         self.is_dense = is_dense
@@ -115,7 +115,7 @@ class OfVllm:
 
 def has_vllm() -> bool:
     try:
-        import vllm.distributed.kv_events  # noqa: F401, is it there?
+        import vllm.distributed.kv_events  # noqa: F401, tests that it exists
     except ImportError:
         return False
     return True
@@ -125,7 +125,7 @@ def has_vllm() -> bool:
 
 
 def measure(make_publisher: Callable[[], Any], batches: Batches, num_batches: int) -> dict[str, float]:
-    """Publish to a subscriber in another process; batches a second until the last has come there."""
+    """Publish to a subscriber in another process. Return batches per second until the last arrives."""
     publisher = make_publisher()
     converted = publisher.convert(batches)
     clear = publisher.make_clear()
@@ -144,7 +144,7 @@ def measure(make_publisher: Callable[[], Any], batches: Batches, num_batches: in
         cpu_s = time.process_time() - start_cpu_s
     publisher.close()
     if answer["batches"] != num_batches:
-        raise RuntimeError(f"{answer['batches']} of {num_batches} batches came")
+        raise RuntimeError(f"{answer['batches']} of {num_batches} batches arrived")
     num_blocks = num_batches * sum(
         len(event.block_hashes) for event in batches[0] if isinstance(event, BlockStored)
     )
@@ -159,9 +159,9 @@ def measure(make_publisher: Callable[[], Any], batches: Batches, num_batches: in
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=7, help="runs of each publisher, interleaved")
-    parser.add_argument("--batches", type=int, default=10_000, help="large batches in a run")
-    parser.add_argument("--seed", type=int, default=0, help="of token ids and hashes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--batches", type=int, default=10_000, help="number of large batches per run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and hashes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     options = parser.parse_args()
     if options.quick:

@@ -1,4 +1,4 @@
-"""What does retention cost a manager, used and not? See benchmarks/README.md for what the columns mean."""
+"""Measure the cost of retention in a manager, with and without directives. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -18,15 +18,16 @@ from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.trace import Trace, find_trace
 
 NONE = "no retention"
+AGAIN = "no retention, again"  # shows the scatter of the measurement
 IDLE = "retention, no directives"
 PROMPT = "system prompts"
 SESSIONS = "system prompts and sessions"
 ALL = "every block, with a duration"
-LANES = (NONE, IDLE, PROMPT, SESSIONS, ALL)
+LANES = (NONE, AGAIN, IDLE, PROMPT, SESSIONS, ALL)
 
 
 class Lane:
-    """One manager under a scheduler that admits, decodes and frees; each batch's time goes to `batch_ns`."""
+    """A manager with a scheduler that admits, decodes and frees; `batch_ns` has the time of each batch."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -36,7 +37,7 @@ class Lane:
         self.num_hit_tokens = 0
         pool = kv_pool.BlockPool(options.blocks, True, options.block_size)
         self.retention: BlockRetention | None = None
-        if name != NONE:
+        if name not in (NONE, AGAIN):
             self.retention = BlockRetention(pool, lambda: float(self.steps), max_pinned_blocks=0)
         self.manager = KVCacheManager(pool, retention=self.retention)
         self.waiting: deque[ReplayRequest] = deque()
@@ -50,7 +51,7 @@ class Lane:
         self.random = random.Random(0)
 
     def serve(self, requests: list[ReplayRequest]) -> None:
-        """Put these through, as many at a time as fit; those still running at the end stay so."""
+        """Run these requests, as many at a time as fit. Unfinished requests keep running afterwards."""
         self.waiting.extend(requests)
         start = time.perf_counter_ns()
         while self.waiting:
@@ -93,7 +94,7 @@ class Lane:
 
 
 def make_batches(options: argparse.Namespace) -> list[list[ReplayRequest]]:
-    """The trace's first requests, outputs cut, a few at a time; anew for each lane, since they grow."""
+    """Yield the trace's first requests in batches, with limited outputs; new objects for each lane."""
     trace = Trace(find_trace(options.trace))
     batches: list[list[ReplayRequest]] = []
     for number, traced in enumerate(trace):
@@ -102,7 +103,7 @@ def make_batches(options: argparse.Namespace) -> list[list[ReplayRequest]]:
         request = ReplayRequest(traced, options.block_size, trace_block_size=trace.block_size)
         request.num_output_left = min(request.num_output_left, options.output)
         if request.num_tokens + options.output > options.blocks * options.block_size:
-            continue  # it would wait for ever
+            continue  # it would wait forever
         if not batches or len(batches[-1]) == options.batch:
             batches.append([])
         batches[-1].append(request)
@@ -110,38 +111,40 @@ def make_batches(options: argparse.Namespace) -> list[list[ReplayRequest]]:
 
 
 def replay_once(options: argparse.Namespace, shift: int) -> list[Lane]:
-    """All lanes over the same requests, a batch each in turn."""
-    lanes = [Lane(name, options) for name in LANES]
-    order = lanes[shift:] + lanes[:shift]
-    batches = {lane.name: make_batches(options) for lane in lanes}
+    """Run all lanes over the same requests, batch by batch in turn."""
+    # Each lane is created first in some runs, since the memory of lanes created later may be scattered.
+    order = [Lane(name, options) for name in LANES[shift:] + LANES[:shift]]
+    batches = {lane.name: make_batches(options) for lane in order}
     for turn in range(len(batches[NONE])):
         for lane in order if turn % 2 else order[::-1]:
             gc.collect()
             gc.disable()
             lane.serve(batches[lane.name][turn])
             gc.enable()
-    return lanes
+    return sorted(order, key=lambda lane: LANES.index(lane.name))
 
 
 def sum_batches(replays: list[list[Lane]], index: int, pick: Callable[[Sequence[int]], float]) -> float:
-    """Of each batch's times in the runs the one picked; of all batches together, ns."""
+    """Pick one of each batch's times over the runs. Return the sum over all batches, in ns."""
     by_batch = zip(*[lanes[index].batch_ns for lanes in replays], strict=True)
     return float(sum(pick(times) for times in by_batch))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", default="mooncake_conversation", help="a bundled one, or a file")
-    parser.add_argument("--requests", type=int, default=1_500, help="how many of its requests")
-    parser.add_argument("--output", type=int, default=64, help="generated tokens per request at most")
-    parser.add_argument("--running", type=int, default=16, help="requests that run at a time")
+    parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
+    parser.add_argument("--requests", type=int, default=1_500, help="number of requests")
+    parser.add_argument(
+        "--output", type=int, default=64, help="maximum number of generated tokens per request"
+    )
+    parser.add_argument("--running", type=int, default=16, help="number of running requests")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
     parser.add_argument("--blocks", type=int, default=30_000, help="blocks of each pool")
     parser.add_argument("--system-tokens", type=int, default=1024, help="tokens of a system prompt")
     parser.add_argument("--duration", type=int, default=2_000, help="steps that sessions and durations last")
     parser.add_argument("--batch", type=int, default=100, help="requests that one manager gets at a time")
-    parser.add_argument("--runs", type=int, default=7, help="replays of the whole; medians count")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--runs", type=int, default=7, help="number of replays; medians count")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
     mode = "compiled" if kv_pool.COMPILED else "plain"
     provenance = describe_run([mode])

@@ -1,4 +1,4 @@
-"""What do runs of consecutive block ids cost, and what is there to be had? See benchmarks/README.md."""
+"""Measure the cost and the gain of runs of consecutive block ids. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -21,7 +21,7 @@ from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.plan import plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockMove, GroupId
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
 
@@ -39,7 +39,7 @@ REPLAYS = [
 ]
 USES = (0.5, 0.8, 0.9, 0.95)
 MODES = ("eviction order", "runs preferred", "on demand", "packed", "threshold", "64 a step")
-# Where the bytes of a block of Llama-3-8B are, 2 MiB of 16 tokens: spans, and how far apart they start.
+# The spans of a block of Llama-3-8B, 2 MiB for 16 tokens: (bytes, distance between the starts).
 KIB = 1024
 LAYOUTS = {
     "K and V apart, 32 layers": [(32 * KIB, 32 * KIB)] * 64,
@@ -49,7 +49,7 @@ LAYOUTS = {
 
 
 def copy_nothing(moves: Sequence[BlockMove]) -> None:
-    """Stands for the copy of bytes, which is measured elsewhere."""
+    """Do nothing; another script measures the copies of bytes."""
 
 
 # ---- a trace through both pools ------------------------------------------------------------------
@@ -113,7 +113,7 @@ def show_replay(rows: list[dict[str, Any]]) -> None:
 
 
 class Life:
-    """Requests of 20 blocks in the median that start, grow block by block and end, at a given use."""
+    """Requests of 20 blocks (median) that start, grow block by block and end, at a given use."""
 
     def __init__(self, pool: RunBlockPool, use: float, rng: random.Random, *, caches: bool) -> None:
         self.pool = pool
@@ -126,7 +126,7 @@ class Life:
         self.num_hashes = 0
 
     def step(self) -> None:
-        """One request starts or ends, so that use stays where it is; eight others grow."""
+        """Start or end one request, so that the use stays constant, and grow eight others."""
         pool, rng = self.pool, self.rng
         num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         if num_used >= self.num_wanted and self.tables:
@@ -144,7 +144,7 @@ class Life:
                 self.num_taken += 1
 
     def end(self, position: int) -> None:
-        """The request is done; the last one takes its place in the list."""
+        """End a request; the last one of the list takes its place."""
         self.pool.free_blocks(self.tables[position][::-1])
         self.tables[position] = self.tables[-1]
         self.tables.pop()
@@ -152,7 +152,7 @@ class Life:
         self.num_unwritten.pop()
 
     def measure_use(self) -> tuple[float, float]:
-        """Utilisation: blocks in use of all; token waste: slots in them that nobody has written."""
+        """Return utilisation (share of blocks in use) and token waste (share of unwritten slots in them)."""
         num_used = sum(map(len, self.tables))
         return num_used / (self.pool.num_gpu_blocks - 1), sum(self.num_unwritten) / (num_used * BLOCK_SIZE)
 
@@ -166,7 +166,7 @@ class Life:
             ]
             self.num_hashes += len(blocks)
             request: Any = SimpleNamespace(block_hashes=hashes)
-            self.pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+            self.pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, GroupId(0))
 
 
 def search(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -240,7 +240,7 @@ def show_search(rows: list[dict[str, Any]]) -> None:
 
 
 class Packed:
-    """A pool that a `Defragmenter` compacts; nothing is behind its ids."""
+    """A pool without bytes that a `Defragmenter` compacts."""
 
     def __init__(self, pool: RunBlockPool) -> None:
         self.pool = pool
@@ -301,7 +301,7 @@ def live(options: argparse.Namespace) -> list[dict[str, Any]]:
                     num_refused += 1
                 else:
                     life.add(run)
-            if step == num_steps // 4:  # the pool is as full as it gets
+            if step == num_steps // 4:  # the pool has reached its final use
                 num_taken, num_moved, num_evicted = life.num_taken, packed.num_moved, pool.num_evictions
                 packed.step_us.clear()
             if step > num_steps // 4 and step % 25 == 0:
@@ -334,10 +334,10 @@ def live(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def count_descriptors(spans: Sequence[tuple[int, int]], block_ids: Sequence[int]) -> int:
-    """How many pieces of memory a request's blocks are, neighbours merged; spans of different layers are not.
+    """Return the number of memory pieces of a request's blocks. Merges neighbours within each span only.
 
     Args:
-        spans: bytes, and from one block's to the next one's, of each span that a block has.
+        spans: for each span of a block, its bytes and the distance to the next block's span.
     """
     count = 0
     for span_bytes, stride in spans:
@@ -398,7 +398,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         end = now()
         gc.enable()
         if len(moves) != num_moves:
-            raise RuntimeError(f"{len(moves)} moves were planned, not {num_moves}")
+            raise RuntimeError(f"{len(moves)} moves were planned instead of {num_moves}")
         for name, duration in zip(
             samples, (planned - start, applied - planned, end - applied, end - start), strict=True
         ):
@@ -418,11 +418,11 @@ def show_plan(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", default="mooncake_conversation", help="a bundled one, or a file")
+    parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
     parser.add_argument("--runs", type=int, default=3, help="replays through each pool, in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke test of this script")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
     mode = "compiled" if kv_pool.COMPILED else "plain"
     print(f"kv_pool {mode}")

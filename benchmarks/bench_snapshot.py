@@ -1,4 +1,4 @@
-"""Whom does a snapshot of the event stream hold up, and what does it cost? See benchmarks/README.md."""
+"""Measure how long a snapshot of the event stream delays other threads. See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -18,8 +18,9 @@ from bench_block_pool import describe_run, resident_bytes
 
 import kv_pool
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored, KVCacheEvent
-from kv_pool.events.pace import Pace
 from kv_pool.events.stream_state import StreamState
+from kv_pool.events.yield_timer import YieldTimer
+from kv_pool.ids import GroupId
 
 BLOCK_SIZE = 16
 BATCH_BLOCKS = 64
@@ -27,7 +28,7 @@ STEP_BLOCKS = 64
 HELD_UP_NS = 200_000
 NEVER_RESTS = 10**15
 SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
-# What the pool's thread does: "works" never lets go of the interpreter, "steps" waits 5 ms after each 5 ms.
+# The kinds of the pool's thread: "works" never releases the GIL, "steps" waits 5 ms after each 5 ms.
 POOL_THREADS = ("works", "steps")
 STEP_NS = 5_000_000
 
@@ -35,7 +36,7 @@ Result = dict[str, Any]
 
 
 def make_state(num_blocks: int, seed: int, keeps_token_ids: bool) -> StreamState:
-    """A state with requests of 1 to 256 blocks, half of which go on from a block of an earlier one."""
+    """Return a state with requests of 1 to 256 blocks; half continue from a block of an earlier request."""
     rng = random.Random(seed)
     state = StreamState(keeps_token_ids=keeps_token_ids)
     known: list[int | bytes] = []
@@ -58,16 +59,16 @@ def make_stored(rng: random.Random, hashes: list[int | bytes], parent: int | byt
         medium=MEDIUM_GPU,
         lora_name=None,
         extra_keys=[None] * len(hashes),
-        group_idx=0,
+        group_idx=GroupId(0),
         kv_cache_spec_kind="full_attention",
     )
 
 
 class PoolThread:
-    """A thread that takes and gives back blocks all the time.
+    """A thread that repeatedly takes and gives back blocks.
 
     Attributes:
-        turns_ns: how long each turn took; also, if it sleeps, how much later than it asked for it went on.
+        turns_ns: duration of each turn; if the thread sleeps, also the delay of each wake-up.
     """
 
     def __init__(self, kind: str) -> None:
@@ -101,25 +102,25 @@ class PoolThread:
                 before = clock()
 
 
-class MeasuredPace(Pace):
-    """Notes how long its thread ran between two rests, in CPU time: waiting for a core is not counted."""
+class MeasuredTimer(YieldTimer):
+    """Records the CPU time of its thread between two yields; waiting for a core does not count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces_ns: list[int] = []
         self._rested_ns = time.thread_time_ns()
 
-    def rest(self) -> None:
+    def yield_now(self) -> None:
         self.pieces_ns.append(time.thread_time_ns() - self._rested_ns)
-        super().rest()
+        super().yield_now()
         self._rested_ns = time.thread_time_ns()
 
 
-def take_and_encode(state: StreamState, pace: Pace | None) -> Result:
-    """One snapshot, encoded a list at a time, as a publisher does it."""
+def take_and_encode(state: StreamState, yield_timer: YieldTimer | None) -> Result:
+    """Take one snapshot and encode it list by list, like a publisher."""
     encoder = msgspec.msgpack.Encoder()
     start = time.perf_counter()
-    _, chunks = state.iter_snapshot(pace=pace)
+    _, chunks = state.iter_snapshot(yield_timer=yield_timer)
     num_events = num_bytes = 0
     for chunk in chunks:
         num_events += len(chunk)
@@ -128,7 +129,7 @@ def take_and_encode(state: StreamState, pace: Pace | None) -> Result:
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, float]:
-    """Resident memory per resident block, state and all, with token ids and without."""
+    """Return resident memory per resident block of the whole state, with token ids and without."""
     per_block = {}
     for keeps_token_ids in (False, True):
         gc.collect()
@@ -138,23 +139,23 @@ def measure_memory(options: argparse.Namespace) -> dict[str, float]:
         per_block["with token ids" if keeps_token_ids else "without"] = (
             resident_bytes() - before
         ) / options.blocks
-        options.kept.append(state)  # what was freed would be used again by the next
+        options.kept.append(state)  # freed memory would be reused by the next state
     return per_block
 
 
-WAYS: dict[str, Callable[[], Pace | None]] = {
+WAYS: dict[str, Callable[[], YieldTimer | None]] = {
     "no snapshot": lambda: None,
     "in pieces": lambda: None,
-    "without rests": lambda: Pace(work_ns=NEVER_RESTS),
+    "without rests": lambda: YieldTimer(work_ns=NEVER_RESTS),
 }
 
 
 def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Result]:
-    """Turns of the pool's thread while snapshots are taken, and while none is."""
+    """Measure turns of the pool's thread during snapshots, and without them."""
     rows = []
     for kind in POOL_THREADS:
         for interval_s in SWITCH_INTERVALS_S:
-            for name, make_pace in WAYS.items():
+            for name, make_timer in WAYS.items():
                 sys.setswitchinterval(interval_s)
                 turns_ns: list[int] = []
                 seconds = []
@@ -165,8 +166,8 @@ def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Resu
                         if name == "no snapshot":
                             time.sleep(options.idle_s)
                         else:
-                            seconds.append(take_and_encode(state, make_pace())["seconds"])
-                        time.sleep(0.02)  # the turn that it held up last comes to its end
+                            seconds.append(take_and_encode(state, make_timer())["seconds"])
+                        time.sleep(0.02)  # lets the last delayed turn end
                         turns_ns += thread.turns_ns[first:]
                 sys.setswitchinterval(SWITCH_INTERVALS_S[0])
                 turns_ns.sort()
@@ -196,15 +197,17 @@ def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Resu
 
 
 def measure_apply(state: StreamState, options: argparse.Namespace) -> list[Result]:
-    """Batches that store some blocks and remove them, while snapshots are taken and while none is."""
+    """Measure batches that store and remove blocks, during snapshots and without them."""
     rng = random.Random(options.seed)
     rows = []
-    for name, make_pace in WAYS.items():
+    for name, make_timer in WAYS.items():
         stop = threading.Event()
 
-        def snap(make_pace: Callable[[], Pace | None] = make_pace, stop: threading.Event = stop) -> None:
+        def snap(
+            make_timer: Callable[[], YieldTimer | None] = make_timer, stop: threading.Event = stop
+        ) -> None:
             while not stop.is_set():
-                take_and_encode(state, make_pace())
+                take_and_encode(state, make_timer())
 
         thread = threading.Thread(target=snap)
         if name != "no snapshot":
@@ -213,7 +216,7 @@ def measure_apply(state: StreamState, options: argparse.Namespace) -> list[Resul
         for _ in range(options.batches):
             hashes: list[int | bytes] = [rng.getrandbits(64) for _ in range(BATCH_BLOCKS)]
             batch: list[KVCacheEvent] = [make_stored(rng, hashes, None)]
-            batch += [BlockRemoved([block_hash], MEDIUM_GPU, 0) for block_hash in reversed(hashes)]
+            batch += [BlockRemoved([block_hash], MEDIUM_GPU, GroupId(0)) for block_hash in reversed(hashes)]
             time.sleep(0.002)
             start = time.perf_counter_ns()
             state.apply(batch)
@@ -239,7 +242,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="runs of each row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
     options.kept = []
     options.batches, options.idle_s = 500, 2.0
@@ -258,9 +261,9 @@ def main() -> None:
         print(f"memory of a resident block, {kept:16}{per_block:8.0f} bytes")
     state: StreamState = options.kept.pop()
     options.kept.clear()
-    pace = MeasuredPace()
-    take_and_encode(state, pace)
-    pieces_ms = sorted(piece / 1e6 for piece in pace.pieces_ns)
+    yield_timer = MeasuredTimer()
+    take_and_encode(state, yield_timer)
+    pieces_ms = sorted(piece / 1e6 for piece in yield_timer.pieces_ns)
     alone = [take_and_encode(state, None) for _ in range(options.runs)]
     seconds = statistics.median(one["seconds"] for one in alone)
     events, num_bytes = alone[0]["events"], alone[0]["bytes"]

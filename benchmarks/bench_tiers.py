@@ -1,4 +1,4 @@
-"""What does a hit in a colder tier cost, and a step that writes back? See benchmarks/README.md."""
+"""Measure the cost of a hit in a lower tier and of a step that offloads blocks. See benchmarks/README.md."""
 
 import argparse
 import ctypes
@@ -18,7 +18,7 @@ from bench_block_pool import Sample, find_cpu_model, find_version, interleave, s
 
 from kv_pool import BlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
@@ -31,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 def time_call(call: Callable[[], object], prepare: Prepare | None = None) -> Sample:
-    """Milliseconds of `call`, without what prepares it."""
+    """Return milliseconds of `call`, without its preparation."""
 
     def sample() -> float:
         if prepare is not None:
@@ -44,18 +44,18 @@ def time_call(call: Callable[[], object], prepare: Prepare | None = None) -> Sam
 
 
 class Hashed:
-    """As much of a request as a pool without events reads."""
+    """The attributes of a request that a pool without events reads."""
 
     def __init__(self, num_blocks: int) -> None:
         self.block_hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
 
     @property
     def keys(self) -> list[BlockHashWithGroupId]:
-        return [make_block_hash_with_group_id(block_hash, 0) for block_hash in self.block_hashes]
+        return [make_block_hash_with_group_id(block_hash, GroupId(0)) for block_hash in self.block_hashes]
 
 
 class Bench:
-    """A pool of so many blocks in host memory, and tiers below it."""
+    """A pool with its blocks in host memory, and lower tiers."""
 
     def __init__(
         self, num_blocks: int, block_bytes: int, make_tiers: Callable[["Bench"], list[Tier]]
@@ -66,21 +66,21 @@ class Bench:
         self.layout = BlockLayout.describe(self.storage, BLOCK_SIZE)
         self.pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
         self.cache = TieredCache(self.pool, self.storage, make_tiers(self), max_prefetch_blocks=num_blocks)
-        self.ids = list(range(1, num_blocks + 1))
+        self.ids = [BlockId(number) for number in range(1, num_blocks + 1)]
         self.fill()
 
     def fill(self) -> Hashed:
-        """Take every block anew, and let it be cached under a new key; what was there is pending."""
+        """Reuse every block and cache it under a new key; the old content is pending."""
         request: Any = Hashed(self.num_blocks)
         blocks = self.pool.get_new_blocks(self.num_blocks)
-        self.pool.cache_full_blocks(request, blocks, 0, self.num_blocks, BLOCK_SIZE, 0)
+        self.pool.cache_full_blocks(request, blocks, 0, self.num_blocks, BLOCK_SIZE, GroupId(0))
         self.pool.free_blocks(blocks)
         hashed: Hashed = request
         return hashed
 
 
 class PlainFile:
-    """Blocks in a file, read and written by plain calls: what a tier on disk is compared with."""
+    """Blocks in a file, read and written by plain calls: the baseline of a tier on disk."""
 
     def __init__(self, path: Path, array: Any) -> None:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -100,13 +100,13 @@ class PlainFile:
 
 
 def drop_pages(file: int) -> None:
-    """Write a file's pages down, and ask the system to forget them."""
+    """Sync a file and drop its pages from the page cache."""
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def memmove_blocks(target: Any, source: Any) -> Callable[[], None]:
-    """Copies all rows of one array over those of another, a call each."""
+    """Return a function that copies all rows of one array over another's, one call each."""
     pairs = [(to.ctypes.data, row.ctypes.data) for to, row in zip(target, source, strict=True)]
     num_bytes = source.shape[1]
 
@@ -118,7 +118,7 @@ def memmove_blocks(target: Any, source: Any) -> Callable[[], None]:
 
 
 def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, dict[str, Sample]]:
-    """By title: the tier's sample first, then what it is compared with."""
+    """Return the samples by title: the tier's first, then its baseline's."""
     to_host = Bench(num_blocks, block_bytes, lambda bench: [HostTier(2 * num_blocks, bench.storage)])
     other = np.ones((num_blocks, block_bytes), np.uint8)
     move = memmove_blocks(other, to_host.array[1:])
@@ -136,7 +136,7 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
             DiskTier(folder / "written", 3 * num_blocks, bench.layout),
         ],
     )
-    for _ in range(6):  # every tier is full, so that each step takes as much out as it puts in
+    for _ in range(6):  # fill every tier, so that each step evicts as many blocks as it stores
         to_disk.fill()
         to_disk.cache.flush()
     plain = PlainFile(folder / "plain", other)
@@ -157,13 +157,13 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
     assert isinstance(disk, DiskTier)
     kept = [key for key in read_hit.keys if key in disk]
     ids = on_disk.ids[: len(kept)]
-    blocks_file = disk._files._blocks  # noqa: SLF001 (the files are read as they are)
+    blocks_file = disk._files._blocks  # noqa: SLF001 (reads the files directly)
 
     def move_and_write() -> None:
         move()
         plain.write()
 
-    def read_back(cache: TieredCache, keys: list[BlockHashWithGroupId], block_ids: list[int]) -> None:
+    def read_back(cache: TieredCache, keys: list[BlockHashWithGroupId], block_ids: list[BlockId]) -> None:
         failed = cache.load(keys, block_ids)
         assert not failed
 
@@ -181,11 +181,11 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
         ahead.cache.flush()
 
     def ask_ahead() -> None:
-        """All blocks that are asked for are on disk alone, and have been read by the thread."""
+        """Prefetch blocks that are on disk only, and wait until the thread has read them."""
         host, disk = ahead.cache.tiers
         assert all(key in disk for key in asked.keys)
         host.clear()
-        ahead.cache.prefetch("bench", asked.keys)
+        ahead.cache.prefetch(RequestId("bench"), asked.keys)
         ahead.cache.wait_for_prefetch()
 
     return {
@@ -198,7 +198,7 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
             "memmove": time_call(move),
         },
         "one block hit in host memory": {
-            "load": time_call(lambda: read_back(in_host.cache, hit.keys[:1], [1])),
+            "load": time_call(lambda: read_back(in_host.cache, hit.keys[:1], in_host.ids[:1])),
             "memmove": time_call(memmove_blocks(other[:1], to_host.array[1:2])),
         },
         "write back to host memory, as many go on to disk": {
@@ -210,7 +210,7 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
             "preadv": time_call(plain.read),
         },
         "one block hit on disk, in the page cache": {
-            "load": time_call(lambda: read_back(on_disk.cache, kept[:1], [1])),
+            "load": time_call(lambda: read_back(on_disk.cache, kept[:1], ids[:1])),
             "preadv": time_call(lambda: os.preadv(plain.file, [plain.rows[0]], 0)),
         },
         "hit on disk, dropped from the page cache": {
@@ -225,7 +225,7 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Discard a result."""
 
 
 def measure(num_blocks: int, block_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -273,16 +273,16 @@ def describe_run(options: argparse.Namespace) -> dict[str, Any]:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 2048], help="sizes of a block")
-    parser.add_argument("--mib", type=int, default=64, help="of blocks that are moved at a time")
-    parser.add_argument("--folder", help="where the disk tiers are; the system's folder for temporary files")
+    parser.add_argument("--mib", type=int, default=64, help="bytes of blocks moved at a time")
+    parser.add_argument("--folder", help="folder of the disk tiers; default: the system's temporary folder")
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 4 MiB, 2 runs")
     options = parser.parse_args()
     if options.quick:
         options.mib, options.runs = 4, 2
     if min(options.kib) < 4 or max(options.kib) > options.mib * 1024:
-        parser.error("blocks of 4 KiB or more, and one of them at least is moved at a time")
+        parser.error("--kib must be 4 or more, and --mib at least one block")
     return options
 
 

@@ -1,4 +1,4 @@
-"""What does reading another node's blocks cost, beside the raw engine's cost? See benchmarks/README.md."""
+"""Compare reading another node's blocks with the raw transfer engine. See benchmarks/README.md."""
 
 import argparse
 import contextlib
@@ -23,6 +23,7 @@ import numpy as np
 from bench_block_moves import LAYOUTS, RUN_BLOCKS, choose_sizes, void
 from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
 
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
@@ -34,7 +35,8 @@ from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.storage.segments import split_alike
 
 HEADS, HEAD_SIZE = 8, 128
-TRANSFER_ID = b"benchmark".ljust(16)
+TRANSFER_ID = TransferId(b"benchmark".ljust(16))
+SOURCE, TARGET, LOCAL = NodeName("source"), NodeName("target"), NodeName("local")
 SEED = 0
 LONG_S = 60.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
@@ -44,7 +46,7 @@ HAS_NIXL = importlib.util.find_spec("nixl") is not None
 
 
 def make_storage(block_bytes: int, num_blocks: int, layout: str, seed: int) -> KVStorage:
-    """A storage full of random bytes, in one allocation."""
+    """Return a storage of random bytes in one allocation."""
     block_size, layers = choose_sizes(block_bytes)
     storage = KVStorage.allocate(num_blocks, block_size, layers, HEADS, HEAD_SIZE, layout=layout)
     view_memory(storage)[:] = np.random.default_rng(seed).bytes(num_blocks * block_bytes)
@@ -52,7 +54,7 @@ def make_storage(block_bytes: int, num_blocks: int, layout: str, seed: int) -> K
 
 
 def view_memory(storage: KVStorage) -> memoryview:
-    """All of it; its tensors are one allocation."""
+    """Return all of its memory; its tensors are one allocation."""
     num_bytes = storage.num_blocks * storage.block_bytes
     memory = (ctypes.c_ubyte * num_bytes).from_address(int(storage.segments.bases.min()))
     return memoryview(memory).cast("B")
@@ -67,8 +69,8 @@ def make_backends(storage: KVStorage) -> dict[str, TransferBackend]:
     return {backend.name: backend for backend in backends}
 
 
-def lend_all(transfer_id: bytes, block_ids: object) -> None:
-    """The transfer lends everything."""
+def allow_all(transfer_id: TransferId, block_ids: object) -> None:
+    """Accept every transfer."""
 
 
 # ---- the source's process ------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def serve(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> None
         name: found for name, one in backends.items() if (found := one.get_bulk_handler()) is not None
     }
     for backend in backends.values():
-        backend.attach("source", lend_all, lambda name: "", secret)
+        backend.attach(SOURCE, allow_all, lambda name: "", secret)
     with (
         CallServer("127.0.0.1:0", secret, lambda *_: Cancelled(), bulk_handlers=handlers) as server,
         bind_listener("127.0.0.1:0") as listener,
@@ -100,7 +102,7 @@ def serve(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> None
 
 
 def serve_raw(listener: socket.socket, memory: memoryview) -> None:
-    """Send as many bytes as are asked for, from the memory's beginning, to one client."""
+    """Send the requested number of bytes, from the start of the memory, to one client."""
     connection, _ = listener.accept()
     tune(connection)
     while asked := connection.recv(8, socket.MSG_WAITALL):
@@ -129,7 +131,7 @@ def start_source(block_bytes: int, num_blocks: int, layout: str, secret: bytes) 
 
 
 class Target:
-    """Storages here, and a reader by each backend."""
+    """The target's storages, and a reader for each backend."""
 
     def __init__(self, source: dict[str, Any], storage: KVStorage, local: KVStorage, secret: bytes) -> None:
         self.source = source
@@ -141,14 +143,14 @@ class Target:
         self.backends["in_process"] = InProcessBackend(storage)
         descriptions = {name: bytes.fromhex(told) for name, told in source["descriptions"].items()}
         self.descriptions = descriptions | {"in_process": self.local_backend.describe()}
-        self.local_backend.attach("local", lend_all, lambda name: "", secret)
+        self.local_backend.attach(LOCAL, allow_all, lambda name: "", secret)
         for backend in self.backends.values():
-            backend.attach("target", lend_all, lambda name: str(source["address"]), secret)
+            backend.attach(TARGET, allow_all, lambda name: str(source["address"]), secret)
         self.raw = connect_to(source["raw_address"], LONG_S)
         self.readers = {name: self.open(name, backend) for name, backend in self.backends.items()}
 
     def open(self, name: str, backend: TransferBackend) -> BlockReader:
-        return backend.open("source", self.descriptions[name])
+        return backend.open(SOURCE, self.descriptions[name])
 
     def close(self) -> None:
         self.raw.close()
@@ -167,15 +169,15 @@ def time_ms(call: Callable[[], object]) -> Sample:
     return sample
 
 
-def draw_ids(count: int, in_runs: bool, rng: random.Random) -> list[int]:
-    """`count` of twice as many blocks, at random one by one, or in runs of RUN_BLOCKS."""
+def draw_ids(count: int, in_runs: bool, rng: random.Random) -> list[BlockId]:
+    """Return `count` of 2 * `count` blocks: single random blocks, or runs of RUN_BLOCKS."""
     length = RUN_BLOCKS if in_runs else 1
     firsts = rng.sample(range(0, 2 * count, length), count // length)
-    return [first + i for first in firsts for i in range(length)]
+    return [BlockId(first + i) for first in firsts for i in range(length)]
 
 
-def list_samples(target: Target, sources: list[int], targets: list[int]) -> dict[str, Sample]:
-    """Each backend's read, then its raw engine; memmove; checksums."""
+def list_samples(target: Target, sources: list[BlockId], targets: list[BlockId]) -> dict[str, Sample]:
+    """Return samples of each backend's read, its raw engine, memmove and checksums."""
     num_bytes = len(sources) * target.storage.block_bytes
     into = view_memory(target.storage)
 
@@ -217,8 +219,8 @@ def list_samples(target: Target, sources: list[int], targets: list[int]) -> dict
     return samples
 
 
-def prepare_raw_nixl(target: Target, sources: list[int], targets: list[int]) -> Callable[[], None]:
-    """The same descriptors over NIXL's own interface, by an agent of its own that is set up alike."""
+def prepare_raw_nixl(target: Target, sources: list[BlockId], targets: list[BlockId]) -> Callable[[], None]:
+    """Read the same descriptors by NIXL's own interface, with another agent of the same configuration."""
     import msgspec
     from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
@@ -247,7 +249,7 @@ def prepare_raw_nixl(target: Target, sources: list[int], targets: list[int]) -> 
         while state == "PROC":
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise RuntimeError(f"NIXL says {state}")
+            raise RuntimeError(f"NIXL reports {state}")
         handle.release()
 
     return read
@@ -267,7 +269,7 @@ def measure(target: Target, layout: str, in_runs: bool, options: argparse.Namesp
         view_memory(target.storage)[:] = bytes(target.storage.num_blocks * block_bytes)
         reader.read(TRANSFER_ID, sources, targets, time.monotonic() + LONG_S)
         if (checksum_blocks(target.storage, targets) != checksum_blocks(target.local, sources)).any():
-            raise SystemExit(f"{name} has not read what the source has")
+            raise SystemExit(f"{name} has read other bytes than the source's")
     order = f"in runs of {RUN_BLOCKS}" if in_runs else "scattered"
     span = int(target.storage.segments.spans[0])
     title = f"{count} blocks of {block_bytes // 1024} KiB {order}, {LAYOUTS[layout]}"
@@ -299,7 +301,7 @@ def measure(target: Target, layout: str, in_runs: bool, options: argparse.Namesp
 
 
 def measure_first_block(target: Target, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds until one block is here, with everything made anew each time."""
+    """Return milliseconds until one block has arrived, with all objects created each time."""
     found: dict[str, dict[str, list[float]]] = {}
     makers = {name: type(backend) for name, backend in target.backends.items()}
     for _ in range(options.runs):
@@ -313,16 +315,16 @@ def measure_first_block(target: Target, options: argparse.Namespace) -> dict[str
                 return now
 
             backend = make(target.storage)
-            backend.attach("target", lend_all, lambda name: str(target.source["address"]), target.secret)
+            backend.attach(TARGET, allow_all, lambda name: str(target.source["address"]), target.secret)
             start = note("make the backend", start)
             reader = target.open(name, backend)
             start = note("open a reader", start)
             for step in ("first block", "next block"):
-                reader.read(TRANSFER_ID, [1], [1], time.monotonic() + LONG_S)
+                reader.read(TRANSFER_ID, [BlockId(1)], [BlockId(1)], time.monotonic() + LONG_S)
                 start = note(step, start)
             reader.close()
             backend.close()
-            del reader, backend  # or what they hold would be given back in the next one's time
+            del reader, backend  # otherwise their release would count in the next measurement
     size = target.storage.block_bytes // 1024
     print(f"\nms until one block of {size} KiB is here")
     columns = ["make the backend", "open a reader", "first block", "next block"]
@@ -359,18 +361,18 @@ def describe_run() -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="bytes of one read")
+    parser.add_argument("--mib", type=int, default=64, help="MiB per read")
     parser.add_argument("--kib", type=int, nargs="+", default=[16, 64, 256, 2048], help="sizes of a block")
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0, help="of the block ids")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the block ids")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 32 blocks of two sizes, 2 runs")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.kib, options.runs, options.mib = [16, 256], 2, 8
     if min(options.kib) < 4 or RUN_BLOCKS * max(options.kib) > options.mib * 1024:
-        parser.error(f"blocks of 4 KiB or more, and {RUN_BLOCKS} of them in a read at least")
+        parser.error(f"--kib must be 4 or more, and --mib at least {RUN_BLOCKS} blocks")
     return options
 
 
@@ -391,7 +393,7 @@ def main() -> None:
         )
         print(f"{key:22}{listed}")
     if not HAS_NIXL:
-        print("NIXL is not installed here, so its lines are left out")
+        print("NIXL is not installed; its rows are omitted")
     columns = "".join(f"{name:>9}" for name in ("ms", "p10", "p90", "GB/s"))
     print(f"\n{'':30}{columns}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
     rows = []

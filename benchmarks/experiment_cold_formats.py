@@ -1,4 +1,4 @@
-"""What do cold blocks lose in each format, as attention and the model see it? See benchmarks/README.md."""
+"""Measure the error of each block format in attention and in model output. See benchmarks/README.md."""
 
 import argparse
 import json
@@ -16,8 +16,10 @@ import torch
 from bench_block_pool import describe_run, find_version
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+from kv_pool import BlockId
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_hash import BlockHasher
+from kv_pool.ids import RequestId
 from kv_pool.integrations.attention import paged_attention
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
 from kv_pool.integrations.transformers.cache import attend_over_blocks
@@ -32,14 +34,14 @@ CONTEXT, CONTINUATION = 448, 64
 WINDOW = CONTEXT + CONTINUATION
 OUTLIER_FACTOR, OUTLIER_PAIRS = 16.0, 2
 SHARED_SCALES = {"int8 K token, V token": ("D", "D"), "int8 K channel, V channel": ("N", "N")}
-"""Ways of int8 that were not chosen, for comparison."""
+"""Scale groups of int8 that were not chosen, for comparison."""
 
 Row = dict[str, Any]
 _queries: list[torch.Tensor] = []
 
 
 def attend_and_record(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Attention over blocks, whose queries are kept: (tokens, heads, head_size) a layer."""
+    """Attention over blocks that records its queries: (tokens, heads, head_size) per layer."""
     _queries.append(query[0].transpose(0, 1).clone())
     return attend_over_blocks(module, query, *args, **kwargs)
 
@@ -51,7 +53,7 @@ AttentionInterface.register("kv_pool_recorded", attend_and_record)
 
 
 def make_model(seed: int) -> Any:
-    """3 million parameters, bytes for tokens, random weights."""
+    """Return a model of 3 million parameters with bytes as tokens and random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -70,7 +72,7 @@ def make_model(seed: int) -> Any:
 
 
 def read_text() -> tuple[bytes, bytes]:
-    """The standard library's modules, and a fifth of them to try on."""
+    """Return the standard library's modules for training, and a fifth of them for testing."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     held_out = [file for number, file in enumerate(files) if number % 5 == 0]
     rest = [file for file in files if file not in held_out]
@@ -78,7 +80,7 @@ def read_text() -> tuple[bytes, bytes]:
 
 
 def train(model: Any, text: bytes, num_steps: int, batch_size: int, seed: int) -> float:
-    """Some minutes of next-byte prediction; the mean loss of the last tenth of the steps, in nats."""
+    """Train next-byte prediction for some minutes. Return the mean loss of the last tenth, in nats."""
     data = torch.tensor(np.frombuffer(text, np.uint8).astype(np.int64))
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
@@ -100,10 +102,10 @@ def train(model: Any, text: bytes, num_steps: int, batch_size: int, seed: int) -
 
 
 def add_outlier_channels(model: Any) -> None:
-    """Make some channels of the keys large, and those of the queries as much smaller: the same function.
+    """Scale some key channels up and the queries' down by the same factor; the function is unchanged.
 
-    Rotary embeddings turn channels d and d + head_size / 2 together, so both of a pair get the same factor.
-    The pairs are those that turn slowest, which is where trained models have them.
+    Rotary embeddings rotate channels d and d + head_size / 2 together, so both channels of a pair get the
+    same factor. The pairs are those that rotate slowest, where trained models have outliers.
     """
     config = model.config
     head_size, per_key_head = config.head_dim, config.num_attention_heads // config.num_key_value_heads
@@ -122,9 +124,9 @@ def add_outlier_channels(model: Any) -> None:
 
 
 class ColdPrefix:
-    """A sequence whose first tokens are in blocks, to be written cold and read back, again and again.
+    """A sequence whose first blocks are encoded and decoded repeatedly.
 
-    The model computes in float32. Cold blocks are of float16; so is "raw", what the others are compared with.
+    The model computes in float32. Encoded blocks are float16, including "raw", the baseline.
     """
 
     def __init__(self, model: Any, token_ids: list[int], block_size: int) -> None:
@@ -132,7 +134,7 @@ class ColdPrefix:
         pool = RunBlockPool(WINDOW // block_size + 2, True, block_size)
         storage = allocate_storage(model, pool.num_gpu_blocks, block_size)
         self.sequences = PagedSequences(KVCacheManager(pool), storage)
-        self.request = Request("r", token_ids, BlockHasher("sha256", block_size=block_size))
+        self.request = Request(RequestId("r"), token_ids, BlockHasher("sha256", block_size=block_size))
         self.sequences.admit(self.request)
         self.compute(CONTEXT)
         self.slots = self.sequences.get_slots(self.request, 0, CONTEXT)
@@ -149,16 +151,18 @@ class ColdPrefix:
             self.cold.write(layer, range(CONTEXT), key.numpy().astype("f2"), value.numpy().astype("f2"))
 
     def compute(self, num_tokens: int) -> torch.Tensor:
-        """Logits of the next tokens, (num_tokens, vocabulary)."""
+        """Return the logits of the next tokens, (num_tokens, vocabulary)."""
         cache = PagedCache(self.sequences, [self.request], [num_tokens], gathers=False)
         with torch.no_grad():
             logits: torch.Tensor = self.model(**cache.make_inputs()).logits[0]
         return logits
 
     def read_back(self, block_format: BlockFormat) -> None:
-        """Put into the prefix's slots what the format makes of its blocks."""
+        """Encode and decode the prefix's blocks, and write the result into its slots."""
         cold, storage = self.cold, self.sequences.storage
-        blocks = [np.frombuffer(cold.read_block(block), np.uint8) for block in range(cold.num_blocks)]
+        blocks = [
+            np.frombuffer(cold.read_block(BlockId(block)), np.uint8) for block in range(cold.num_blocks)
+        ]
         decoded = block_format.decode(block_format.encode(np.stack(blocks)))
         there = KVStorage.allocate(
             cold.num_blocks,
@@ -169,14 +173,14 @@ class ColdPrefix:
             "float16",
         )
         for block, row in enumerate(decoded):
-            there.write_block(block, row.tobytes())
+            there.write_block(BlockId(block), row.tobytes())
         for layer in range(cold.num_layers):
             key, value = there.read(layer, range(CONTEXT))
             storage.write(layer, self.slots, key.astype("f4"), value.astype("f4"))
 
     def attend(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Attention of these queries of the continuation in each layer, over what is in the slots."""
-        table = self.sequences.manager.get_block_ids("r")
+        """Return the attention of the continuation's queries in each layer, over the slots' content."""
+        table = self.sequences.manager.get_block_ids(self.request.request_id)
         storage = self.sequences.storage
         assert isinstance(storage, KVStorage)
         return [
@@ -185,13 +189,13 @@ class ColdPrefix:
         ]
 
     def run_continuation(self) -> torch.Tensor:
-        """Log-probabilities at each token of the continuation, (CONTINUATION, vocabulary)."""
+        """Return log-probabilities at each token of the continuation, (CONTINUATION, vocabulary)."""
         self.request.num_computed_tokens = CONTEXT
         return self.compute(CONTINUATION).log_softmax(-1)
 
 
 def measure(model: Any, prompts: list[list[int]], block_size: int, makers: dict[str, Any]) -> list[Row]:
-    """A row for each format: means over the prompts, and over their continuations' tokens."""
+    """Return a row for each format: means over the prompts and their continuations' tokens."""
     found: dict[str, list[Row]] = {name: [] for name in makers}
     bytes_per_block = {}
     for token_ids in prompts:
@@ -222,7 +226,7 @@ def measure(model: Any, prompts: list[list[int]], block_size: int, makers: dict[
                     "loss": float(loss),
                 }
             )
-            # The continuation's own K and V are the raw run's again, for attention in the next format.
+            # Restore the continuation's K and V of the raw run, for attention in the next format.
             cold.read_back(make_format("raw", cold.cold))
             cold.run_continuation()
     return [
@@ -249,7 +253,7 @@ def list_makers(low_rank: tuple[str, ...]) -> dict[str, Callable[[KVStorage], Bl
 
 
 def measure_rates(num_blocks: int, runs: int) -> list[Row]:
-    """GB per second of the processor's time, blocks of 2 MiB: 32 layers, 8 heads of 128, 16 tokens."""
+    """Return GB per second of processor time for blocks of 2 MiB: 32 layers, 8 heads of 128, 16 tokens."""
     rows = []
     for dtype in ("float16", "bfloat16", "float32"):
         storage = KVStorage.allocate(1, 16, 32 if dtype != "float32" else 16, 8, 128, dtype)
@@ -282,13 +286,13 @@ def measure_rates(num_blocks: int, runs: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train-steps", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=6, help="sequences a step")
+    parser.add_argument("--batch-size", type=int, default=6, help="sequences per step")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
+    torch.set_num_threads(1)  # small tensors: more threads would only wait for each other
     steps, num_prompts = (4, 1) if options.quick else (options.train_steps, options.prompts)
     provenance = describe_run([])
     provenance["versions"] |= {name: find_version(name) for name in ("torch", "transformers", "ml_dtypes")}

@@ -1,4 +1,4 @@
-"""What is a tier in host memory worth in hit rate, and one on disk below it? See benchmarks/README.md."""
+"""Measure how much a host tier and a disk tier raise the hit rate. See benchmarks/README.md."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jso
 
 @dataclass(frozen=True)
 class Workload:
-    """A trace, and the capacities with which it is replayed, in blocks of its own size."""
+    """A trace and the capacities to replay it with, in blocks of its own size."""
 
     name: str
     trace: str
@@ -43,12 +43,12 @@ WORKLOADS = [
 
 @dataclass(frozen=True)
 class Row:
-    """Replays of one pool.
+    """The replays of one row.
 
     Attributes:
-        tiered: with these tiers, if there are any.
-        through: the same, written through.
-        one_pool: a pool as large as both, or all three.
+        tiered: the pool with its tiers, if any.
+        through: the same with write-through.
+        one_pool: a pool as large as the pool and its tiers together.
     """
 
     workload: str
@@ -61,7 +61,7 @@ class Row:
 
 
 def list_rows(workload: Workload, limit: int | None) -> list[Row]:
-    """For each size of the pool: alone, with each tier in host memory, with the largest and a disk."""
+    """Return rows for each pool size: alone, with each host tier, with the largest host tier and a disk."""
     rows = []
     for device in workload.device:
         rows.append(Row(workload.name, device, 0, 0, ReplaySettings(workload.trace, device, limit=limit)))
@@ -82,7 +82,7 @@ def list_rows(workload: Workload, limit: int | None) -> list[Row]:
 
 
 def is_there(trace: str) -> bool:
-    """Whether the trace can be read; says so where it can not."""
+    """Return True if the trace can be read; print a note if not."""
     if trace in BUNDLED_TRACES or Path(trace).is_file():
         return True
     print(f"missing: {trace}", file=sys.stderr)
@@ -90,14 +90,14 @@ def is_there(trace: str) -> bool:
 
 
 def run_all(settings: list[ReplaySettings], num_processes: int) -> dict[ReplaySettings, ReplayReport]:
-    """The report of each."""
+    """Return the report of each replay."""
     distinct = list(dict.fromkeys(settings))
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as executor:
         return dict(zip(distinct, executor.map(run_replay, distinct), strict=True))
 
 
 def describe(row: Row, reports: dict[ReplaySettings, ReplayReport]) -> dict[str, Any]:
-    """The figures of a row: shares of the trace's prompt tokens, and blocks that were copied."""
+    """Return the figures of a row: shares of the trace's prompt tokens, and numbers of copied blocks."""
     report = reports[row.tiered]
     by_medium = {tier.medium: tier for tier in report.tiers}
     shares = {medium: tier.tokens_hit / report.tokens_in for medium, tier in by_medium.items()}
@@ -125,7 +125,7 @@ HEADINGS = ("device", "host", "disk", "GPU", "CPU", "STORAGE", "in all", "throug
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """One table for each trace."""
+    """Print one table for each trace."""
     for name in dict.fromkeys(row["workload"] for row in rows):
         print(f"\n{name}\n" + "".join(f"{heading:>10}" for heading in HEADINGS))
         for row in rows:
@@ -143,10 +143,10 @@ def format_cells(row: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=int, help="only so many requests of each trace; for a smoke test")
+    parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
-    parser.add_argument("--png", metavar="FILE", help="draw the conversation's curves there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
+    parser.add_argument("--png", metavar="FILE", help="draw the conversation's curves to FILE")
     options = parser.parse_args()
     if options.png:
         check_can_draw(options.png)

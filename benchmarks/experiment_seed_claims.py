@@ -25,18 +25,18 @@ from kv_pool.replay.trace import Trace, TraceRequest
 
 BATCH, MAX_LENGTH, BLOCK_SIZE = 256, 2048, 16
 TOKEN_BYTES = 64 * 1024
-"""Bytes of K and V per token with which 256 sequences of 2,048 tokens take the claim's 32 GB."""
+"""Bytes of K and V per token such that 256 sequences of 2,048 tokens need the claim's 32 GB."""
 ALL_BLOCKS = BATCH * MAX_LENGTH // BLOCK_SIZE
 COPIES = 4
-"""How often each request comes, so that the time when the last ones are alone does not count for much."""
+"""Copies of each request, so that the end of the replay, with few running requests, has little weight."""
 AT_ONCE = EngineRates(prefill_tokens_per_s=1e7, speedup=1e6, max_running=BATCH)
-"""All are waiting from the beginning, and their number or memory is the limit, not the processor."""
+"""All requests wait from the start; their number or memory is the limit, not the processor."""
 AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
 
 
 @dataclass
 class Workload:
-    """Requests of at most 2,048 tokens, prompt and output together, all there from the beginning."""
+    """Requests of at most 2,048 tokens, prompt and output together, that all arrive at the start."""
 
     name: str
     requests: list[TraceRequest]
@@ -47,8 +47,8 @@ class Workload:
 
 
 def make_workloads(trace: Trace, folder: Path, limit: int | None) -> list[Workload]:
-    """From the trace: the requests that are short enough, with their ids and with ids of their own; and all
-    of them, each length divided by what makes the longest one 2,048."""
+    """Return the trace's workloads: short requests, with shared and with unique ids; and all requests,
+    with lengths divided such that the longest is 2,048."""
     requests = list(trace)[:limit]
     longest = max(request.input_length + request.output_length for request in requests)
     short = [one for one in requests if one.input_length + one.output_length <= MAX_LENGTH]
@@ -70,13 +70,13 @@ def make_workloads(trace: Trace, folder: Path, limit: int | None) -> list[Worklo
 def write_workload(
     name: str, requests: list[TraceRequest], folder: Path, trace_block_size: int, shares: bool
 ) -> Workload:
-    """The requests, `COPIES` times, as a trace file of their own; they arrive at once."""
+    """Write the requests, `COPIES` times, to a trace file; all arrive at once."""
     path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.jsonl"
     next_id = 0
     with path.open("w") as file:
         for number, request in enumerate(requests * COPIES):
             if shares:
-                # Copies share what all of the trace's requests do, id 0, and nothing else.
+                # Copies share only id 0, which all requests of the trace share.
                 shift = number // len(requests) << 32
                 ids = [hash_id + shift if hash_id else 0 for hash_id in request.hash_ids or []]
             else:
@@ -94,7 +94,7 @@ def write_workload(
 
 
 def replay(workload: Workload, rates: EngineRates, trace_block_size: int, **changes: Any) -> ReplayReport:
-    """Through a pool of the preallocated memory, in blocks of 16 tokens."""
+    """Replay a workload through a pool of the preallocated memory, in blocks of 16 tokens."""
     settings = ReplaySettings(
         workload.path,
         ALL_BLOCKS,
@@ -110,7 +110,7 @@ def replay(workload: Workload, rates: EngineRates, trace_block_size: int, **chan
 
 
 def measure_inner_waste(workload: Workload, trace_block_size: int) -> float:
-    """Share of the slots in the manager's blocks that hold no token, over batches of 256 at full length."""
+    """Return the share of empty slots in the manager's blocks, over batches of 256 at full length."""
     num_slots = num_tokens = 0
     lengths = workload.list_lengths()
     for first in range(0, len(lengths), BATCH):
@@ -119,14 +119,14 @@ def measure_inner_waste(workload: Workload, trace_block_size: int) -> float:
             traced = TraceRequest(number, 0.0, length, 0, [], None)
             request = ReplayRequest(traced, BLOCK_SIZE, trace_block_size=trace_block_size)
             if manager.allocate_slots(request, length) is None:
-                raise RuntimeError("256 sequences do not fit into the memory preallocated for them")
+                raise RuntimeError("256 sequences do not fit into their preallocated memory")
             num_slots += len(manager.get_block_ids(request.request_id)) * BLOCK_SIZE
             num_tokens += length
     return 1 - num_tokens / num_slots
 
 
 class FirstFit:
-    """Contiguous slots for each sequence, as many as it will have, in the first hole that is large enough."""
+    """First fit: contiguous slots for each sequence's final length, in the first gap that is large enough."""
 
     def __init__(self, num_slots: int) -> None:
         self.holes = [(0, num_slots)]
@@ -152,7 +152,7 @@ class FirstFit:
 
 
 def measure_outer_waste(workload: Workload) -> float:
-    """Share of the memory that is free when first fit has no hole for the next request; mean over these."""
+    """Return the mean share of free memory when first fit finds no gap for the next request."""
     memory = FirstFit(BATCH * MAX_LENGTH)
     ends: list[tuple[float, int, int]] = []
     now = 0.0
@@ -172,7 +172,7 @@ def measure_outer_waste(workload: Workload) -> float:
 
 
 def time_buffers(touches: bool, runs: int) -> float:
-    """Microseconds to get and drop memory of the operating system for one sequence of the longest length."""
+    """Return microseconds to allocate and free system memory for one sequence of maximum length."""
     times = []
     for _ in range(runs):
         start = time.perf_counter_ns()
@@ -185,7 +185,7 @@ def time_buffers(touches: bool, runs: int) -> float:
 
 
 def time_slots(runs: int) -> float:
-    """Microseconds to take one of 256 preallocated places from a list, and to give it back."""
+    """Return microseconds to take one of 256 preallocated slots from a list, and to return it."""
     places = list(range(BATCH))
     random.Random(0).shuffle(places)
     start = time.perf_counter_ns()
@@ -196,7 +196,7 @@ def time_slots(runs: int) -> float:
 
 
 def time_manager(report: ReplayReport) -> float:
-    """Microseconds in the manager for one sequence of a replay: all it allocates, and giving it back."""
+    """Return microseconds in the manager for one sequence of a replay: all allocations and the free."""
     num_requests = report.requests - report.refused_requests
     return (report.allocate.total_ns + report.free.total_ns) / num_requests / 1e3
 
@@ -295,9 +295,9 @@ def run_experiment(trace: Trace, limit: int | None) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", default="mooncake_conversation", help="a bundled one, or a file")
-    parser.add_argument("--limit", type=int, help="only so many requests of each trace; for a smoke test")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
+    parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     options = parser.parse_args()
     trace = Trace(options.trace)
     provenance = describe_run(["compiled" if kv_pool.COMPILED else "plain"])

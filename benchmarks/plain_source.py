@@ -1,4 +1,4 @@
-"""Import kv_pool as plain Python, from the .py files that a compiled installation ships beside its .so."""
+"""Imports kv_pool as plain Python, from the .py files next to the .so files of a compiled installation."""
 
 import sys
 from importlib import import_module
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def import_plain() -> ModuleType:
-    """The `kv_pool` package as plain Python. It and its modules stay in `sys.modules`."""
+    """Import the `kv_pool` package as plain Python. It and its modules stay in `sys.modules`."""
     spec = find_spec("kv_pool")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("kv_pool is not installed")
@@ -30,7 +30,7 @@ def import_plain() -> ModuleType:
 
 
 def import_plain_aside() -> ModuleType:
-    """The plain package, out of `sys.modules`: the next `import kv_pool` loads what is installed."""
+    """Import the plain package and remove it from `sys.modules`; the next import loads the installed one."""
     package = import_plain()
     for name in [name for name in sys.modules if name.partition(".")[0] == "kv_pool"]:
         del sys.modules[name]

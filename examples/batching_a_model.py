@@ -1,7 +1,7 @@
-"""The scheduler of continuous_batching.py over a small Llama whose keys and values live in the pool's blocks.
+"""The scheduler of continuous_batching.py over a small Llama whose keys and values are in the pool's blocks.
 
-Prompts are computed in chunks, together with sequences that decode; some are preempted, or swapped to the
-host and back. Each output is compared with what transformers generates with its own cache.
+Prompts are computed in chunks, together with sequences that decode; some requests are preempted, or swapped
+to the host and back. Each output is compared with the output of transformers with its own cache.
 
 Run it: pip install '.[transformers]' && python examples/batching_a_model.py
 """
@@ -17,16 +17,15 @@ except ImportError as error:
     sys.exit(f"this example needs torch and transformers ({error}): pip install '.[transformers]'")
 from continuous_batching import Scheduler, Sequence
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager
+from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
-from kv_pool.manager.preemption import PreemptionCost
-from kv_pool.manager.swap.swapper import BlockSwapper
+from kv_pool.manager import PreemptionCost
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCABULARY = 8, 41, 41, 128
 
 
 def make_model(attention: str) -> Any:
-    """Always the same random weights. In float64 all ways to add up agree on the most likely token."""
+    """Return a model with fixed random weights. In float64 rounding does not change the output."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -44,7 +43,7 @@ def make_model(attention: str) -> Any:
 
 
 class ModelEngine:
-    """Runs a model over blocks that the scheduler has allocated."""
+    """An engine that runs a model over blocks allocated by the scheduler."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.model = make_model("kv_pool")
@@ -59,7 +58,7 @@ class ModelEngine:
         with torch.no_grad():
             logits = self.model(**cache.make_inputs()).logits
         for request, start in zip(requests, starts, strict=True):
-            request.num_computed_tokens = start  # the cache has counted up; here that is the scheduler's part
+            request.num_computed_tokens = start  # the cache has advanced it; here the scheduler does that
         return [int(row[count - 1].argmax()) for row, (_, count) in zip(logits, batch, strict=True)]
 
 
@@ -72,7 +71,7 @@ def generate_dense(model: Any, request: Sequence) -> list[int]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+    torch.set_num_threads(1)  # the tensors are tiny: more threads would be slower
     rng = random.Random(0)
     manager = KVCacheManager(BlockPool(NUM_BLOCKS, True, BLOCK_SIZE))
     swapper = BlockSwapper(manager, BlockPool(NUM_HOST_BLOCKS, True, BLOCK_SIZE, medium="CPU"))
@@ -99,7 +98,7 @@ def main() -> None:
     print(f"{num_steps:>5} forward passes")
     for what, count in sorted(scheduler.done.items()):
         print(f"{count:>5} {what}")
-    print(f"{num_equal:>5} outputs are, token for token, those of the dense run")
+    print(f"{num_equal:>5} outputs equal the dense run, token by token")
 
 
 if __name__ == "__main__":
@@ -110,8 +109,8 @@ if __name__ == "__main__":
 #   105 forward passes
 #    41 blocks copied in
 #    56 blocks copied out
-#     4 freed, to be computed anew
+#     4 freed, to be recomputed
 #    23 swapped out
 #  1000 tokens found in the cache
-#  1281 tokens of those let in
-#    24 outputs are, token for token, those of the dense run
+#  1281 tokens of admitted requests
+#    24 outputs equal the dense run, token by token

@@ -1,13 +1,13 @@
-"""Follow a pool's events with kv_pool's subscriber, and know at any time what the pool holds.
+"""Follow a pool's events with kv_pool's subscriber, and keep a mirror of its cached blocks.
 
 Run it: python examples/consume_events.py [ENDPOINT REPLAY_ENDPOINT]
-Without endpoints it starts a publisher of its own, over a pool that lives for a moment. Needs the extra zmq.
+Without endpoints it starts its own publisher over a short-lived pool. Needs the extra zmq.
 """
 
 import random
 import sys
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request, RequestId
 from kv_pool.events import (
     BatchesLost,
     KVEventSubscriber,
@@ -20,17 +20,17 @@ from kv_pool.events import (
     follow,
 )
 
-PROMPT = list(range(100, 116))  # every request begins with these 16 tokens: 4 blocks
+PROMPT = list(range(100, 116))  # every request starts with these 16 tokens: 4 blocks
 
 
 def live(publisher: ZMQEventPublisher, num_requests: int) -> int:
-    """A pool of 30 blocks serves requests; how many blocks it holds in the end."""
+    """Run requests through a pool of 30 blocks, and return how many blocks it has cached at the end."""
     pool = BlockPool(31, True, 4, enable_kv_cache_events=True)
     manager = KVCacheManager(pool)
     hasher = BlockHasher("sha256_cbor", block_size=4)
     rng = random.Random(0)
     for number in range(num_requests):
-        request = Request(f"r{number}", PROMPT + [rng.randrange(9999) for _ in range(16)], hasher)
+        request = Request(RequestId(f"r{number}"), PROMPT + [rng.randrange(9999) for _ in range(16)], hasher)
         prefix = manager.get_computed_blocks(request)
         manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
         manager.free(request)
@@ -39,14 +39,14 @@ def live(publisher: ZMQEventPublisher, num_requests: int) -> int:
 
 
 def consume(endpoint: str, replay_endpoint: str | None, num_batches: int | None) -> PrefixMirror:
-    """Follow a publisher, for so many batches or until Ctrl-C."""
+    """Follow a publisher for `num_batches` batches, or until Ctrl-C."""
     mirror = PrefixMirror(learns_tokens=True)
     with KVEventSubscriber(endpoint, replay_endpoint) as subscriber:
         for item in follow(mirror, subscriber, "engine"):
             match item:
                 case ReceivedBatch(sequence, batch):
-                    told = ", ".join(type(event).__name__ for event in batch.events)
-                    print(f"{sequence}: {told}")
+                    names = ", ".join(type(event).__name__ for event in batch.events)
+                    print(f"{sequence}: {names}")
                     if num_batches is not None and sequence + 1 >= num_batches:
                         break
                 case BatchesLost(first, last, is_healed):
@@ -63,12 +63,12 @@ else:
         endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", buffer_steps=100
     )
     with ZMQEventPublisher(config, StreamState()) as publisher:
-        num_held = live(publisher, num_requests=9)
+        num_cached = live(publisher, num_requests=9)
         assert publisher.endpoint is not None
         mirror = consume(publisher.endpoint, publisher.replay_endpoint, num_batches=9)
-    print(f"the pool holds {num_held} blocks, the mirror {mirror.count_blocks('engine')}")
+    print(f"cached blocks: {num_cached} in the pool, {mirror.count_blocks('engine')} in the mirror")
     found = mirror.find_prefix_of_tokens([*PROMPT, 1, 2, 3, 4])
-    print(f"of another prompt that begins so, it holds {found['engine']} tokens")
+    print(f"cached tokens of another prompt with the same start: {found['engine']}")
 
 # prints:
 # 0: BlockStored
@@ -80,5 +80,5 @@ else:
 # 6: BlockRemoved, BlockStored
 # 7: BlockRemoved, BlockStored
 # 8: BlockRemoved, BlockStored
-# the pool holds 30 blocks, the mirror 30
-# of another prompt that begins so, it holds 16 tokens
+# cached blocks: 30 in the pool, 30 in the mirror
+# cached tokens of another prompt with the same start: 16

@@ -1,12 +1,13 @@
-"""Read the stream with zmq and msgspec alone: all that a reader in another language has to do.
+"""Read the stream with only zmq and msgspec: what a subscriber in another language has to do.
 
 Run it: python examples/consume_events_raw.py [ENDPOINT REPLAY_ENDPOINT]
-Without endpoints it starts a publisher of its own, over a pool that lives for a moment. Needs the extra zmq.
+Without endpoints it starts its own publisher over a short-lived pool. Needs the extra zmq.
 
-Live: PUB, three frames: topic, sequence (8 bytes, big-endian), payload. A payload is msgpack: an array of
-ts, events, rank; an event is a map with its class under `type`. Missed batches: a DEALER sends an empty frame
-and the sequence it wants; each reply is an empty frame and three as before; the last has 8 bytes of ff for
-its sequence. Left out here: restarts of the publisher, batches that are lost for good.
+Live batches: a PUB socket sends three frames: topic, sequence (8 bytes, big-endian), payload. The payload is
+msgpack: an array of ts, events and rank; an event is a map with its class under `type`.
+Missed batches: a DEALER socket sends an empty frame and the first sequence it needs. Each reply is an empty
+frame and the same three frames; the last has 8 bytes of ff as its sequence.
+Not handled here: restarts of the publisher, and batches that are lost for good.
 """
 
 import struct
@@ -23,14 +24,14 @@ END = b"\xff" * 8
 
 
 def read(context: "zmq.Context[Any]", endpoint: str, replay_endpoint: str) -> Batches:
-    """Sequence and events of each batch, from the oldest that the publisher still has."""
+    """Yield (sequence, events) of each batch, from the oldest that the publisher still has."""
     live = context.socket(zmq.SUB)
     live.connect(endpoint)
     live.subscribe(b"")
     expected = 0
     try:
         while True:
-            # At the start, after a gap, and when it is quiet: the last batch may be the one that was missed.
+            # At the start, after a gap, and after a silence: the latest batch may have been missed.
             for sequence, events in fetch(context, replay_endpoint, expected):
                 yield sequence, events
                 expected = sequence + 1
@@ -38,9 +39,9 @@ def read(context: "zmq.Context[Any]", endpoint: str, replay_endpoint: str) -> Ba
                 _topic, number, payload = live.recv_multipart()
                 (sequence,) = struct.unpack(">Q", number)
                 if sequence < expected:
-                    continue  # replayed already
+                    continue  # already replayed
                 if sequence > expected:
-                    break  # the replay has it, too
+                    break  # the replay has this one, too
                 yield sequence, msgspec.msgpack.decode(payload)[1]
                 expected = sequence + 1
     finally:
@@ -48,7 +49,7 @@ def read(context: "zmq.Context[Any]", endpoint: str, replay_endpoint: str) -> Ba
 
 
 def fetch(context: "zmq.Context[Any]", replay_endpoint: str, start: int) -> Batches:
-    """What the publisher has from `start` on. It may begin later, if that is all there is."""
+    """Yield the batches that the publisher still has from `start` on; the first may be a later one."""
     dealer = context.socket(zmq.DEALER)
     dealer.connect(replay_endpoint)
     dealer.send_multipart([b"", struct.pack(">Q", start)])
@@ -75,7 +76,7 @@ def print_stream(endpoint: str, replay_endpoint: str, num_batches: int | None) -
                         held.difference_update(event["block_hashes"])
                     case "AllBlocksCleared":
                         held.clear()
-            print(f"{sequence}: {', '.join(event['type'] for event in events)}; {len(held)} blocks are held")
+            print(f"{sequence}: {', '.join(event['type'] for event in events)}; {len(held)} cached blocks")
             if num_batches is not None and sequence + 1 >= num_batches:
                 break
 
@@ -83,8 +84,8 @@ def print_stream(endpoint: str, replay_endpoint: str, num_batches: int | None) -
 if len(sys.argv) > 2:
     print_stream(sys.argv[1], sys.argv[2], None)
 else:
-    # Only what publishes is ours.
-    from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+    # Only the publisher below uses kv_pool.
+    from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request, RequestId
     from kv_pool.events import PublisherConfig, StreamState, ZMQEventPublisher
 
     pool = BlockPool(11, True, 4, enable_kv_cache_events=True)
@@ -93,7 +94,9 @@ else:
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
     with ZMQEventPublisher(config, StreamState()) as publisher:
         for number in range(4):
-            request = Request(f"r{number}", [1, 2, 3, 4, *range(100 * number, 100 * number + 12)], hasher)
+            request = Request(
+                RequestId(f"r{number}"), [1, 2, 3, 4, *range(100 * number, 100 * number + 12)], hasher
+            )
             prefix = manager.get_computed_blocks(request)
             manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
             manager.free(request)
@@ -105,8 +108,8 @@ else:
         print_stream(publisher.endpoint, publisher.replay_endpoint, num_batches=5)
 
 # prints:
-# 0: BlockStored; 4 blocks are held
-# 1: BlockStored; 7 blocks are held
-# 2: BlockStored; 10 blocks are held
-# 3: BlockRemoved, BlockStored; 10 blocks are held
-# 4: AllBlocksCleared; 0 blocks are held
+# 0: BlockStored; 4 cached blocks
+# 1: BlockStored; 7 cached blocks
+# 2: BlockStored; 10 cached blocks
+# 3: BlockRemoved, BlockStored; 10 cached blocks
+# 4: AllBlocksCleared; 0 cached blocks

@@ -1,12 +1,12 @@
-"""A scheduler to copy: continuous batching with chunked prefill, preemption and swapping, over the manager.
+"""A scheduler template: continuous batching with chunked prefill, preemption and swapping over the manager.
 
-Requests of the bundled production trace arrive on a virtual clock; they wait, run or are swapped out. The
-engine is a stand-in that proves the block tables right: it writes something of each token into its slot, and
-computes a request's next token from all of its slots. In the end each output is compared with one computed
-without any blocks. A model of transformers under the same scheduler: examples/batching_a_model.py.
+Requests of the bundled trace arrive on a virtual clock; they wait, run or are swapped out. The engine is a
+stand-in that verifies the block tables: it writes each token into its slot, and computes a request's next
+token from all of its slots. At the end each output is compared with one computed without blocks. The same
+scheduler with a transformers model: examples/batching_a_model.py.
 
 Run it: python examples/continuous_batching.py      needs the extra cli; --help for its options
-What each call means, and why in this order: kv_pool/manager/README.md
+The calls and their order are documented in kv_pool/manager/README.md.
 """
 
 import argparse
@@ -18,49 +18,48 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.manager.positions import list_slots
-from kv_pool.manager.preemption import (
+from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager, Request, RequestId
+from kv_pool.manager import (
     PreemptionCost,
     PreemptionKind,
     PreemptionRule,
     count_loss,
     find_victim,
+    list_slots,
 )
-from kv_pool.manager.swap.swapper import BlockSwapper
-from kv_pool.replay.trace import Trace
+from kv_pool.replay import Trace
 from kv_pool.storage import KVStorage
 
 
 class Sequence(Request):
-    """A request, and what this scheduler wants to know of it."""
+    """A request with the fields that this scheduler needs."""
 
     def __init__(
         self, name: str, prompt: list[int], hasher: BlockHasher, num_output_tokens: int, priority: int = 0
     ) -> None:
-        super().__init__(name, prompt, hasher)
+        super().__init__(RequestId(name), prompt, hasher)
         self.max_tokens = len(prompt) + num_output_tokens
         self.priority = priority  # larger is more important
         self.arrival_ms = 0.0
-        self.waited_ms: float | None = None  # for its first token
+        self.waited_ms: float | None = None  # until its first token
 
     def rank(self) -> tuple[int, float]:
-        """Who is let in first."""
+        """Return the sort key of admission; the smallest is admitted first."""
         return -self.priority, self.arrival_ms
 
 
 class Engine(Protocol):
-    """What runs the model: `device` and `host` hold the bytes of blocks."""
+    """An engine that runs the model; `device` and `host` contain the bytes of blocks."""
 
     device: KVStorage
     host: KVStorage
 
     def run(self, batch: list[tuple[Sequence, int]]) -> list[int]:
-        """Compute the next so many tokens of each; the token that follows these."""
+        """Compute the next tokens of each request, and return the token that follows them."""
 
 
 class Scheduler:
-    """Decides who computes how many tokens in a step. A request is in one of three lists until it ends."""
+    """A scheduler of the tokens computed in each step. A request is in one of three lists until it ends."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Scheduler:
     ) -> None:
         self.manager, self.swapper, self.engine, self.rule = manager, swapper, engine, rule
         self.token_budget, self.max_running = token_budget, max_running
-        self.whole_prompts = whole_prompts  # nobody is let in without room for all of its prompt
+        self.whole_prompts = whole_prompts  # admit a request only if its whole prompt fits
         self.waiting: list[Sequence] = []  # no blocks; by rank
         self.swapped: list[Sequence] = []  # blocks on the host; by rank
         self.running: list[Sequence] = []  # blocks on the device; in the order of admission
@@ -85,7 +84,7 @@ class Scheduler:
         return len(self.waiting) + len(self.swapped) + len(self.running)
 
     def add(self, request: Sequence) -> bool:
-        """Queue a request; False if it could not end even if it were alone."""
+        """Queue a request; return False if it could not finish even alone."""
         if not self.manager.fits_alone(request.max_tokens):
             self.done["requests refused, larger than the pool"] += 1
             return False
@@ -93,12 +92,12 @@ class Scheduler:
         return True
 
     def step(self) -> dict[Sequence, int]:
-        """Run the model once: who computed how many tokens."""
+        """Run the model once, and return the number of tokens computed for each request."""
         batch = self.schedule()
         self.engine.device.apply_moves(self.manager.take_block_copies())  # none without forks
         for (request, num_tokens), token in zip(batch, self.engine.run(batch), strict=True):
             request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens == request.num_tokens:  # otherwise more of its prompt is to come
+            if request.num_computed_tokens == request.num_tokens:  # otherwise its prompt is not complete
                 request.append_output_token_ids([token])
             if request.num_tokens == request.max_tokens:
                 self.running.remove(request)
@@ -106,7 +105,7 @@ class Scheduler:
         return dict(batch)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
-        """Who runs goes on, the important first; then new ones are let in, unless somebody gave way."""
+        """Return the batch: running requests by priority, then new ones unless a request was preempted."""
         batch: list[tuple[Sequence, int]] = []
         budget = self.token_budget
         num_running = len(self.running)
@@ -122,9 +121,9 @@ class Scheduler:
         return batch
 
     def make_room(self, request: Sequence, num_tokens: int) -> bool:
-        """Slots for the request's next tokens; False if it had to give way itself."""
+        """Allocate slots for the request's next tokens; return False if it was preempted itself."""
         while self.manager.allocate_slots(request, num_tokens) is None:
-            # Whoever gives way comes after this one in `schedule`, so it has no slots in this step yet.
+            # `schedule` visits the victim after this request, so it has no slots in this step yet.
             victim = find_victim(self.running, lambda request: request.priority)
             self.preempt(victim)
             if victim is request:
@@ -140,14 +139,14 @@ class Scheduler:
             insort(self.swapped, request, key=Sequence.rank)
             self.done["swapped out"] += 1
             self.done["blocks copied out"] += len(plan.moves)
-        else:  # the rule says so, or the host is full
+        else:  # by the rule, or because the host is full
             self.manager.free(request)
             request.num_computed_tokens = 0
             insort(self.waiting, request, key=Sequence.rank)
-            self.done["freed, to be computed anew"] += 1
+            self.done["freed, to be recomputed"] += 1
 
     def admit_next(self, budget: int) -> int:
-        """Let in whoever ranks first; how many tokens it computes in this step, 0 if it has to wait."""
+        """Admit the first request by rank; return its number of tokens in this step, 0 if it has to wait."""
         queues = [queue for queue in (self.swapped, self.waiting) if queue]
         if not queues:
             return 0
@@ -155,7 +154,7 @@ class Scheduler:
         request = queue[0]
         if queue is self.swapped:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            plan = self.swapper.swap_in(request, num_new_tokens=num_tokens)  # None if these have no room
+            plan = self.swapper.swap_in(request, num_new_tokens=num_tokens)  # None if they do not fit
             if plan is None:
                 return 0
             plan.apply(lambda moves: self.engine.host.copy_to(self.engine.device, moves))
@@ -171,13 +170,13 @@ class Scheduler:
                 return 0
             request.num_computed_tokens = prefix.num_tokens
             self.done["tokens found in the cache"] += prefix.num_tokens
-        self.done["tokens of those let in"] += request.num_tokens if queue is self.waiting else 0
+        self.done["tokens of admitted requests"] += request.num_tokens if queue is self.waiting else 0
         self.running.append(queue.pop(0))
         return num_tokens
 
 
 class StandIn:
-    """An engine whose model is a sum. The key of a token is its id, the value its position."""
+    """An engine whose model is a sum. The key of a token is its id, its value its position."""
 
     def __init__(self, manager: KVCacheManager, num_host_blocks: int) -> None:
         self.manager = manager
@@ -187,8 +186,8 @@ class StandIn:
         )
 
     def run(self, batch: list[tuple[Sequence, int]]) -> list[int]:
-        """All writes come before all reads, as in each layer of a model: a block that one request fills in
-        this step may be another one's prefix already."""
+        """Write all tokens before reading any, as each layer of a model does: a block filled in this step
+        may already be the prefix of another request."""
         for request, num_tokens in batch:
             start = request.num_computed_tokens
             end = start + num_tokens
@@ -217,8 +216,8 @@ def generate_without_blocks(request: Sequence) -> list[int]:
 
 
 def read_trace(num_requests: int, speedup: float, block_size: int) -> Iterator[Sequence]:
-    """The trace's prompts at 1:32: its blocks of 512 tokens are blocks of 16, with the same prefixes in
-    common. One in ten is important; the trace says nothing of that."""
+    """Yield the trace's requests at a scale of 1:32: its blocks of 512 tokens become blocks of 16, with the
+    same common prefixes. Every tenth request gets a higher priority."""
     hasher = BlockHasher("sha256", block_size=block_size)
     for traced in islice(Trace("mooncake_conversation"), num_requests):
         tokens = [16 * hash_id + i for hash_id in traced.hash_ids or [] for i in range(16)]
@@ -235,9 +234,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--blocks", type=int, default=180, help="of 16 tokens, on the device")
+    parser.add_argument("--blocks", type=int, default=180, help="number of blocks of 16 tokens on the device")
     parser.add_argument("--host-blocks", type=int, default=180)
-    parser.add_argument("--speedup", type=float, default=1.0, help="arrivals come so many times faster")
+    parser.add_argument("--speedup", type=float, default=1.0, help="factor by which requests arrive faster")
     options = parser.parse_args()
 
     manager = KVCacheManager(BlockPool(options.blocks + 1, True, 16), watermark=0.01)
@@ -261,7 +260,7 @@ def main() -> None:
                 coming = next(arrivals, None)
             computed = scheduler.step()
             num_tokens = sum(computed.values())
-            now_ms += 10 + num_tokens / 10  # a step costs something by itself, and something for each token
+            now_ms += 10 + num_tokens / 10  # a fixed time per step, and a time per token
             num_steps += bool(computed)
             num_computed += num_tokens
             for request in computed:
@@ -274,7 +273,7 @@ def main() -> None:
 
     assert manager.block_pool.get_num_free_blocks() == options.blocks
     done = scheduler.done
-    hits = done.pop("tokens found in the cache") / done.pop("tokens of those let in")
+    hits = done.pop("tokens found in the cache") / done.pop("tokens of admitted requests")
     waited_ms = [request.waited_ms or 0.0 for request in served]
     num_equal = sum(request.all_token_ids == generate_without_blocks(request) for request in served)
     sizes = f"{options.blocks} blocks of 16 tokens, {options.host_blocks} more on the host"
@@ -282,12 +281,12 @@ def main() -> None:
     print(
         f"{num_steps:>7,} steps of {num_computed / num_steps:.0f} tokens, {now_ms / 1000:.0f} s on its clock"
     )
-    print(f"{hits:>7.1%} of the tokens of those let in were in the cache")
+    print(f"{hits:>7.1%} of the tokens of admitted requests were cached")
     for what, count in sorted(done.items()):
         print(f"{count:>7,} {what}")
     mean_s, longest_s = np.mean(waited_ms) / 1000, max(waited_ms) / 1000
-    print(f"{mean_s:>7.2f} s until the first token, on average; {longest_s:.2f} at most")
-    print(f"{num_equal:>7,} of {len(served)} outputs are those without any blocks")
+    print(f"{mean_s:>7.2f} s mean time to the first token; {longest_s:.2f} at most")
+    print(f"{num_equal:>7,} of {len(served)} outputs equal those computed without blocks")
 
 
 if __name__ == "__main__":
@@ -296,11 +295,11 @@ if __name__ == "__main__":
 # prints:
 # 396 requests on 180 blocks of 16 tokens, 180 more on the host
 #   5,774 steps of 30 tokens, 142 s on its clock
-#    3.9% of the tokens of those let in were in the cache
+#    3.9% of the tokens of admitted requests were cached
 #      81 blocks copied in
 #     628 blocks copied out
-#       2 freed, to be computed anew
+#       2 freed, to be recomputed
 #       4 requests refused, larger than the pool
 #      14 swapped out
-#    0.52 s until the first token, on average; 2.76 at most
-#     396 of 396 outputs are those without any blocks
+#    0.52 s mean time to the first token; 2.76 at most
+#     396 of 396 outputs equal those computed without blocks

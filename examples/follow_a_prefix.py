@@ -1,9 +1,9 @@
-"""Ten blocks, followed through two requests that share a prompt.
+"""Follow ten blocks through requests that share a prompt.
 
 Run it: python examples/follow_a_prefix.py
 """
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request, RequestId
 
 pool = BlockPool(num_gpu_blocks=11, enable_caching=True, hash_block_size=4)  # block 0 is the null block
 manager = KVCacheManager(pool)
@@ -11,7 +11,7 @@ hasher = BlockHasher(block_size=4)
 
 
 def draw(what: str) -> None:
-    """Next to be reused first; * = cached, can be hit; xN = N requests hold it."""
+    """Print the blocks. Free blocks: the next to be reused first; * = cached; xN = used by N requests."""
     cells = [
         f"{block.block_id}{'*' if block.block_hash else ''}"
         for block in pool.free_block_queue.get_all_free_blocks()
@@ -28,12 +28,12 @@ def draw(what: str) -> None:
 system_prompt = list(range(100, 108))  # two full blocks
 draw("a new pool")
 
-alice = Request("alice", [*system_prompt, 1, 2, 3, 4, 5], hasher)
+alice = Request(RequestId("alice"), [*system_prompt, 1, 2, 3, 4, 5], hasher)
 manager.allocate_slots(alice, alice.num_tokens)
 alice.num_computed_tokens = alice.num_tokens
 draw("alice: 13 tokens take 4 blocks")
 
-bob = Request("bob", [*system_prompt, 7, 8], hasher)
+bob = Request(RequestId("bob"), [*system_prompt, 7, 8], hasher)
 prefix = manager.get_computed_blocks(bob)
 manager.allocate_slots(bob, bob.num_tokens - prefix.num_tokens, prefix)
 draw(f"bob: hits {prefix.num_tokens} tokens, takes 1 block")
@@ -43,7 +43,7 @@ draw("alice ends, her tail goes first")
 manager.free(bob)
 draw("bob ends, the prompt is kept last")
 
-carol = Request("carol", range(500, 532), hasher)
+carol = Request(RequestId("carol"), range(500, 532), hasher)
 manager.allocate_slots(carol, carol.num_tokens)
 draw("carol: 32 tokens evict nothing shared")
 

@@ -1,9 +1,9 @@
-"""Continuous batching of many prompts on a small Llama whose keys and values live in the pool's blocks.
+"""Continuous batching of many prompts on a small Llama whose keys and values are in the pool's blocks.
 
 Sequences share the blocks of common prefixes, are forked, evicted and resumed, and migrate between two
-pools: that of a GPU, if there is one, and that of the CPU. Between steps the pools are compacted a few blocks
-at a time, and now and then sequences make way for a run of blocks, as a transfer would want one. Each token
-is compared with what transformers generates with its own cache.
+pools: one on a GPU, if available, and one on the CPU. Between steps the pools are compacted a few blocks at a
+time, and sometimes a run of blocks is cleared, as for a transfer. Each output is compared with the output of
+transformers with its own cache.
 
 Run it: pip install '.[transformers]' && python examples/paged_generation.py
 """
@@ -20,22 +20,21 @@ try:
 except ImportError as error:
     sys.exit(f"this example needs torch and transformers ({error}): pip install '.[transformers]'")
 
-from kv_pool import BlockHasher, KVCacheManager, Request
-from kv_pool.contiguous.defragmenter import Defragmenter
-from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool import BlockHasher, KVCacheManager, Request, RequestId
+from kv_pool.contiguous import Defragmenter, RunBlockPool
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_NEW_TOKENS, VOCABULARY = 8, 41, 8, 24, 128
 RUN_LENGTH, MAX_MOVES = 4, 3
 
-torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+torch.set_num_threads(1)  # the tensors are tiny: more threads would be slower
 rng = random.Random(0)
 hasher = BlockHasher("sha256", block_size=BLOCK_SIZE)
 done: Counter[str] = Counter()
 
 
 def make_model(attention: str, device: str) -> Any:
-    """Always the same random weights. In float64 all ways to add up agree on the most likely token."""
+    """Return a model with fixed random weights. In float64 rounding does not change the output."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -53,7 +52,7 @@ def make_model(attention: str, device: str) -> Any:
 
 
 class Engine:
-    """One device: its model, its pool with the bytes, and the sequences that run there."""
+    """One device: its model, its pool, the bytes of its blocks, and its running sequences."""
 
     def __init__(self, device: str) -> None:
         self.model = make_model("kv_pool", device)
@@ -70,17 +69,17 @@ class Engine:
             if num_cached_tokens is None:
                 break
             done["tokens found in the cache on admission"] += num_cached_tokens
-            done["tokens that had to be computed then"] += waiting[0].num_tokens - num_cached_tokens
+            done["tokens computed on admission"] += waiting[0].num_tokens - num_cached_tokens
             self.running.append(waiting.pop(0))
 
     def step(self, waiting: list[Request]) -> None:
-        """Prompts and single tokens in one forward pass; where there is no room, some have to come again."""
+        """Compute prompts and single tokens in one pass; evict sequences if too few blocks are free."""
         for request in list(self.running):
             if request not in self.running:
                 continue
             num_tokens = request.num_tokens - request.num_computed_tokens
             while not self.sequences.reserve(request, num_tokens):
-                last = self.running.pop()  # whoever came last goes first, so that the others get on
+                last = self.running.pop()  # the latest sequence is evicted first, so that the others advance
                 self.sequences.free(last)
                 waiting.append(last)
                 done["sequences evicted and resumed"] += 1
@@ -100,10 +99,12 @@ class Engine:
         done["forward passes"] += 1
 
     def fork(self) -> list[Request]:
-        """Let a sequence go on with another token besides its own; [] where there is no room."""
+        """Fork a sequence with another next token; return [] if it does not fit."""
         parent = rng.choice(self.running)
         computed = parent.all_token_ids[: parent.num_computed_tokens]
-        child = Request(f"fork {done['sequences forked']}", [*computed, rng.randrange(VOCABULARY)], hasher)
+        child = Request(
+            RequestId(f"fork {done['sequences forked']}"), [*computed, rng.randrange(VOCABULARY)], hasher
+        )
         if not computed or not self.sequences.fork(parent, child):
             return []
         self.running.append(child)
@@ -118,11 +119,11 @@ class Engine:
             done["sequences migrated"] += 1
 
     def compact(self) -> None:
-        """Between two steps ids may change: each step asks for them anew."""
+        """Move blocks between two steps. Each step reads the block ids again."""
         done["blocks moved between two steps"] += self.defragmenter.step()
 
     def take_run(self) -> None:
-        """Blocks side by side for something that arrives from elsewhere; here they are given back at once."""
+        """Allocate adjacent blocks, as for a transfer, and release them at once."""
         if self.pool.get_num_free_blocks() < RUN_LENGTH:
             return
         run = self.sequences.take_run(RUN_LENGTH)
@@ -136,7 +137,7 @@ def draw_tokens(num_tokens: int) -> list[int]:
 
 
 def generate_dense(model: Any, prompt: Sequence[int]) -> list[int]:
-    """What follows the prompt, with transformers' own cache."""
+    """Return the output for a prompt, computed with transformers' own cache."""
     input_ids = torch.tensor([prompt])
     output = model.generate(
         input_ids,
@@ -149,7 +150,7 @@ def generate_dense(model: Any, prompt: Sequence[int]) -> list[int]:
 
 prefixes = [draw_tokens(40) for _ in range(3)]
 requests = [
-    Request(f"r{number}", [*prefixes[number % 3], *draw_tokens(rng.randint(1, 12))], hasher)
+    Request(RequestId(f"r{number}"), [*prefixes[number % 3], *draw_tokens(rng.randint(1, 12))], hasher)
     for number in range(24)
 ]
 waiting = list(requests)
@@ -176,17 +177,17 @@ print(f"24 prompts with 3 prefixes on two pools of {NUM_BLOCKS - 1} blocks of {B
 for what, count in done.items():
     print(f"{count:>5} {what}")
 print(f"{len(requests) * NUM_NEW_TOKENS:>5} tokens generated by {len(requests)} sequences")
-print(f"{num_equal:>5} sequences are, token for token, those of the dense run")
+print(f"{num_equal:>5} sequences equal the dense run, token by token")
 
 # prints:
 # 24 prompts with 3 prefixes on two pools of 40 blocks of 8 tokens
 #  1976 tokens found in the cache on admission
-#  1129 tokens that had to be computed then
+#  1129 tokens computed on admission
 #   132 forward passes
-#   104 blocks moved between two steps
+#    95 blocks moved between two steps
 #    20 sequences migrated
 #    36 sequences evicted and resumed
 #     8 sequences forked
 #     8 runs of 4 blocks taken
 #   768 tokens generated by 32 sequences
-#    32 sequences are, token for token, those of the dense run
+#    32 sequences equal the dense run, token by token

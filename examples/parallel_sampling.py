@@ -1,8 +1,7 @@
-"""Forks: several samples of one prompt, and beam search, in blocks that the sequences share while they agree.
+"""Forks: parallel samples of one prompt, and beam search, in blocks that sequences share while they agree.
 
-The engine is a stand-in: it writes each token into its slot, and all that it knows of a sequence when it
-computes what may follow is what it reads from the blocks. In the end each sequence is compared with one that
-was computed alone and without any blocks.
+The engine is a stand-in: it writes each token into its slot, and computes the next token only from what it
+reads from the blocks. At the end each sequence is compared with one computed alone and without blocks.
 
 Run it: python examples/parallel_sampling.py
 """
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.manager.positions import list_slots
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request, RequestId
+from kv_pool.manager import list_slots
 from kv_pool.storage import KVStorage
 
 BLOCK_SIZE, NUM_BLOCKS, VOCABULARY, NUM_NEW_TOKENS = 4, 64, 50, 20
@@ -21,13 +20,13 @@ PROMPT = list(range(10, 31))  # 21 tokens: five full blocks, and one token in a 
 
 
 def compute_scores(token_ids: Any) -> npt.NDArray[np.float64]:
-    """The model: a score for each token that may follow, by all tokens before it and their order."""
+    """Return the model's score of each next token, which depends on all previous tokens in order."""
     seed = [int(token_id) for token_id in np.ravel(token_ids)]
     return np.random.default_rng(seed).random(VOCABULARY)
 
 
 class Engine:
-    """Block tables from the manager, bytes in a storage; one step for any number of sequences."""
+    """An engine with block tables from the manager and bytes in a storage."""
 
     def __init__(self) -> None:
         self.manager = KVCacheManager(BlockPool(NUM_BLOCKS + 1, True, BLOCK_SIZE))
@@ -36,15 +35,15 @@ class Engine:
         self.num_forks = self.num_copies = self.num_blocks_at_most = 0
 
     def start(self, name: str) -> Request:
-        return Request(name, PROMPT, self.hasher)
+        return Request(RequestId(name), PROMPT, self.hasher)
 
     def step(self, requests: list[Request]) -> list[npt.NDArray[np.float64]]:
-        """Compute the tokens that are not yet; the scores of those that may follow."""
+        """Compute all pending tokens, and return the scores of the next tokens of each request."""
         for request in requests:
             num_tokens = request.num_tokens - request.num_computed_tokens
             if self.manager.allocate_slots(request, num_tokens) is None:
-                raise MemoryError("a scheduler preempts somebody here")
-        copies = self.manager.take_block_copies()  # before anything is written
+                raise MemoryError("a scheduler would preempt a request here")
+        copies = self.manager.take_block_copies()  # before any slot is written
         self.storage.apply_moves(copies)
         self.num_copies += len(copies)
         for request in requests:
@@ -59,9 +58,9 @@ class Engine:
         return scores
 
     def fork(self, parent: Request) -> Request:
-        """A sequence with the same tokens in the same blocks; whoever writes next copies the last one."""
+        """Return a sequence with the same tokens in the same blocks. The next write copies the last block."""
         self.num_forks += 1
-        child = Request(f"{parent.request_id}/{self.num_forks}", parent.all_token_ids, self.hasher)
+        child = Request(RequestId(f"{parent.request_id}/{self.num_forks}"), parent.all_token_ids, self.hasher)
         child.num_computed_tokens = parent.num_computed_tokens
         self.manager.fork(parent, child)
         return child
@@ -75,16 +74,16 @@ class Engine:
         return list_slots(block_ids, 0, request.num_tokens, BLOCK_SIZE)
 
     def report(self, what: str, num_equal: int, num_sequences: int) -> None:
-        assert self.manager.get_num_free_blocks() == NUM_BLOCKS  # nothing is left behind
+        assert self.manager.get_num_free_blocks() == NUM_BLOCKS  # all blocks are free again
         num_tokens = len(PROMPT) + NUM_NEW_TOKENS
-        print(f"{what}: {num_equal} of {num_sequences} sequences are those without blocks")
+        print(f"{what}: {num_equal} of {num_sequences} sequences equal those computed without blocks")
         print(f"  {self.num_forks} forks, {self.num_copies} blocks copied")
         alone = num_sequences * -(-num_tokens // BLOCK_SIZE)
-        print(f"  {self.num_blocks_at_most} blocks at most, where each alone would hold {alone} together")
+        print(f"  {self.num_blocks_at_most} blocks at most; {alone} without sharing")
 
 
 def sample(engine: Engine, num_samples: int) -> list[list[int]]:
-    """Parallel sampling: the prompt is computed once; each sample draws tokens of its own."""
+    """Compute the prompt once, and let each sample draw its own tokens."""
     first = engine.start("sample")
     (scores,) = engine.step([first])
     samples = [first, *(engine.fork(first) for _ in range(num_samples - 1))]
@@ -101,17 +100,17 @@ def sample(engine: Engine, num_samples: int) -> list[list[int]]:
 
 
 def draw(scores: npt.NDArray[np.float64], number: int) -> int:
-    """The token that sample `number` takes: its own place in the order of scores."""
+    """Return the next token of sample `number`: the one at that place in the order of scores."""
     return int(np.argsort(scores)[-1 - number])
 
 
 def search(engine: Engine, width: int) -> list[list[int]]:
-    """Beam search: of all that may follow, the best `width` sequences go on."""
+    """Return the beams of a search that keeps the best `width` continuations in each step."""
     beams = [(0.0, engine.start("beam"))]
     for _ in range(NUM_NEW_TOKENS):
         all_scores = engine.step([request for _, request in beams])
         best = choose([total for total, _ in beams], all_scores, width)
-        # Forks first: a parent still is where its children begin, and its blocks are still its own.
+        # Fork before appending tokens: parents still end where their children begin.
         parents = [request for _, request in beams]
         going_on: set[int] = set()
         beams = []
@@ -129,7 +128,7 @@ def search(engine: Engine, width: int) -> list[list[int]]:
 def choose(
     totals: list[float], all_scores: list[npt.NDArray[np.float64]], width: int
 ) -> list[tuple[float, int, int]]:
-    """The best continuations: new total, which sequence, which token."""
+    """Return the best continuations as (new total, index of the sequence, token id)."""
     candidates = [
         (total + float(score), index, token_id)
         for index, (total, scores) in enumerate(zip(totals, all_scores, strict=True))
@@ -171,9 +170,9 @@ if __name__ == "__main__":
     main()
 
 # prints:
-# parallel sampling: 4 of 4 sequences are those without blocks
+# parallel sampling: 4 of 4 sequences equal those computed without blocks
 #   3 forks, 3 blocks copied
-#   25 blocks at most, where each alone would hold 44 together
-# beam search: 4 of 4 sequences are those without blocks
+#   25 blocks at most; 44 without sharing
+# beam search: 4 of 4 sequences equal those computed without blocks
 #   28 forks, 21 blocks copied
-#   14 blocks at most, where each alone would hold 44 together
+#   14 blocks at most; 44 without sharing

@@ -1,13 +1,13 @@
-"""Prefill on one node, decode on another: blocks cross from process to process, over TCP or NIXL.
+"""Prefill on one node, decode on another: blocks are transferred between processes over TCP or NIXL.
 
 This process starts two others, each with the same small Llama, a pool and the bytes of its blocks. One
-computes prompts; the other fetches their blocks, verified by checksum, and goes on generating, in two ways:
+computes prompts; the other fetches their blocks, verified by checksum, and generates, in two ways:
 
-- copy a prefix: what prompts have in common crosses once. The decoder computes what is in no full block;
-- move a request, with its last block, partly filled, and what it has generated. Nothing is computed again,
-  and the other node has given the request up when this one has it.
+- Copy a prefix. Common parts of prompts are transferred once. The decoder computes the rest.
+- Move a request with its partly filled last block and its generated tokens. No token is computed again, and
+  the source has released the request when the target has it.
 
-Each output is compared with what transformers generates in one process, with its own cache.
+Each output is compared with the output of transformers in one process, with its own cache.
 
 Run it: pip install '.[transformers]' && python examples/prefill_and_decode.py
         --backend nixl needs the extra nixl, too
@@ -29,22 +29,27 @@ try:
 except ImportError as error:
     sys.exit(f"this example needs torch and transformers ({error}): pip install '.[transformers]'")
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, NodeName, Request, RequestId
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
-from kv_pool.migration.backends.nixl import NixlBackend
-from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.secret import load_secret, write_secret_file
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject, Subject
+from kv_pool.migration import (
+    Migrator,
+    NixlBackend,
+    PrefixSubject,
+    SequenceSubject,
+    TcpBackend,
+    load_secret,
+    write_secret_file,
+)
+from kv_pool.migration.subjects import Subject
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_NEW_TOKENS, VOCABULARY = 8, 121, 24, 128
 BACKENDS = {"tcp": TcpBackend, "nixl": NixlBackend}
 
-torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+torch.set_num_threads(1)  # the tensors are tiny: more threads would be slower
 
 
 def make_model(attention: str) -> Any:
-    """Always the same random weights. In float64 all ways to add up agree on the most likely token."""
+    """Return a model with fixed random weights. In float64 rounding does not change the output."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -62,17 +67,17 @@ def make_model(attention: str) -> Any:
 
 
 class Node:
-    """One process: a model, a pool with its bytes, and a migrator through which others get at them."""
+    """One process: a model, a pool, the bytes of its blocks, and a migrator that transfers them."""
 
-    def __init__(self, name: str, backend: str, secret_file: str) -> None:
+    def __init__(self, name: NodeName, backend: str, secret_file: str) -> None:
         self.model = make_model("kv_pool")
         self.hasher = BlockHasher("sha256", block_size=BLOCK_SIZE)
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[RequestId, Request] = {}
         self.manager = KVCacheManager(BlockPool(NUM_BLOCKS, True, BLOCK_SIZE))
         storage = allocate_storage(self.model, NUM_BLOCKS, BLOCK_SIZE)
         self.sequences = PagedSequences(self.manager, storage)
         site = self.sequences.make_site(self.hasher, self.requests)
-        self.lock = site.lock  # transfers go on in threads of their own
+        self.lock = site.lock  # transfers run in other threads
         self.migrator = Migrator(
             name,
             site,
@@ -82,54 +87,54 @@ class Node:
         )
         self.migrator.start()
 
-    # ---- what it is asked to do ------------------------------------------------------------------
+    # ---- commands --------------------------------------------------------------------------------
 
     def get_address(self) -> str:
         return self.migrator.address
 
-    def meet(self, name: str, address: str) -> None:
+    def meet(self, name: NodeName, address: str) -> None:
         self.migrator.peers.add(name, address)
 
-    def compute(self, name: str, prompt: list[int]) -> None:
-        """The prompt's K and V, and the first token after it."""
+    def compute(self, name: RequestId, prompt: list[int]) -> None:
+        """Compute K and V of a prompt, and the first token after it."""
         with self.lock:
             self.admit(name, prompt)
             self.step([self.requests[name]])
 
-    def admit(self, name: str, prompt: list[int]) -> int:
-        """Blocks for a request; how many of its tokens need not be computed, since theirs are cached."""
+    def admit(self, name: RequestId, prompt: list[int]) -> int:
+        """Allocate blocks for a request, and return the number of its cached tokens."""
         with self.lock:
             self.requests[name] = Request(name, prompt, self.hasher)
             num_cached_tokens = self.sequences.admit(self.requests[name])
-            assert num_cached_tokens is not None, "the pool has room for all of them"
+            assert num_cached_tokens is not None, "the pool is large enough for all requests"
             return num_cached_tokens
 
-    def free(self, name: str) -> None:
-        """Its blocks are free then, and cached until they are taken for something else."""
+    def free(self, name: RequestId) -> None:
+        """Release a request's blocks; they stay cached until they are reused."""
         with self.lock:
             self.sequences.free(self.requests.pop(name))
 
-    def fetch_prefix(self, source: str, prompt: list[int]) -> dict[str, int]:
-        request = Request("", prompt, self.hasher)
+    def fetch_prefix(self, source: NodeName, prompt: list[int]) -> dict[str, int]:
+        request = Request(RequestId(""), prompt, self.hasher)
         return self.fetch(PrefixSubject(tuple(request.block_hashes)), source, is_move=False)
 
-    def fetch_request(self, source: str, name: str) -> dict[str, int]:
+    def fetch_request(self, source: NodeName, name: RequestId) -> dict[str, int]:
         return self.fetch(SequenceSubject(name), source, is_move=True)
 
-    def fetch(self, subject: Subject, source: str, is_move: bool) -> dict[str, int]:
+    def fetch(self, subject: Subject, source: NodeName, is_move: bool) -> dict[str, int]:
         migration = self.migrator.fetch(subject, source, is_move=is_move)
         migration.wait(timeout_s=30)
         status = migration.get_status()
         return {
             "migrations": 1,
             "blocks": status.num_blocks,
-            "of them here already": status.num_present_blocks,
+            "already present": status.num_present_blocks,
             "bytes read": status.num_bytes,
-            "pieces that they were read in": status.num_descriptors,
+            "pieces read": status.num_descriptors,
         }
 
-    def generate(self) -> dict[str, list[int]]:
-        """All requests that are here to their ends, together."""
+    def generate(self) -> dict[RequestId, list[int]]:
+        """Run all requests of this node to their ends, and return their tokens."""
         outputs = {}
         with self.lock:
             while self.requests:
@@ -154,7 +159,7 @@ class Node:
 
 
 def serve(node: Node) -> None:
-    """Do what each line of the input says, and answer with a line."""
+    """Execute the command in each line of the input, and reply with a line."""
     for line in sys.stdin:
         what, arguments = json.loads(line)
         print(json.dumps(getattr(node, what)(*arguments)), flush=True)
@@ -162,7 +167,7 @@ def serve(node: Node) -> None:
 
 
 class Process:
-    """A node in a process of its own."""
+    """A node in its own process."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, __file__, *arguments]
@@ -174,7 +179,7 @@ class Process:
         print(json.dumps([what, arguments]), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("a node has ended; why, it says above")
+            raise SystemExit("a node has exited; see its error above")
         return json.loads(line)
 
     def stop(self) -> None:
@@ -195,7 +200,7 @@ def main() -> None:
     parser.add_argument("--secret-file", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.node:
-        serve(Node(options.node, options.backend, options.secret_file))
+        serve(Node(NodeName(options.node), options.backend, options.secret_file))
         return
 
     rng = random.Random(0)
@@ -206,7 +211,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         secret_file = str(Path(folder, "secret"))
-        write_secret_file(secret_file)  # both nodes read it; nobody else can
+        write_secret_file(secret_file)  # readable only by this user; both nodes read it
         common = ["--backend", options.backend, "--secret-file", secret_file]
         prefill, decode = Process("--node", "prefill", *common), Process("--node", "decode", *common)
         decode.ask("meet", "prefill", prefill.ask("get_address"))
@@ -220,7 +225,7 @@ def main() -> None:
                 prefill.ask("free", name)
                 copied.update(decode.ask("fetch_prefix", "prefill", prompt))
                 num_cached_tokens = decode.ask("admit", name, prompt)
-                copied["prompt tokens computed again"] += len(prompt) - num_cached_tokens
+                copied["prompt tokens recomputed"] += len(prompt) - num_cached_tokens
         outputs = decode.ask("generate")
         num_left = prefill.ask("count_in_use")
         for process in (prefill, decode):
@@ -233,8 +238,8 @@ def main() -> None:
         print(title)
         for what, count in counts.items():
             print(f"{count:>8,} {what}")
-    print(f"{num_left:>8} blocks are in use where the prompts were computed")
-    print(f"{num_equal:>8} outputs are, token for token, those of one process")
+    print(f"{num_left:>8} blocks are still in use on the prefill node")
+    print(f"{num_equal:>8} outputs equal those of one process, token by token")
 
 
 if __name__ == "__main__":
@@ -245,15 +250,15 @@ if __name__ == "__main__":
 # prefixes copied
 #        6 migrations
 #       33 blocks
-#       20 of them here already
+#       20 already present
 #   79,872 bytes read
-#        3 pieces that they were read in
-#       25 prompt tokens computed again
+#        3 pieces read
+#       25 prompt tokens recomputed
 # requests moved
 #        6 migrations
 #       38 blocks
-#       25 of them here already
+#       25 already present
 #   79,872 bytes read
-#        6 pieces that they were read in
-#        0 blocks are in use where the prompts were computed
-#       12 outputs are, token for token, those of one process
+#        6 pieces read
+#        0 blocks are still in use on the prefill node
+#       12 outputs equal those of one process, token by token

@@ -1,10 +1,9 @@
-"""How much would a larger cache help? The bundled production trace, first 2,000 requests, three sizes.
+"""Replay the first 2,000 requests of the bundled trace through caches of three sizes.
 
 Run it: python examples/replay_a_trace.py
 """
 
-from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.simulator import run_replay
+from kv_pool.replay import ReplaySettings, run_replay
 
 print("blocks   token hit rate   evictions")
 for num_blocks in (1_000, 5_000, 25_000):

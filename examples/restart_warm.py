@@ -1,8 +1,8 @@
-"""An engine stops and starts again, and its new process hits what the old one had cached.
+"""Restart an engine, and hit the blocks that its previous process had cached.
 
-The first process computes prompts and dumps its pool with the bytes. The second one loads the file, finds the
-same prompts cached, and checks that each block holds what was computed for its tokens. The engine is a
-stand-in: K and V of a token are numbers made of it and of all tokens before it.
+The first process computes prompts and dumps its pool with the bytes. The second process loads the file, finds
+the same prompts cached, and checks the bytes of each block. The engine is a stand-in: K and V of a token are
+numbers derived from it and all tokens before it.
 
 Run it: python examples/restart_warm.py
 """
@@ -15,31 +15,30 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.events.stream_state import StreamState
-from kv_pool.manager.positions import list_slots
-from kv_pool.storage.block_layout import BlockLayout
-from kv_pool.storage.kv_storage import KVStorage
-from kv_pool.tiers.pool_dump import dump_pool, load_pool
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request, RequestId
+from kv_pool.events import StreamState
+from kv_pool.manager import list_slots
+from kv_pool.storage import BlockLayout, KVStorage
+from kv_pool.tiers import dump_pool, load_pool
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 200
 SYSTEM_PROMPT = list(range(320))
 
 
 class Engine:
-    """A manager, and the bytes of its blocks."""
+    """A manager and the bytes of its blocks."""
 
     def __init__(self) -> None:
-        # A hasher that names blocks alike in every process: no xxh3_128 without a seed.
+        # The hashes must be the same in both processes: sha256, or xxh3_128 with a seed.
         self.hasher = BlockHasher("sha256", block_size=BLOCK_SIZE)
         self.pool = BlockPool(NUM_BLOCKS, True, BLOCK_SIZE, enable_kv_cache_events=True)
         self.manager = KVCacheManager(self.pool)
         self.storage = KVStorage.allocate(NUM_BLOCKS, BLOCK_SIZE, 2, 2, 8, "float32")
         self.layout = BlockLayout.describe(self.storage, BLOCK_SIZE, self.hasher)
-        self.stream_state = StreamState()  # a publisher has one and applies the events to it
+        self.stream_state = StreamState()  # a publisher has one, to which it applies the events
 
-    def run(self, name: str, token_ids: list[int]) -> tuple[int, bool]:
-        """How many tokens were found in the cache, and whether K and V of all tokens are right in the end."""
+    def run(self, name: RequestId, token_ids: list[int]) -> tuple[int, bool]:
+        """Run a prompt; return its number of cached tokens, and whether all K and V are right."""
         request = Request(name, token_ids, self.hasher)
         prefix = self.manager.get_computed_blocks(request)
         num_new = request.num_tokens - prefix.num_tokens
@@ -56,14 +55,14 @@ class Engine:
 
 
 def compute(token_ids: list[int]) -> npt.NDArray[np.float32]:
-    """(num_tokens, heads, elements): each row depends on all tokens so far."""
+    """Return states of shape (num_tokens, heads, elements); each row depends on all tokens so far."""
     sums = np.cumsum(np.array(token_ids, np.float32) + 1)
     return np.broadcast_to(sums[:, None, None], (len(token_ids), 2, 8)).astype(np.float32)
 
 
 def run_prompts(engine: Engine) -> None:
     for number in range(4):
-        num_cached, is_right = engine.run(f"r{number}", SYSTEM_PROMPT + [1000 + number] * 40)
+        num_cached, is_right = engine.run(RequestId(f"r{number}"), SYSTEM_PROMPT + [1000 + number] * 40)
         verdict = "right" if is_right else "WRONG"
         print(f"  prompt {number}: {num_cached} of 360 tokens cached, K and V are {verdict}")
 
@@ -74,8 +73,8 @@ def main() -> None:
         loaded = load_pool(sys.argv[1], engine.pool, storage=engine.storage, layout=engine.layout)
         events = engine.manager.take_events()
         engine.stream_state.apply(events, loaded.next_sequence)
-        print(f"second process: {loaded.num_blocks} blocks loaded, told in {len(events)} events")
-        print(f"  its publisher goes on with PublisherConfig(first_sequence={loaded.next_sequence})")
+        print(f"second process: {loaded.num_blocks} blocks loaded, {len(events)} events")
+        print(f"  its publisher continues with PublisherConfig(first_sequence={loaded.next_sequence})")
         run_prompts(engine)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +98,8 @@ if __name__ == "__main__":
 #   prompt 2: 320 of 360 tokens cached, K and V are right
 #   prompt 3: 320 of 360 tokens cached, K and V are right
 #   28 cached blocks of 4,096 bytes dumped
-# second process: 28 blocks loaded, told in 5 events
-#   its publisher goes on with PublisherConfig(first_sequence=4)
+# second process: 28 blocks loaded, 5 events
+#   its publisher continues with PublisherConfig(first_sequence=4)
 #   prompt 0: 352 of 360 tokens cached, K and V are right
 #   prompt 1: 352 of 360 tokens cached, K and V are right
 #   prompt 2: 352 of 360 tokens cached, K and V are right

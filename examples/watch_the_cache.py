@@ -1,4 +1,4 @@
-"""What the pool tells about itself: its event stream, and how long blocks stay.
+"""Observe a pool: its event stream, and the lifetimes of its blocks.
 
 Run it: python examples/watch_the_cache.py
 """
@@ -11,6 +11,7 @@ from kv_pool import (
     KVCacheManager,
     KVCacheMetricsCollector,
     Request,
+    RequestId,
 )
 
 collector = KVCacheMetricsCollector(sample_rate=1.0)
@@ -19,7 +20,7 @@ manager = KVCacheManager(pool)
 hasher = BlockHasher("sha256_cbor", block_size=4)  # the same hashes in every process, and in vLLM
 
 for name, first in (("first", 0), ("second", 100)):
-    request = Request(name, range(first, first + 12), hasher)
+    request = Request(RequestId(name), range(first, first + 12), hasher)
     manager.allocate_slots(request, request.num_tokens)
     manager.free(request)
     print(f"after the {name} request:")
@@ -28,7 +29,9 @@ for name, first in (("first", 0), ("second", 100)):
             print(f"  {type(event).__name__}: {len(event.block_hashes)} hash(es)")
 
 samples = collector.drain_events()
-print(f"{len(samples)} stays ended; were any blocks hit? {any(s.reuse_gaps_seconds for s in samples)}")
+print(
+    f"{len(samples)} blocks were evicted; were any of them hit? {any(s.reuse_gaps_seconds for s in samples)}"
+)
 
 # prints:
 # after the first request:
@@ -37,4 +40,4 @@ print(f"{len(samples)} stays ended; were any blocks hit? {any(s.reuse_gaps_secon
 #   BlockRemoved: 1 hash(es)
 #   BlockRemoved: 1 hash(es)
 #   BlockStored: 3 hash(es)
-# 2 stays ended; were any blocks hit? False
+# 2 blocks were evicted; were any of them hit? False

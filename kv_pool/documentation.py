@@ -1,4 +1,4 @@
-"""Docstrings, signatures and annotations of compiled code, read from the sources beside it."""
+"""Read docstrings, signatures and annotations of compiled code from its source files."""
 
 import ast
 import importlib
@@ -8,13 +8,14 @@ from typing import Any
 
 
 def describe(compiled: Any, attribute: str) -> Any:
-    """Return what a compiled class, function, method or property would say if it were plain Python.
+    """Return an attribute that a compiled class, function, method or property would have in plain Python.
 
     Compiled objects call this when `attribute` is read: `__doc__`, `__signature__`, `__annotations__` or
     `__globals__`. The first call for a module parses its source; `import kv_pool` does not import this file.
 
     Raises:
-        AttributeError: the source has no such attribute, or is not installed. `__doc__` is None instead.
+        AttributeError: the source does not have the attribute, or is not installed. For `__doc__`, the
+            result is None instead.
     """
     if isinstance(compiled, type):
         is_signature = attribute == "__signature__"
@@ -31,12 +32,12 @@ def describe(compiled: Any, attribute: str) -> Any:
 
 
 def _find_class(compiled: type) -> Any:
-    """Return the class as its source defines it; None where there is no source."""
+    """Return the class as its source defines it, or None without a source."""
     return _read_module(compiled.__module__).get(compiled.__name__)
 
 
 def _find_constructed(compiled: type) -> Any:
-    """Return the source of the class whose constructor makes instances of this one."""
+    """Return the source of the class whose `__init__` this class uses."""
     for base in compiled.__mro__[:-1]:
         source = _find_class(base)
         if source is not None and "__init__" in vars(source):
@@ -77,7 +78,7 @@ def _read_module(name: str) -> dict[str, Any]:
 
 
 def _strip_class(node: ast.ClassDef) -> None:
-    """Leave the docstring, the functions, and the fields of a dataclass."""
+    """Remove everything but the docstring, the functions, and the fields of a dataclass."""
     node.bases = []
     node.decorator_list = [one for one in node.decorator_list if "mypyc_attr" not in ast.dump(one)]
     is_dataclass = any("dataclass" in ast.dump(one) for one in node.decorator_list)
@@ -92,6 +93,6 @@ def _strip_class(node: ast.ClassDef) -> None:
 
 
 def _strip_function(node: ast.FunctionDef) -> None:
-    """Leave the signature and the docstring."""
+    """Remove everything but the signature and the docstring."""
     has_docstring = ast.get_docstring(node) is not None
     node.body = node.body[:1] if has_docstring else [ast.copy_location(ast.Pass(), node)]

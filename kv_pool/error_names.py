@@ -1,4 +1,4 @@
-"""`ERRORS_BY_NAME`: the errors of kv_pool by the names under which one process reports them to another."""
+"""`ERRORS_BY_NAME`: the errors of kv_pool by class name, for reporting them between processes."""
 
 import kv_pool.errors as errors
 from kv_pool.errors import KVPoolError
@@ -8,11 +8,14 @@ ERRORS_BY_NAME: dict[str, type[KVPoolError]] = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, KVPoolError)
 }
-"""Every class can be made from its message alone."""
+"""Each class can be constructed from its message alone."""
 
 
 def find_error_name(error: Exception) -> str | None:
-    """The name of the error's class, or of its nearest base here; None for errors of other libraries."""
+    """Return the name of the error's class, or of its nearest base class in `ERRORS_BY_NAME`.
+
+    None for errors of other libraries.
+    """
     for kind in type(error).__mro__:
         if ERRORS_BY_NAME.get(kind.__name__) is kind:
             return kind.__name__

@@ -1,11 +1,10 @@
-"""Which errors bytes from outside can cause, so that each reader raises its own typed error for all."""
+"""The errors that decoding and encoding of external data can raise, for callers to catch together."""
 
 import msgspec
 
 UNDECODABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
-"""What decoding raises for bytes that are not what they should be: truncated, of the wrong types, nested too
-deeply, text that is not UTF-8. Several `KVPoolError`s are ValueErrors: catch these around decoding alone."""
+"""Errors of decoding invalid bytes: truncated, wrong types, nested too deeply, or not UTF-8. Some
+`KVPoolError`s are ValueErrors too, so put only the decoding into the `try` block."""
 
 UNENCODABLE = (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError)
-"""What encoding raises for values without a form on the wire: text with lone surrogates, integers of over 64
-bits."""
+"""Errors of encoding values that have no encoding: text with lone surrogates, integers over 64 bits."""

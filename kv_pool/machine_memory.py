@@ -1,4 +1,4 @@
-"""How much memory this machine has left for a process."""
+"""Find out how much memory is available on this machine."""
 
 import os
 import re
@@ -8,7 +8,7 @@ _CONTAINER_LIMIT = "/sys/fs/cgroup/memory.max"
 
 
 def count_available_bytes() -> int | None:
-    """Return the bytes that can be allocated without swapping, in this container; None if unknown."""
+    """Return how many bytes this container can allocate without swapping, or None if unknown."""
     known = [size for size in (_read_available(), _read_limit()) if size is not None]
     return min(known, default=None)
 

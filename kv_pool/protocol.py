@@ -1,4 +1,4 @@
-"""`KVPoolProtocol`: what a KV manager asks of a pool, and the records that go back and forth."""
+"""`KVPoolProtocol`: the interface between a KV manager and a pool, and its records."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -6,32 +6,34 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kv_pool.errors import KVPoolError
+from kv_pool.ids import BlockId, SequenceId
 
 Contiguity = Literal["require", "prefer", "no"]
-"""Consecutive ids or none at all; where they can be had; do not look for them."""
+"""Whether block ids must be consecutive: required, preferred, or ignored."""
 
 NORMAL, HIGH, URGENT = 0, 1, 2
-"""Priorities of a request."""
+"""Priorities of an allocation request."""
 
-NO_SEQUENCE = -1
-"""The `BlockInfo.sequence_id` of a block that no sequence holds."""
+NO_SEQUENCE = SequenceId(-1)
+"""The `BlockInfo.sequence_id` of a block that no sequence uses."""
 
 
 @dataclass(slots=True)
 class BlockAllocationRequest:
-    """So many blocks for a sequence, or so many more.
+    """A request for blocks of a new or an existing sequence.
 
     Attributes:
+        num_blocks: number of blocks to allocate, in addition to those that the sequence has.
         priority: 0 normal, 1 high, 2 urgent.
-        pinned: the blocks are pinned from the start: neither evicted nor moved until `unpin`.
-        device_id: where the blocks must be; None for wherever the pool is.
+        pinned: pin the blocks from the start: they are neither evicted nor moved until `unpin`.
+        device_id: device that the blocks must be on; None for the pool's device.
         contiguous: see `Contiguity`.
-        max_moves: blocks that may be moved to make a run; None for `num_blocks` where one is preferred,
-            and as many as it takes where it is required.
+        max_moves: the most blocks that may be moved to make a run. None: `num_blocks` if a run is preferred,
+            no limit if it is required.
     """
 
     num_blocks: int
-    sequence_id: int
+    sequence_id: SequenceId
     priority: int = NORMAL
     pinned: bool = False
     device_id: int | None = None
@@ -41,54 +43,54 @@ class BlockAllocationRequest:
 
 @dataclass(slots=True)
 class BlockInfo:
-    """What is known of one block.
+    """The state of one block.
 
     Attributes:
-        ref_count: how many hold the block; 0 for a free one.
-        sequence_id: the sequence that has held it longest; `NO_SEQUENCE` for none.
-        last_access_time: when any sequence that holds it was last used, in seconds of the pool's clock; 0.0
-            for none.
-        sequence_ids: all sequences that hold it, the one that has held it longest first.
+        ref_count: number of references to the block; 0 if it is free.
+        sequence_id: the sequence that has used it longest; `NO_SEQUENCE` for none.
+        last_access_time: the last access to any sequence that uses it, in seconds of the pool's clock, by
+            default `time.monotonic`; 0.0 for none.
+        sequence_ids: all sequences that use it, the one that has used it longest first.
     """
 
-    block_id: int
+    block_id: BlockId
     ref_count: int
-    sequence_id: int
+    sequence_id: SequenceId
     device_id: int
     is_pinned: bool
     last_access_time: float
-    sequence_ids: tuple[int, ...] = ()
+    sequence_ids: tuple[SequenceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A sequence that lost its blocks.
+    """A record of an evicted sequence.
 
     Attributes:
-        block_ids: those that it held, in its order; they may belong to others now.
-        for_sequence_id: the sequence that needed room; `NO_SEQUENCE` for a call of `GPUKVPool.evict`.
+        block_ids: the blocks that it had, in its order; other sequences may use them now.
+        for_sequence_id: the sequence that needed the blocks; `NO_SEQUENCE` for a call of `GPUKVPool.evict`.
     """
 
-    sequence_id: int
-    block_ids: tuple[int, ...]
-    for_sequence_id: int = NO_SEQUENCE
+    sequence_id: SequenceId
+    block_ids: tuple[BlockId, ...]
+    for_sequence_id: SequenceId = NO_SEQUENCE
 
 
 @dataclass(slots=True)
 class AllocationResult:
-    """What came of a request.
+    """The result of an allocation request, from `GPUKVPool.try_allocate`. `allocate` returns the ids alone.
 
     Attributes:
-        block_ids: the new blocks, in the order of the sequence; [] without success.
-        allocated_memory: bytes; 0 where the pool does not know its blocks' size.
+        block_ids: the new blocks, in the order of the sequence; [] on failure.
+        allocated_memory: bytes; 0 if the pool does not know the size of its blocks.
         allocation_time: milliseconds.
         fragmentation_rate: of the pool afterwards, see `KVPoolProtocol.get_fragmentation_rate`.
-        is_contiguous: the new blocks have consecutive ids, lowest first.
-        error: why it was refused; None with success.
+        is_contiguous: whether the new blocks have consecutive ids, lowest first.
+        error: the reason of the failure; None on success.
     """
 
     success: bool
-    block_ids: list[int]
+    block_ids: list[BlockId]
     allocated_memory: int
     allocation_time: float
     fragmentation_rate: float
@@ -98,74 +100,74 @@ class AllocationResult:
 
 @dataclass(slots=True)
 class MigrationResult:
-    """What came of a migration.
+    """The result of a migration, from `GPUKVPool.try_migrate_blocks`.
 
     Attributes:
-        migrated_blocks: the new ids, on the target device; [] without success.
+        migrated_blocks: the new ids, on the target device; [] on failure.
         migration_time: milliseconds.
-        transferred_bytes: read there, as many as were written here.
-        error: why nothing was migrated; None with success.
+        transferred_bytes: bytes copied from the source to the target.
+        error: the reason of the failure; None on success.
     """
 
     success: bool
-    migrated_blocks: list[int] = field(default_factory=list)
+    migrated_blocks: list[BlockId] = field(default_factory=list)
     migration_time: float = 0.0
     transferred_bytes: int = 0
     error: KVPoolError | None = None
 
 
 class KVPoolProtocol(ABC):
-    """A pool of KV blocks on one device, by block ids and sequence ids.
+    """A pool of KV blocks on one device, addressed by block ids and sequence ids.
 
-    Under pressure a pool tries three things in this order: it moves blocks together (where ids may change),
-    it evicts sequences that are not pinned, it refuses the request or has sequences migrate. A sequence is
-    not evicted silently: its owner is called, or the next call that names the sequence raises an error.
+    If blocks run out, a pool first compacts (if ids may change), then evicts sequences that are not pinned,
+    and then migrates sequences or refuses the request. An eviction is never silent: a callback reports it, or
+    the next call with the sequence's id raises an error.
     """
 
     @abstractmethod
-    def allocate(self, request: BlockAllocationRequest) -> list[int]:
-        """Take blocks for a sequence, after those that it has.
+    def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
+        """Allocate blocks for a sequence, after those that it already has.
 
-        Under pressure the pool moves blocks, evicts other sequences, or has them migrate before it refuses.
+        Before it refuses, the pool compacts, evicts other sequences, or migrates them.
 
         Returns:
-            Ids of blocks that nobody else holds, in the order of the sequence. Their KV slots still hold the
-            last owner's bytes.
+            Ids of the new blocks, in the order of the sequence. No other sequence uses them. Their KV slots
+            still hold the last owner's bytes.
         Raises:
-            MemoryError: the pool cannot serve this now, or the sequence was evicted. Nothing has changed.
+            MemoryError: too few blocks can be freed now, or the sequence was evicted. Nothing has changed.
         """
 
     @abstractmethod
-    def free(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back; one that others hold as well loses one reference."""
+    def free(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop one reference to each block. A block without references becomes free."""
 
     @abstractmethod
-    def get_block_info(self, block_id: int) -> BlockInfo:
-        """What is known of a block, free or in use."""
+    def get_block_info(self, block_id: BlockId) -> BlockInfo:
+        """Return the state of a block, free or in use."""
 
     @abstractmethod
     def defragment(self) -> int:
-        """Bring blocks in use together, so that free ids are consecutive.
+        """Compact the pool: move blocks in use together, so that free ids are consecutive.
 
         Returns:
-            How many blocks changed their id. No block is lost, and none is taken.
+            The number of blocks whose id has changed. No block is freed or allocated.
         """
 
     @abstractmethod
-    def migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> list[int]:
+    def migrate_blocks(self, block_ids: Sequence[BlockId], target_device_id: int) -> list[BlockId]:
         """Move blocks with their bytes to another device.
 
         Returns:
-            Their ids there, in the same order; the old ones are given back here.
+            Their ids there, in the same order. The old blocks are freed here.
         """
 
     @abstractmethod
     def get_free_blocks(self) -> int:
-        """How many blocks are free; cached ones that nobody holds count."""
+        """Return the number of free blocks, cached free ones included."""
 
     @abstractmethod
     def get_fragmentation_rate(self) -> float:
-        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1.
+        """Return the share of the possible runs of free blocks that is lost to scattering, 0 to 1.
 
-        0 where all free blocks are consecutive, at any fill.
+        0 if all free blocks are consecutive, however many there are.
         """

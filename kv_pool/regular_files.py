@@ -1,4 +1,4 @@
-"""Open files that another user may have prepared: regular files only, and without waiting."""
+"""Open files that another user may have tampered with: regular files only, and never blocking."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import stat
 from pathlib import Path
 
-# Absent on Windows, which has no named pipes to wait for among its files.
+# Absent on Windows, where a path cannot be a named pipe that blocks.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder: int | None = None) -> int:
-    """Open a regular file and return its descriptor. A FIFO or a device is refused at once, not waited for.
+    """Open a regular file and return its descriptor. Refuse a FIFO or a device without blocking.
 
     Args:
-        flags: as for `os.open`. A file that is made (O_CREAT) is for its owner only.
+        flags: as for `os.open`. A new file (O_CREAT) is accessible to its owner only.
         folder: descriptor of the folder that a relative path starts from.
     Raises:
-        OSError: as `os.open`, or the file is not a regular one.
+        OSError: as `os.open`, or the file is not a regular file.
     """
     descriptor = os.open(path, flags | _NO_WAIT, 0o600, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -28,14 +28,15 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder:
 
 
 def open_private(name: str, flags: int, folder: int) -> int:
-    """Open a regular file that belongs to this user alone, and return its descriptor.
+    """Open a regular file that only this user can access, and return its descriptor.
 
     Args:
-        name: of the file, in the folder with this descriptor; see `open_private_folder`.
+        name: name of the file in `folder`.
         flags: as for `os.open`.
+        folder: descriptor of the folder, from `open_private_folder`.
     Raises:
-        OSError: as `open_regular`; the file is a symbolic link, has another hard link, belongs to another
-            user, or others can read or write it.
+        OSError: as `open_regular`; or the file is a symbolic link, has another hard link, belongs to another
+            user, or is readable or writable by other users.
     """
     try:
         descriptor = open_regular(name, flags | os.O_NOFOLLOW, folder)
@@ -50,7 +51,7 @@ def open_private(name: str, flags: int, folder: int) -> int:
     elif found.st_uid != os.geteuid():
         reason = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
     elif found.st_mode & 0o077:
-        reason = f"others than its owner can use it (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 {name}"
+        reason = f"other users can access it (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 {name}"
     if reason:
         os.close(descriptor)
         raise OSError(errno.EPERM, reason, name)
@@ -58,24 +59,24 @@ def open_private(name: str, flags: int, folder: int) -> int:
 
 
 def open_private_folder(path: Path) -> int:
-    """Open a folder in which only this user can make or replace files, and return its descriptor.
+    """Open a folder that only this user can write to, and return its descriptor.
 
     Raises:
-        OSError: there is no such folder, it is a symbolic link, belongs to another user, or others can write
-            to it.
+        OSError: the folder does not exist, is a symbolic link, belongs to another user, or is writable by
+            other users.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
-            raise OSError(errno.ELOOP, "it is a symbolic link; name the folder it leads to", path) from error
+            raise OSError(errno.ELOOP, "it is a symbolic link; name the folder it points to", path) from error
         raise
     found = os.fstat(descriptor)
     reason = ""
     if found.st_uid != os.geteuid():
         reason = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
     elif found.st_mode & 0o022:
-        reason = f"others than its owner can write to it (mode {stat.S_IMODE(found.st_mode):o}); chmod 700 it"
+        reason = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):o}); chmod 700 it"
     if reason:
         os.close(descriptor)
         raise OSError(errno.EPERM, reason, os.fspath(path))

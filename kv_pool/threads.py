@@ -1,4 +1,4 @@
-"""Start a thread, or raise an error that says what to do."""
+"""Start threads, with a helpful error if the system refuses."""
 
 import threading
 from collections.abc import Callable
@@ -11,10 +11,10 @@ Result = TypeVar("Result")
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread that calls `target(*args)`; it does not keep the process from ending.
+    """Start a daemon thread that calls `target(*args)`, and return it.
 
     Raises:
-        OutOfThreadsError: the system starts no more threads. Nothing has changed.
+        OutOfThreadsError: the system cannot start another thread. Nothing has changed.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     try:
@@ -27,10 +27,10 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
 def submit(
     executor: ThreadPoolExecutor, name: str, function: Callable[..., Result], *args: object
 ) -> Future[Result]:
-    """Call `function(*args)` in a thread of an executor; `name` is for the error message.
+    """Call `function(*args)` in a thread of an executor. `name` appears in the error message.
 
     Raises:
-        OutOfThreadsError: the system starts no more threads. The executor can only be shut down.
+        OutOfThreadsError: the system cannot start another thread. The executor can only be shut down.
     """
     try:
         return executor.submit(function, *args)

@@ -1,4 +1,4 @@
-"""What every test needs: the mode check, and which tests this machine can run."""
+"""Checks the mode of the core, and selects the tests that this machine can run."""
 
 import importlib
 import importlib.util
@@ -16,18 +16,18 @@ def pytest_configure(config):
     if EXPECTED_MODE not in (None, mode):
         raise RuntimeError(f"expected the {EXPECTED_MODE} core, this is the {mode} one: {kv_pool.__file__}")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As in a background job of a script. What tests start would inherit it, and ignore the Ctrl-C
-        # that tests send them.
+        # As in a background job of a script. Processes that tests start would inherit it and ignore the
+        # Ctrl-C that tests send.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def can_import_vllm():
-    """Is vLLM's core here, with everything it imports?"""
+    """Return whether vLLM's core and all its imports are installed."""
     if importlib.util.find_spec("vllm") is None:
         return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of its imports are none of ours
+            warnings.simplefilter("ignore")  # warnings of its imports do not matter here
             importlib.import_module("vllm.v1.core.block_pool")
     except ImportError:
         return False
@@ -51,7 +51,7 @@ def can_import_transformers():
 
 
 def can_import_nixl():
-    """Is NIXL here, with a build for this machine?"""
+    """Return whether NIXL is installed, with a build for this machine."""
     try:
         importlib.import_module("nixl._api")
     except ImportError:
@@ -84,7 +84,7 @@ NEEDS = {
     "smg": can_import_smg,
     "router": can_import_router,
 }
-"""A test with one of these marks is left out where what it needs is missing."""
+"""A test with one of these marks is skipped if its requirement is missing."""
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,4 +1,4 @@
-"""Bytes that are not what a decoder expects: damaged at random, or made to order without a wrong checksum."""
+"""Invalid bytes for decoders: damaged at random, or crafted with valid framing."""
 
 import msgspec
 
@@ -26,7 +26,7 @@ NASTY = (
 
 
 class Raw(bytes):
-    """Bytes that stand for a value as they are."""
+    """Bytes that are inserted as an encoded value without change."""
 
 
 NASTY_RAW = (
@@ -37,12 +37,12 @@ NASTY_RAW = (
     Raw(b"\xdd\xff\xff\xff\xff"),  # an array of 4 billion
     Raw(b"\xc6\xff\xff\xff\xff"),  # bytes, 4 billion
     Raw(b"\xc1"),
-    Raw(b"\xc7\x0c\xff" + b"\xff" * 12),  # a time that is none
+    Raw(b"\xc7\x0c\xff" + b"\xff" * 12),  # an invalid timestamp
 )
 
 
 def damage(rng, data):
-    """The bytes with some flipped, cut off, repeated, left out or put in."""
+    """Return the bytes with some flipped, cut off, repeated, removed or inserted."""
     data = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(data) + 1)
@@ -63,10 +63,10 @@ def damage(rng, data):
 
 
 def craft(rng, data):
-    """The msgpack with one value of it replaced, left out or doubled."""
+    """Return the msgpack data with one value replaced, removed or doubled."""
     try:
         value = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # damaged before
+    except (msgspec.DecodeError, UnicodeDecodeError):  # already damaged
         return damage(rng, data)
     places = list(_list_places(value, []))
     return _pack(_change(rng, value, rng.choice(places)))
@@ -101,7 +101,7 @@ def _change(rng, value, place):
 
 
 def _pack(value):
-    """As msgpack; bytes that stand for a value go in as they are."""
+    """Encode as msgpack; `Raw` bytes are inserted unchanged."""
     if isinstance(value, Raw):
         return bytes(value)
     if isinstance(value, dict):

@@ -13,12 +13,12 @@ GROUP = b"\0\0\0\0"
 
 
 def hash_of(number):
-    """A made-up block hash that is easy to recognise."""
+    """Return a made-up block hash that is easy to recognise."""
     return b"hash-%04d" % number
 
 
 def make_pool(picture, pool_class=BlockPool, **options):
-    """The pool that `state` would draw so. Block n carries `hash_of(n)` where it has a star."""
+    """Return the pool that `state` draws as `picture`. Block n has the hash `hash_of(n)` if it has a star."""
     free, in_use = [], []
     for part in picture.split("|"):
         name, _, drawn = part.partition(":")
@@ -45,7 +45,7 @@ def make_pool(picture, pool_class=BlockPool, **options):
 
 
 def state(pool):
-    """The picture of a pool, in the form `make_pool` reads."""
+    """Return the picture of a pool, in the form that `make_pool` reads."""
 
     def draw(block, times=1):
         star = "*" if block.block_hash is not None else ""
@@ -74,7 +74,7 @@ def cache(pool, block, number=None):
 
 
 def make_request(block_hashes, block_size=4, **fields):
-    """The least a pool reads of a request; tokens count up from 0."""
+    """Return a request with only the fields that a pool reads; its tokens count up from 0."""
     request = {
         "request_id": "r",
         "block_hashes": block_hashes,

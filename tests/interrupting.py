@@ -1,4 +1,4 @@
-"""Raise in the middle of a call, as a signal handler does: at each moment in turn, or at a random one."""
+"""Interrupt calls by an exception, as a signal handler does, at each possible point or a random one."""
 
 import dis
 import functools
@@ -11,16 +11,16 @@ import signal
 import sys
 from contextlib import contextmanager
 
-# Frames that a C function entered: the check after the call is made once that function returns.
+# Frames entered by a C function: CPython checks for signals once that function returns.
 _ENTERED_BY_C = {"__init__", "__post_init__", "__new__", "<genexpr>", "<lambda>", "<listcomp>", "__del__"}
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW"}
-# An interrupt between a handler's lock and its `try` would keep the lock for good: every thread that logs
-# later would wait for it. That is Python's own, so nothing is raised there.
+# An interrupt between a log handler's lock and its `try` would never release the lock, and block every thread
+# that logs later. This is a limitation of Python, so nothing is raised there.
 _LOGGING = logging.__file__
 
 
 class Interrupt(BaseException):
-    """What the handler raises; not an `Exception`, as `KeyboardInterrupt` is not."""
+    """The exception of the handler; like `KeyboardInterrupt`, it is not an `Exception`."""
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def _find_opcode_names(code):
 
 
 class _OpcodeTrace:
-    """Raises at the `moment`-th place where CPython would run a signal handler; see `interrupt_at`."""
+    """A trace function that raises where CPython would run a signal handler; see `interrupt_at`."""
 
     def __init__(self, moment):
         self.left = moment
@@ -51,7 +51,7 @@ class _OpcodeTrace:
             frame.f_trace_lines = False
             self.last_opcode[id(frame)] = None
             self.children.pop(id(frame), None)
-            # A generator that goes on may be about to be closed, which no handler comes between.
+            # A resumed generator may be about to be closed, where CPython runs no handler.
             if not (frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_lasti >= 0):
                 self.count()
         elif event == "opcode":
@@ -62,7 +62,7 @@ class _OpcodeTrace:
             if last == "JUMP_BACKWARD":
                 self.count()
             elif last in _CALLS:
-                # A plain function called by plain code runs in the same loop: no check when it returns.
+                # Python code called by Python code runs in the same loop, without a check at its return.
                 is_plain = (
                     last != "CALL_FUNCTION_EX" and len(entered) == 1 and entered[0] not in _ENTERED_BY_C
                 )
@@ -72,13 +72,13 @@ class _OpcodeTrace:
 
 
 def interrupt_at(moment, call):
-    """Run `call()`, and raise `Interrupt` in it at its `moment`-th place, from 1 on.
+    """Run `call()` and raise `Interrupt` at its `moment`-th point, counted from 1.
 
-    Places are where CPython runs the handlers of signals: on entry to a plain function, at a jump backwards,
-    after a call of a C function. What is compiled has none.
+    Points are the places where CPython runs signal handlers: on entry to a Python function, at a jump
+    backwards, after a call of a C function. Compiled code has none.
 
     Returns:
-        Whether there was such a place; otherwise the call has run to its end.
+        True if the call was interrupted, False if it has run to its end.
     """
     trace = _OpcodeTrace(moment)
     before = sys.gettrace()
@@ -93,10 +93,10 @@ def interrupt_at(moment, call):
 
 
 def interrupt_everywhere(make, call, check):
-    """For each moment in turn: `subject = make()`, then `call(subject)` interrupted, then `check(subject)`.
+    """For each point: `subject = make()`, interrupt `call(subject)`, then `check(subject)`.
 
     Returns:
-        How many moments there were, and for each that `check` did not like (moment, what it raised).
+        The number of points, and a list of (point, error) for each at which `check` failed.
     """
     broken = []
     for moment in itertools.count(1):
@@ -112,7 +112,7 @@ def interrupt_everywhere(make, call, check):
 
 @contextmanager
 def alarm_that_raises():
-    """Meanwhile SIGALRM raises `Interrupt`; set it off with `signal.setitimer`."""
+    """Let SIGALRM raise `Interrupt` within the `with` block; trigger it with `signal.setitimer`."""
 
     def on_alarm(number, frame):
         while frame is not None:
@@ -123,7 +123,7 @@ def alarm_that_raises():
         raise Interrupt
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    gc.disable()  # what is raised in its callbacks and in finalizers is ignored
+    gc.disable()  # exceptions in its callbacks and in finalizers are ignored
     try:
         yield
     finally:
@@ -133,7 +133,7 @@ def alarm_that_raises():
 
 
 def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):
-    """Call `step()` again and again until a signal that comes at a random time raises.
+    """Call `step()` repeatedly until a signal at a random time raises.
 
     A signal whose exception is ignored, because it arrives in a finalizer, is sent again.
     """
@@ -147,9 +147,9 @@ def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):
 
 
 class SecondInterrupt:
-    """Raises `Interrupt` at the `moment`-th place after the first call, in frames entered since.
+    """A callable that arms an `Interrupt` at the `moment`-th point of frames entered after its first call.
 
-    Let a recovery call it as it begins.
+    The recovery has to call it when it starts.
     """
 
     def __init__(self, moment):
@@ -167,20 +167,20 @@ class SecondInterrupt:
 
 
 def interrupt_twice(make, call, check, watch, step=1, second_step=1):
-    """As `interrupt_everywhere`, and then again at each moment of the recovery.
+    """As `interrupt_everywhere`, with a second interrupt at each point of the recovery.
 
     Args:
-        watch: called with the subject and a `SecondInterrupt`, which its recovery has to call as it begins.
-        step, second_step: 2 for every second moment of the call, or of the recovery, and so on.
+        watch: called with the subject and a `SecondInterrupt`, which the recovery has to call when it starts.
+        step, second_step: 2 for every second point of the call, or of the recovery, and so on.
 
     Returns:
-        How many pairs of moments there were, and for each that `check` did not like
-        (moment, second moment, what it raised).
+        The number of pairs of points, and a list of (point, second point, error) for each pair at which
+        `check` failed.
     """
     broken = []
     tried = 0
     for moment in itertools.count(1, step):
-        # Other moments of the recovery for each moment of the call, so that all have their turn.
+        # Shifts the points of the recovery for each point of the call, so that all are covered.
         for second_moment in itertools.count(1 + moment // step % second_step, second_step):
             subject = make()
             second = SecondInterrupt(second_moment)
@@ -198,7 +198,7 @@ def interrupt_twice(make, call, check, watch, step=1, second_step=1):
 
 
 def _interrupt_at_both(moment, second_moment, call):
-    """Run `call()`; raise at its `moment`-th place, then at the `second_moment`-th in frames entered since.
+    """Run `call()`; raise at its `moment`-th point, then at the `second_moment`-th in frames entered since.
 
     Returns:
         How many places were left of each when it ended: 0 or less if it was reached.
@@ -212,7 +212,7 @@ def _interrupt_at_both(moment, second_moment, call):
             sys.settrace(second)
 
     before = sys.gettrace()
-    sys.setprofile(arm)  # what raises in a trace function ends all tracing, but not this
+    sys.setprofile(arm)  # an exception in a trace function ends tracing, but not profiling
     sys.settrace(first)
     try:
         call()
@@ -225,7 +225,7 @@ def _interrupt_at_both(moment, second_moment, call):
 
 
 def interrupt_twice_at_random(make, call, check, rng: random.Random, num_pairs):
-    """For random pairs of moments: interrupt `call(subject)`, then its recovery, then `check(subject)`.
+    """For random pairs of points: interrupt `call(subject)`, then its recovery, then `check(subject)`.
 
     Returns:
         How many pairs there were, and for each that `check` did not like (moment, second moment, what it

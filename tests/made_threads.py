@@ -1,4 +1,4 @@
-"""A system that starts no more threads."""
+"""A system that cannot start more threads."""
 
 import threading
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_new_threads():
-    """No thread can be started meanwhile: the system has no room for a stack of 32 TiB."""
+    """Make every start of a thread fail: the system cannot allocate a stack of 32 TiB."""
     before = threading.stack_size(1 << 45)
     try:
         yield

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ hook.initialize("standard", {})
 
 
 @pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
-def test_a_failed_compiled_build_leaves_no_temporary_folder(tmp_path):
-    """Nothing can be compiled in an empty folder."""
+def test_failed_compiled_build_leaves_no_temporary_folder(tmp_path):
+    """Compilation fails in an empty folder."""
     (tmp_path / "here").mkdir()
     (tmp_path / "temporary").mkdir()
     done = subprocess.run(
@@ -36,18 +37,46 @@ def test_a_failed_compiled_build_leaves_no_temporary_folder(tmp_path):
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
+def test_compiled_files_are_reused_for_the_same_sources(tmp_path):
+    hook_class = runpy.run_path(str(HOOK))["CompileCore"]
+    compiled = []
+
+    class CountingHook(hook_class):
+        def _compile(self, build_dir):
+            compiled.append(build_dir)
+            (build_dir / "lib" / "kv_pool").mkdir(parents=True)
+            (build_dir / "lib" / "kv_pool" / "core.so").write_text(f"build {len(compiled)}")
+
+    def build(source, number):
+        (tmp_path / "kv_pool").mkdir(exist_ok=True)
+        (tmp_path / "kv_pool" / "core.py").write_text(source)
+        hook = CountingHook(str(tmp_path), {}, None, None, "here", "wheel", None)
+        build_dir = tmp_path / f"temporary-{number}"
+        build_dir.mkdir()
+        [(path, place)] = hook.compile_core(build_dir).items()
+        assert place == "kv_pool/core.so"
+        return Path(path).read_text()
+
+    texts = [
+        build(source, number) for number, source in enumerate(["x = 1", "x = 1", "x = 2", "x = 2", "x = 1"])
+    ]
+    assert texts == ["build 1", "build 1", "build 2", "build 2", "build 3"]
+    assert len(list((tmp_path / "build" / "compiled").iterdir())) == 1
+
+
 SETUP = HOOK.parent.parent / ".ci" / "setup"
 
 
 @pytest.mark.skipif(not SETUP.exists(), reason="needs the script of a checkout")
 @pytest.mark.skipif(importlib.util.find_spec("ensurepip") is None, reason="the script would install it")
-def test_the_first_command_of_the_readme_says_where_kv_pool_is(tmp_path):
-    """It left a user with a command that is not on PATH, and said nothing."""
+def test_first_readme_command_prints_the_path_of_kv_pool(tmp_path):
+    """The command is not on PATH, and the script used not to say where it is."""
     readme = (SETUP.parent.parent / "README.md").read_text()
-    assert readme.index("sh .ci/setup") < readme.index("`. .venv/bin/activate` puts it on PATH")
+    assert readme.index("sh .ci/setup") < readme.index("`. .venv/bin/activate` to put `kv-pool` on PATH")
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')  # installs nothing
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')  # does not install
     python.chmod(0o700)
     done = subprocess.run(
         ["sh", str(SETUP)],

@@ -1,4 +1,4 @@
-"""What a debugger shows of an object, and what copies it: one line, of a bounded length; none of pools."""
+"""repr() is one line of bounded length, and pools refuse copies."""
 
 import copy
 import pickle
@@ -30,11 +30,11 @@ def make_things():
     adapter = GPUKVPool(20, 16, device_id=2)
     adapter.allocate(BlockAllocationRequest(3, 7, pinned=True))
     leases = BlockLeases(pool, lambda: 0.0)
-    leases.lend(manager.get_table("chat").blocks[:2], 5.0, "reader")
+    leases.acquire(manager.get_table("chat").blocks[:2], 5.0, "reader")
     return pool, retention, manager, request, adapter, leases
 
 
-def test_repr_says_what_fills_a_pool_and_what_a_request_has():
+def test_repr_shows_the_use_of_pools_and_requests():
     pool, retention, manager, request, adapter, leases = make_things()
     assert repr(pool) == "<BlockPool of 100 blocks: 86 free, 13 in use, 12 keys cached>"
     assert repr(RunBlockPool(8, True, 4)) == "<RunBlockPool of 8 blocks: 7 free, 0 in use, 0 keys cached>"
@@ -68,13 +68,13 @@ def test_repr_of_traces_names_the_file_and_not_all_ids(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_pools_and_managers_refuse_copies_and_name_the_way_out(number, duplicate):
+def test_copying_pools_and_managers_is_refused(number, duplicate):
     thing = make_things()[number]
     with pytest.raises(InvalidTypeError, match=r"cannot be pickled or copied.*dump_pool"):
         duplicate(thing)
 
 
-def test_a_pool_that_refused_a_copy_is_as_it_was():
+def test_refused_copy_leaves_the_pool_unchanged():
     pool, *_ = make_things()
     before = repr(pool)
     with pytest.raises(InvalidTypeError):

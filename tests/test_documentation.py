@@ -1,4 +1,4 @@
-"""Docstrings, signatures and annotations are those of the sources, compiled or plain."""
+"""Docstrings, signatures and annotations equal those of the sources, compiled or plain."""
 
 import __future__
 
@@ -36,7 +36,7 @@ def is_public(node):
 
 
 def list_functions(path):
-    """The module, and each public function, method and property: its definition, itself, and its class."""
+    """Return the module, and (definition, object, class) of each public function, method and property."""
     module = importlib.import_module(name_module(path))
     for node in filter(is_public, ast.parse(path.read_text()).body):
         found = getattr(module, node.name)
@@ -84,12 +84,12 @@ def check_signature(module, node, signature, is_constructor=False):
         if one.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
     assert found == expected[is_constructor:]
-    if not is_constructor:  # of which Python and dataclasses say different things
+    if not is_constructor:  # Python and dataclasses annotate its result differently
         assert signature.return_annotation == read_type(node.returns)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name_module)
-def test_functions_and_methods_say_what_their_source_says(path):
+def test_functions_and_methods_match_their_source(path):
     for module, node, found, owner in list_functions(path):
         where = f"{owner and owner.__name__}.{node.name}"
         assert found.__doc__ == ast.get_docstring(node, clean=False), where
@@ -103,7 +103,7 @@ def test_functions_and_methods_say_what_their_source_says(path):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name_module)
-def test_classes_and_modules_say_what_their_source_says(path):
+def test_classes_and_modules_match_their_source(path):
     assert importlib.import_module(name_module(path)).__doc__ == ast.get_docstring(
         ast.parse(path.read_text()), clean=False
     )
@@ -123,10 +123,10 @@ def test_inherited_methods_and_constructors_are_documented():
         "hash_block_size",
     ]
     assert inspect.signature(BlockPool.take_events).return_annotation is not inspect.Signature.empty
-    assert BlockPool.get_new_blocks.__doc__.startswith("Take the `num_blocks` free blocks")
+    assert BlockPool.get_new_blocks.__doc__.startswith("Allocate the `num_blocks` free blocks")
 
 
-def test_a_subclass_with_a_constructor_of_its_own_has_its_own_signature():
+def test_subclass_constructor_has_its_own_signature():
     class OwnPool(BlockPool):
         def __init__(self, num_gpu_blocks: int) -> None:
             super().__init__(num_gpu_blocks, True, 16)
@@ -136,7 +136,7 @@ def test_a_subclass_with_a_constructor_of_its_own_has_its_own_signature():
     assert OwnPool.__doc__ is None
 
 
-def test_bound_methods_have_types():
+def test_bound_methods_have_annotations():
     pool = BlockPool(4, True, 16)
     assert str(inspect.signature(pool.get_new_blocks)).startswith("(num_blocks: int) -> list[")
     assert typing.get_type_hints(pool.get_new_blocks) == {"num_blocks": int, "return": list[KVCacheBlock]}
@@ -159,7 +159,7 @@ def test_importing_reads_no_documentation():
 
 
 @pytest.mark.skipif(not kv_pool.COMPILED, reason="Python passes any self to functions of its own")
-def test_compiled_methods_refuse_a_foreign_self_and_do_not_crash():
+def test_compiled_methods_refuse_a_foreign_self():
     """Documented methods skip CPython's check of `self`; mypyc's own check must refuse others."""
     script = Path(__file__).parent / "foreign_self.py"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the documents show is what happens: doctests, examples, README commands."""
+"""Documented code runs and prints the documented output: doctests, examples, README commands."""
 
 import ast
 import doctest
@@ -77,22 +77,26 @@ def test_there_are_examples():
         for path in EXAMPLES
     ],
 )
-def test_examples_print_what_they_say(path):
-    """An example ends with its own output as a comment, after `# prints:`."""
-    told = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+def test_examples_print_their_documented_output(path):
+    """An example ends with its output as a comment, after `# prints:`."""
+    report = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
     _, _, expected = path.read_text().partition("\n# prints:\n")
     assert expected
     lines = [line.removeprefix("#").removeprefix(" ") for line in expected.strip().splitlines()]
-    assert told.stdout.strip().splitlines() == lines
+    assert report.stdout.strip().splitlines() == lines
 
 
-def test_the_readme_shows_the_output_of_its_first_example():
+def test_readme_has_at_most_220_lines():
+    assert len(README.splitlines()) <= 220
+
+
+def test_readme_shows_the_output_of_its_first_example():
     code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout == output
 
 
-def test_the_bytes_on_the_page_about_events_are_those_that_are_sent():
+def test_event_guide_shows_the_bytes_that_are_sent():
     shown = []
     for block in re.findall(r"```hex\n(.*?)```", EVENTS_README, re.DOTALL):
         payload = bytes.fromhex("".join(re.findall(r"^(?:[0-9a-f]{2}(?: |$))+", block, re.MULTILINE)))
@@ -103,72 +107,101 @@ def test_the_bytes_on_the_page_about_events_are_those_that_are_sent():
     assert shown == [[BlockStored], [BlockRemoved] * 3, [AllBlocksCleared]]
 
 
-def test_the_readers_on_the_page_about_events_print_what_it_says():
-    guide = EVENTS_README.partition("\n## Reading it\n")[2]
+def test_event_guide_readers_print_the_shown_output():
+    guide = EVENTS_README.partition("\n## Reading the stream\n")[2]
     code = "".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
     output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout == output
 
 
-def test_the_guide_for_schedulers_prints_what_it_says():
+def test_scheduler_guide_prints_the_shown_output():
     """One program from the first line to the last."""
     code = "".join(re.findall(r"```python\n(.*?)```", MANAGER_README, re.DOTALL))
     guide = MANAGER_README.partition("\n## One request\n")[2]
     output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout == output
 
 
-def test_the_guide_to_pools_by_id_prints_what_it_says():
+def test_pool_by_id_guide_prints_the_shown_output():
     """One program from the first line to the last."""
     code = "".join(re.findall(r"```python\n(.*?)```", ADAPTER_README, re.DOTALL))
     output = "".join(re.findall(r"```text\n(.*?)```", ADAPTER_README, re.DOTALL))
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout == output
 
 
-def test_the_guide_to_tiers_prints_what_it_says():
+def test_tier_guide_prints_the_shown_output():
     """One program from the first line to the last."""
     code = "".join(re.findall(r"```python\n(.*?)```", TIERS_README, re.DOTALL))
     output = "".join(re.findall(r"```\n\n```text\n(.*?)```", TIERS_README, re.DOTALL))
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout == output
 
 
-def test_the_page_about_replays_prints_what_it_says():
-    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", REPLAY_README, re.DOTALL).groups()
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+def test_replay_guide_prints_the_shown_output(tmp_path):
+    """One program; it also replays and draws the trace that the guide shows."""
+    (tmp_path / "chat.jsonl").write_text(re.search(r"```json\n(.*?)```", REPLAY_README, re.DOTALL)[1])
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", REPLAY_README, re.DOTALL)
+    code, output = ("".join(texts) for texts in zip(*pairs, strict=True))
+    command = [sys.executable, "-c", code]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert report.stdout == output
+    assert (tmp_path / "chat.svg").stat().st_size > 0
 
 
-def test_the_guide_to_migration_prints_what_it_says():
+def read_labels(table):
+    """Return the rows of a printed table without their numbers and spaces."""
+    rows = [line for line in table.splitlines() if line.startswith("│")]
+    return [re.sub(r"[\d.,%\s]", "", row.replace("µs", "")) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [(README, "kv-pool replay mooncake"), (REPLAY_README, "$ kv-pool replay mooncake")],
+    ids=["README", "replay guide"],
+)
+def test_printed_replay_tables_have_the_rows_of_the_command(page, command):
+    """The numbers are of the whole trace; here its start is enough for all rows."""
+    shown = page[page.index(command) :]
+    arguments = re.match(r"(?:.*\\\n)*.*", shown)[0].replace("\\\n", "").removeprefix("$ ").split()[1:]
+    command_line = [sys.executable, "-m", "kv_pool", *arguments, "--limit", "1500"]
+    report = subprocess.run(command_line, capture_output=True, text=True, check=True)
+    shown_labels = read_labels(shown[: shown.index("```", shown.index("│"))])
+    printed_labels = read_labels(report.stdout)
+    assert len(shown_labels) > 5
+    assert [label for label in shown_labels if label not in printed_labels] == []
+
+
+def test_replay_guide_shows_the_table_of_its_trace(tmp_path):
+    (tmp_path / "chat.jsonl").write_text(re.search(r"```json\n(.*?)```", REPLAY_README, re.DOTALL)[1])
+    shown = re.search(r"\$ kv-pool (replay chat.jsonl .*)\n((?:.*\n)*?)\.\.\.", REPLAY_README)
+    command = [sys.executable, "-m", "kv_pool", *shown[1].split()]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    # The widths depend on the times in later rows.
+    printed, expected = (re.findall(r"[^\s│┌┐├┤┬─┴┼]+", text) for text in (report.stdout, shown[2]))
+    assert len(expected) > 10
+    assert printed[: len(expected)] == expected
+
+
+def test_migration_guide_prints_the_shown_output():
     """One program, with a backend of its own in it."""
     code = "".join(re.findall(r"```python\n(.*?)```", MIGRATION_README, re.DOTALL))
     shown = re.findall(r"```text\n(.*?)```", MIGRATION_README, re.DOTALL)
     output = "".join(text for text in shown if "the source" not in text)
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == output
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout == output
 
 
-def test_the_publisher_on_the_page_about_events_can_be_configured_so(tmp_path):
+def test_event_guide_publisher_configuration_is_valid(tmp_path):
     (tmp_path / "publisher.toml").write_text(re.search(r"```toml\n(.*?)```", EVENTS_README, re.DOTALL)[1])
     assert PublisherConfig.from_toml(tmp_path / "publisher.toml").topic == "kv@pod-1@a-model"
 
 
-def test_links_in_the_documents_lead_somewhere():
-    for document in (
-        ROOT / "README.md",
-        ROOT / "kv_pool" / "README.md",
-        ROOT / "kv_pool" / "adapter" / "README.md",
-        ROOT / "kv_pool" / "events" / "README.md",
-        ROOT / "kv_pool" / "integrations" / "README.md",
-        ROOT / "kv_pool" / "manager" / "README.md",
-        ROOT / "kv_pool" / "replay" / "README.md",
-        ROOT / "kv_pool" / "tiers" / "README.md",
-        ROOT / "kv_pool" / "migration" / "README.md",
-        ROOT / "benchmarks" / "README.md",
-    ):
+def test_links_in_the_documents_resolve():
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "kv_pool").rglob("README.md")]
+    for document in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"

@@ -1,6 +1,7 @@
-"""Errors keep their class and message on the way to another process, by one table."""
+"""Errors keep their class and message in another process, by one table of names."""
 
 import pkgutil
+import re
 from importlib import import_module
 
 import msgspec
@@ -32,7 +33,7 @@ WAYS = pytest.mark.parametrize("cross", [cross_nodes, cross_socket])
 
 @WAYS
 @pytest.mark.parametrize("name", sorted(ERRORS_BY_NAME))
-def test_an_error_arrives_as_what_it_was(cross, name):
+def test_error_keeps_its_class_across_processes(cross, name):
     arrived = cross(ERRORS_BY_NAME[name]("7 blocks of 3"))
     assert type(arrived) is ERRORS_BY_NAME[name]
     assert str(arrived) == "7 blocks of 3"
@@ -42,7 +43,7 @@ def list_subclasses(kind):
     return {kind}.union(*map(list_subclasses, kind.__subclasses__()))
 
 
-def test_every_error_of_the_package_is_in_the_table():
+def test_every_error_of_the_package_has_a_name():
     for module in pkgutil.walk_packages(kv_pool.__path__, "kv_pool."):
         if "errors" in module.name.split("."):
             import_module(module.name)
@@ -52,7 +53,7 @@ def test_every_error_of_the_package_is_in_the_table():
 
 
 @WAYS
-def test_a_subclass_arrives_as_its_nearest_base(cross):
+def test_unknown_subclass_becomes_its_nearest_base(cross):
     class WornBlockError(InvalidBlockError):
         pass
 
@@ -61,7 +62,22 @@ def test_a_subclass_arrives_as_its_nearest_base(cross):
 
 
 @pytest.mark.parametrize(("cross", "kind"), [(cross_nodes, MigrationError), (cross_socket, ControlError)])
-def test_an_error_of_another_library_arrives_as_one_of_ours(cross, kind):
+def test_foreign_error_becomes_a_kv_pool_error(cross, kind):
     arrived = cross(KeyError("r"))
     assert type(arrived) is kind
     assert "KeyError: 'r'" in str(arrived)
+
+
+def test_error_tree_in_the_docs_is_that_of_the_classes():
+    drawn, path = {}, []
+    for branch, name, built_in in re.findall(
+        r"^    ([│├└─ ]*)(\w+Error)(?: \(([\w, ]+)\))?", errors.__doc__, re.M
+    ):
+        path[len(branch) // 4 :] = [name]
+        drawn[name] = [*path[-2:-1], *built_in.split(", ")] if built_in else path[-2:-1]
+    assert drawn.pop("KVPoolError") == []
+    assert drawn == {
+        cls.__name__: [base.__name__ for base in cls.__bases__]
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, KVPoolError) and cls is not KVPoolError
+    }

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu/run`, as far as it goes without a GPU, and the check of what it measures."""
+"""`benchmarks/gpu/run` without a GPU, and the check of its measurements."""
 
 import json
 import os
@@ -16,30 +16,30 @@ def run(*command, **environment):
 
 
 def test_an_unknown_option_is_refused():
-    told = run("sh", str(FOLDER / "run"), "--fast")
-    assert told.returncode == 2
-    assert "unknown option --fast" in told.stderr
+    report = run("sh", str(FOLDER / "run"), "--fast")
+    assert report.returncode == 2
+    assert "unknown option --fast" in report.stderr
 
 
-def test_it_names_what_is_missing_and_the_way_out(tmp_path):
+def test_missing_parts_are_named_with_the_way_out(tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without what is installed
     python.chmod(0o755)
-    told = run("sh", str(FOLDER / "run"), PYTHON=str(python))
-    assert told.returncode == 1
-    assert "torch triton" in told.stderr
-    assert "sh benchmarks/gpu/fetch" in told.stderr
+    report = run("sh", str(FOLDER / "run"), PYTHON=str(python))
+    assert report.returncode == 1
+    assert "torch triton" in report.stderr
+    assert "sh benchmarks/gpu/fetch" in report.stderr
 
 
 @pytest.mark.torch
 @pytest.mark.triton
-def test_without_a_gpu_it_says_so():
+def test_missing_gpu_is_reported():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    told = run("sh", str(FOLDER / "run"), PYTHON=sys.executable)
-    assert told.returncode == 1
-    assert "finds no GPU; --device cpu" in told.stderr
+    report = run("sh", str(FOLDER / "run"), PYTHON=sys.executable)
+    assert report.returncode == 1
+    assert "finds no GPU; --device cpu" in report.stderr
 
 
 def write_figures(path, ours_ms, copy_ms, *, gpu="NVIDIA H100", num_moves=1000, block_bytes=2 * 2**20):
@@ -61,7 +61,7 @@ def write_figures(path, ours_ms, copy_ms, *, gpu="NVIDIA H100", num_moves=1000, 
         ((9.0, 1.5), {"gpu": None}, 0, "measured on a CPU"),
     ],
 )
-def test_the_moves_are_held_against_what_is_asked(figures, options, status, said, tmp_path):
-    told = write_figures(tmp_path / "moves.json", *figures, **options)
-    assert told.returncode == status
-    assert said in told.stdout
+def test_measured_moves_are_compared_with_the_target(figures, options, status, said, tmp_path):
+    report = write_figures(tmp_path / "moves.json", *figures, **options)
+    assert report.returncode == status
+    assert said in report.stdout

@@ -6,17 +6,17 @@ import sys
 HEAVY = ("torch", "zmq", "matplotlib", "numpy", "cbor2", "typer", "rich", "zstandard", "asyncio")
 
 
-def test_importing_kv_pool_pulls_in_nothing_heavy():
+def test_importing_kv_pool_loads_no_heavy_module():
     code = (
         "import sys; before = set(sys.modules); import kv_pool; "
         f"print(sorted(set({HEAVY!r}) & (set(sys.modules) - before)))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout.strip() == "[]"
 
 
-def test_no_call_of_a_pool_imports_a_module_with_the_lock_held():
-    """NumPy was imported by the first compaction, which took 100 ms longer for it."""
+def test_pool_calls_import_nothing_with_the_lock_held():
+    """The first compaction used to import NumPy, which took 100 ms."""
     code = (
         "import sys\n"
         "from kv_pool import BlockAllocationRequest, GPUKVPool\n"
@@ -31,8 +31,8 @@ def test_no_call_of_a_pool_imports_a_module_with_the_lock_held():
         "pool.get_layout(), pool.get_statistics(), pool.shrink(5)\n"
         "print(moved > 0, sorted(name for name in set(sys.modules) - before if name[:6] != 'numpy.'))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "True []"
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout.strip() == "True []"
 
 
 def test_storage_in_host_memory_needs_no_torch():
@@ -40,11 +40,11 @@ def test_storage_in_host_memory_needs_no_torch():
         "import sys; from kv_pool.storage import KVStorage; storage = KVStorage.allocate(4, 4, 2, 2, 8); "
         "storage.apply_moves([(3, 1)]); print('torch' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout.strip() == "False"
 
 
-def test_the_event_stream_is_imported_name_by_name_and_without_pyzmq_as_far_as_that_goes():
+def test_event_names_load_lazily_and_most_without_pyzmq():
     code = (
         "import sys; before = set(sys.modules); import kv_pool.events as events; dir(events)\n"
         "print(sorted(name for name in set(sys.modules) - before if name.startswith('kv_pool.events')))\n"
@@ -56,8 +56,8 @@ def test_the_event_stream_is_imported_name_by_name_and_without_pyzmq_as_far_as_t
         "    except MissingDependencyError: need_zmq.append(name)\n"
         "print(need_zmq)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines() == [
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout.splitlines() == [
         "['kv_pool.events']",
-        "['KVEventSubscriber', 'SubscriberStatistics', 'ZMQEventPublisher']",
+        "['ZMQEventPublisher', 'KVEventSubscriber', 'SubscriberStatistics']",
     ]

@@ -14,7 +14,7 @@ DEFINITION = re.compile(r"^(?:    ([A-Z]\d{1,2}) +|([A-Z]\d{1,2})  +)\S", re.MUL
 NUMBER = re.compile(r"\b[A-Z]\d{1,2}\b")
 KEPT_OTHERWISE = re.compile(r"\b([A-Z]\d{1,2}) is kept by\b")
 
-# Where a letter with digits means something else: path -> letter, meaning.
+# Files in which a letter with digits has another meaning: path -> letter, meaning.
 OTHER_MEANINGS = {
     "kv_pool/README.md": ("L", "layers"),
     "kv_pool/events/curve_keys.py": ("Z", "Z85, an encoding"),
@@ -51,7 +51,7 @@ def list_defined():
 
 
 def find_shared_prefixes(defined):
-    """The letters that the definitions of more than one file begin with."""
+    """Return the letters that begin definitions in more than one file."""
     files = Counter(letter for numbers in defined.values() for letter in {number[0] for number in numbers})
     return sorted(letter for letter, num_files in files.items() if num_files > 1)
 
@@ -61,7 +61,7 @@ def list_citations(text, other_letter=""):
 
 
 def list_messages(source):
-    """The numbers that string literals of a module begin with: `"Q1: ..."`."""
+    """Return the numbers that begin string literals of a module: `"Q1: ..."`."""
     literals = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
     found = (re.match(r"([A-Z]\d{1,2}): ", literal) for literal in literals if isinstance(literal, str))
     return {match[1] for match in found if match}
@@ -75,7 +75,7 @@ def test_every_number_is_defined_once():
     assert find_shared_prefixes(defined) == []
 
 
-def test_every_citation_is_of_a_number_that_is_defined():
+def test_every_cited_number_is_defined():
     defined = {number for numbers in list_defined().values() for number in numbers}
     undefined = {}
     for path in TEXTS:
@@ -84,7 +84,7 @@ def test_every_citation_is_of_a_number_that_is_defined():
     assert {name: numbers for name, numbers in undefined.items() if numbers} == {}
 
 
-def test_every_number_has_a_check_whose_message_begins_with_it():
+def test_every_number_begins_a_check_message():
     """Exempt is a number of which its file says what it `is kept by`."""
     sources = (ROOT / "kv_pool").rglob("*.py")
     checked = set().union(*(list_messages(source.read_text()) for source in sources))
@@ -99,13 +99,13 @@ def test_every_number_has_a_check_whose_message_begins_with_it():
 
 
 def list_broken(source):
-    """The numbers that a damage test says are broken: strings that consist of one, or begin a message."""
+    """Return the numbers that a test expects to be violated: strings that are, or begin with, a number."""
     literals = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
     found = (re.match(r"\^?([A-Z]\d{1,2})(?:: |$)", text) for text in literals if isinstance(text, str))
     return {match[1] for match in found if match}
 
 
-def test_every_number_is_broken_by_a_test():
+def test_every_number_is_violated_by_a_test():
     """Exempt is a number of which its file says what it `is kept by`."""
     broken = set().union(*(list_broken(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")))
     kept = {number for path in INVARIANTS for number in KEPT_OTHERWISE.findall(read_docstring(path))}
@@ -113,12 +113,12 @@ def test_every_number_is_broken_by_a_test():
     assert sorted(defined - broken - kept) == []
 
 
-def test_every_other_meaning_is_still_found():
+def test_every_listed_exception_still_occurs():
     for name, (letter, _) in OTHER_MEANINGS.items():
         assert any(number[0] == letter for number in NUMBER.findall((ROOT / name).read_text())), name
 
 
-def test_a_shared_prefix_and_an_unknown_number_would_be_noticed():
+def test_check_detects_shared_prefixes_and_unknown_numbers():
     assert find_shared_prefixes({"core": ["Q1", "M1", "M2"], "migration": ["M1"]}) == ["M"]
     assert list_definitions("    Q1  linked\n    Q10 links\n        of Q3  are None\nQ4 no\n") == [
         "Q1",

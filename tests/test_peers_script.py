@@ -1,4 +1,4 @@
-"""`.ci/peers`: every program that tests need is set up there."""
+"""`.ci/peers` sets up every program that tests need."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ PEERS = re.search(r"default: (.*)", SCRIPT.read_text())[1].split()
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_every_peer_has_tests_of_its_own_mark(peer):
+def test_every_peer_has_marked_tests(peer):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"][
         "markers"
     ]
@@ -23,7 +23,7 @@ def test_every_peer_has_tests_of_its_own_mark(peer):
 
 
 @pytest.mark.parametrize("peer", ["nobody", "", "VLLM"])
-def test_an_unknown_peer_is_refused_before_anything_is_set_up(peer):
+def test_unknown_peer_is_refused_before_any_setup(peer):
     done = subprocess.run([SCRIPT, "nixl", peer], capture_output=True, encoding="utf-8", timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("known are: parity vllm dynamo smg router nixl\n")

@@ -1,4 +1,4 @@
-"""A name that begins with an underscore is used in its own package only."""
+"""A name that begins with an underscore is used only in its own package."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "kv_pool"
 FOLDERS = sorted(folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
-# Underscore names that belong to no package of kv_pool: their owner.
+# Underscore names of other projects: name -> owner.
 FOREIGN = {
     "_exit": "os",
     "_replace": "NamedTuple",
@@ -23,7 +23,7 @@ def is_private(name):
 
 
 def find_defined(tree):
-    """The underscore names that classes and modules of a file define."""
+    """Return the underscore names that classes and modules of a file define."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -41,7 +41,7 @@ def is_own(node):
 
 
 def find_used(tree):
-    """Underscore names of other objects than `self`, with their lines."""
+    """Return the underscore names used on objects other than `self`, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node):
             yield node.attr, node.lineno
@@ -59,11 +59,11 @@ def list_foreign_uses(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_no_package_uses_the_underscore_names_of_another(folder):
+def test_no_package_uses_private_names_of_another(folder):
     assert list_foreign_uses(folder) == []
 
 
-def test_a_foreign_name_would_be_noticed():
+def test_check_detects_a_foreign_private_name():
     tree = ast.parse("class A:\n    def __init__(self, b):\n        self._x = b._y\n        b._x = 1\n")
     assert {name for name in find_defined(tree) if is_private(name)} == {"_x"}
     assert list(find_used(tree)) == [("_y", 3), ("_x", 4)]

@@ -1,4 +1,4 @@
-"""The records and the abstract class that a KV manager programs against."""
+"""The records and the abstract class for KV managers."""
 
 from dataclasses import fields
 from inspect import signature
@@ -38,19 +38,19 @@ METHODS = {
 
 
 @pytest.mark.parametrize("record", FIELDS, ids=lambda record: record.__name__)
-def test_records_begin_with_the_agreed_fields(record):
+def test_records_begin_with_the_protocol_fields(record):
     names = [field.name for field in fields(record)]
     assert names[: len(FIELDS[record])] == FIELDS[record]
 
 
-def test_a_request_needs_a_count_and_a_sequence_only():
+def test_allocation_request_needs_only_count_and_sequence():
     request = BlockAllocationRequest(10, 1)
     assert (request.priority, request.pinned, request.device_id) == (0, False, None)
     assert (request.contiguous, request.max_moves) == ("prefer", None)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_protocol_and_the_pool_take_the_agreed_arguments(name):
+def test_protocol_and_pool_take_the_same_arguments(name):
     for owner in (KVPoolProtocol, GPUKVPool):
         parameters = list(signature(getattr(owner, name)).parameters)[1:]
         assert parameters[: len(METHODS[name])] == METHODS[name]

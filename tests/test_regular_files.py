@@ -1,4 +1,4 @@
-"""Files that are read by name are regular files; a pipe or a device is refused, not waited for."""
+"""Only regular files are read by name; a pipe or a device is refused without waiting."""
 
 import os
 
@@ -40,8 +40,8 @@ NAMES = [
 
 @pytest.mark.parametrize("read", READERS, ids=NAMES)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, read, kind):
-    """`--secret-file` with a FIFO hung for ever."""
+def test_pipe_is_refused_without_waiting(tmp_path, read, kind):
+    """`--secret-file` with a FIFO used to hang for ever."""
     path = tmp_path / "it"
     if kind == "pipe":
         os.mkfifo(path, 0o600)
@@ -53,7 +53,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, read, kind):
         read(path)
 
 
-def test_a_refused_file_is_not_left_open(tmp_path):
+def test_refused_file_is_closed(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     before = os.listdir("/proc/self/fd")
     folder = open_private_folder(tmp_path)
@@ -64,7 +64,7 @@ def test_a_refused_file_is_not_left_open(tmp_path):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_regular_file_is_read_through_a_link(tmp_path):
+def test_regular_file_is_read_through_a_link(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
     with open(open_regular(tmp_path / "link"), "rb") as file:

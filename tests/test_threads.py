@@ -10,20 +10,20 @@ from kv_pool.errors import OutOfThreadsError
 from kv_pool.threads import start_thread, submit
 
 
-def test_a_thread_that_does_not_start_is_an_error_that_names_the_limit():
+def test_thread_start_failure_names_the_limit():
     with no_new_threads(), pytest.raises(OutOfThreadsError, match=r"'a name'.*ulimit -u"):
         start_thread("a name", print)
     assert "a name" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_thread_runs_its_target_and_does_not_keep_the_process():
-    told = []
-    thread = start_thread("a name", told.append, 3)
+def test_thread_runs_its_target_as_a_daemon():
+    report = []
+    thread = start_thread("a name", report.append, 3)
     thread.join(60)
-    assert (told, thread.name, thread.daemon) == ([3], "a name", True)
+    assert (report, thread.name, thread.daemon) == ([3], "a name", True)
 
 
-def test_an_executor_without_a_thread_is_an_error_that_names_the_limit():
+def test_executor_without_threads_names_the_limit():
     with (
         ThreadPoolExecutor(1) as executor,
         no_new_threads(),
@@ -34,7 +34,7 @@ def test_an_executor_without_a_thread_is_an_error_that_names_the_limit():
         assert submit(executor, "a name", divmod, 7, 2).result() == (3, 1)
 
 
-def test_every_thread_of_the_package_is_started_with_a_typed_error():
+def test_all_threads_are_started_by_kv_pool_threads():
     package = Path(__file__).parents[1] / "kv_pool"
     if not package.is_dir():
         pytest.skip("no sources beside the tests")

@@ -1,4 +1,4 @@
-"""All Python on the pages passes `mypy --strict`, and so does what they say in words."""
+"""All Python code in the documents passes `mypy --strict`, and so do the types described in words."""
 
 import re
 import subprocess
@@ -11,49 +11,39 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "kv_pool").rglob("README.md"))]
 
 MADE_BEFORE = {
-    "README.md": """
+    "kv_pool/control/README.md": """
 from typing import Any
-from kv_pool import FullAttentionSpec, GPUKVPool, SlidingWindowSpec
+from kv_pool import GPUKVPool, KVCacheManager, NodeName, SequenceId
 from kv_pool.adapter.migration_manager import KVPoolMigrationManager
 from kv_pool.adapter.pool_sequences import PoolSequences
-from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control import ControlledManager, ControlServer
-from kv_pool.migration.pool_site import PoolSite
-from kv_pool.integrations.transformers.cache import PagedCache
-from kv_pool.integrations.transformers.sequences import PagedSequences
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import read_peers
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.secret import load_secret
 from kv_pool.storage import KVStorage
 engine: Any
-model: Any
-token_ids: Any
-sequences: PagedSequences
-request: Any
+gpu_pool: GPUKVPool
+manager: KVCacheManager
 storage: KVStorage
 step_lock: Any
 remap_tables: Any
 """,
-    "kv_pool/README.md": """
-import time
-from kv_pool import BlockHasher, BlockPool, BlockRetention, KVCacheManager, Request, RetentionDirective
-from kv_pool.events import PublisherConfig, StreamState, ZMQEventPublisher
+    "kv_pool/contiguous/README.md": """
+from typing import Any
+from kv_pool import GPUKVPool
+from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.storage import KVStorage
-from kv_pool.storage.block_layout import BlockLayout
-from kv_pool.tiers.pool_dump import dump_pool, load_pool
-pool: BlockPool
-request: Request
+engine: Any
 storage: KVStorage
-block_size: int
-hasher: BlockHasher
-publisher: ZMQEventPublisher
-state: StreamState
 """,
     "kv_pool/integrations/README.md": """
 from typing import Any
 import kv_pool
 from kv_pool.core.kv_events import KVEventTypes
+model: Any
+token_ids: Any
 Stored: Any
 Removed: Any
 Cleared: Any
@@ -61,16 +51,16 @@ EngineSample: Any
 engine_setting: bool
 """,
 }
-"""What fragments of programs use and do not show."""
+"""Names that documented fragments use without defining them."""
 
 IN_WORDS = """
 import numpy as np
 
-from kv_pool import BlockHash, BlockHasher, KVCacheManager, Request
+from kv_pool import BlockHash, BlockHasher, KVCacheManager, Request, RequestId
 from kv_pool.manager.requests.request import SchedulableRequest
 
 hasher = BlockHasher("sha256", block_size=4)
-request = Request("r", np.arange(10, dtype=np.int32), hasher)
+request = Request(RequestId("r"), np.arange(10, dtype=np.int32), hasher)
 request.append_output_token_ids(np.array([1, 2]))
 hashes: list[BlockHash] = hasher.hash_blocks(np.arange(10))
 schedulable: SchedulableRequest = request
@@ -81,7 +71,7 @@ def allocate(manager: KVCacheManager) -> None:
 
 
 def take_code(page):
-    """A page's blocks of Python as one program, with the names that they expect."""
+    """Return the Python blocks of a page as one program, with the names that they expect."""
     name = page.relative_to(ROOT).as_posix()
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     return MADE_BEFORE.get(name, "") + "\n".join(blocks)

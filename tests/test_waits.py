@@ -1,4 +1,4 @@
-"""No test waits for ever, and none depends on how the suite was started."""
+"""No test waits for ever or depends on how the suite was started."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_pytest(*arguments, before=""):
-    """A pytest of its own, with this project's settings, of the same kv_pool."""
+    """Run another pytest with this project's settings and the same kv_pool."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
     return subprocess.run(
         ["sh", "-c", f'{before} exec "$@"', "sh", *command],
@@ -23,13 +23,13 @@ def run_pytest(*arguments, before=""):
     )
 
 
-def test_tests_that_send_ctrl_c_pass_where_sigint_is_ignored():
-    sends_it = ROOT / "tests/cli/test_events.py::test_ctrl_c_ends_it_without_a_word"
+def test_ctrl_c_tests_pass_where_sigint_is_ignored():
+    sends_it = ROOT / "tests/cli/test_events.py::test_ctrl_c_ends_it_silently"
     done = run_pytest(sends_it, "-o", "timeout=60", "-o", "faulthandler_timeout=90", before="trap '' INT;")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_test_that_hangs_in_its_clean_up_ends(tmp_path):
+def test_hanging_cleanup_of_a_test_is_ended(tmp_path):
     (tmp_path / "test_hangs.py").write_text(
         "import threading\n"
         "def test_hangs():\n"

@@ -21,7 +21,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control import ControlledManager
-from kv_pool.core.eviction_order import Placement
+from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.invariants import check
 from kv_pool.manager.batch_block_table import BatchBlockTable
 from kv_pool.manager.slot_mapping import SlotMapping
@@ -30,7 +30,7 @@ HASHER = BlockHasher("sha256", block_size=4)
 
 
 class Things:
-    """A pool in use, and valid arguments for each public method of what is built on it."""
+    """A pool in use, and valid arguments for each public method of the objects built on it."""
 
     def __init__(self, pool_type):
         self.pool = pool_type(24, True, 4, enable_kv_cache_events=True)
@@ -43,7 +43,7 @@ class Things:
         self.held = self.manager.get_table("first").blocks
         self.spare = self.pool.get_new_blocks(2)
         self.leases = BlockLeases(self.pool, lambda: 0.0)
-        self.lease = self.leases.lend(self.held[:1], 5.0, "reader")
+        self.lease = self.leases.acquire(self.held[:1], 5.0, "reader")
         self.batch = BatchBlockTable(4, 8, 4)
         self.batch.add_request("first", self.manager.get_table("first"))
         self.batch.update()
@@ -57,7 +57,7 @@ class Things:
         self.controlled = ControlledManager(self.scattered, copy=list, on_moved=list)
 
     def draw(self):
-        """Everything that a call could have changed."""
+        """Return everything that a call could have changed."""
         check(self.pool)
         check(self.adapter.block_pool)
         return [
@@ -74,7 +74,7 @@ class Things:
             list(self.pool.kv_event_queue),
             [(name, self.manager.get_block_ids(name)) for name in self.manager.list_request_ids()],
             [(one.lease_id, one.deadline, one.state) for one in self.leases.list_leases()],
-            (self.retention.num_kept, self.retention.num_pins, self.retention.list_sessions()),
+            (self.retention.num_retained, self.retention.num_pins, self.retention.list_sessions()),
             self.batch.block_ids.tolist(),
             self.slots.slots.tolist(),
             [(one, self.adapter.blocks_of(one)) for one in self.adapter.list_sequences()],
@@ -83,7 +83,7 @@ class Things:
         ]
 
     def list_calls(self):
-        """For each class its methods by name, with arguments that could be meant."""
+        """Return for each class its methods by name, with valid arguments."""
         first, new, spare, held = self.first, self.new, self.spare, self.held
         request = BlockAllocationRequest(1, 2)
         pool = {
@@ -97,7 +97,7 @@ class Things:
             "swap_block_ids": {"pairs": [(1, 2)]},
             "hold": {"blocks": held, "reason": "read by a test", "movable": False, "until": 1e12},
             "explain_holds": {"block_id": 1},
-            "open_bands": {"placement": Placement()},
+            "open_bands": {"policy": BandPolicy()},
             "move_to_band": {
                 "blocks": self.pool.free_block_queue.get_all_free_blocks()[:1],
                 "band": 5,
@@ -166,7 +166,7 @@ class Things:
                     "get_table": named,
                     "get_block_ids": named,
                     "fits_alone": {"num_tokens": 8, "num_encoder_tokens": 0},
-                    "count_most_blocks": {"num_tokens": 8, "num_encoder_tokens": 0},
+                    "count_max_blocks": {"num_tokens": 8, "num_encoder_tokens": 0},
                     "can_allocate": admitted | counts,
                     "allocate_slots": admitted | counts | {"delay_cache_blocks": False},
                     "fork": {"parent": first, "child": new},
@@ -192,10 +192,10 @@ class Things:
             (
                 self.leases,
                 {
-                    "lend": {"blocks": held, "deadline": 9.0, "holder": "me", "kind": LeaseKind.READ},
-                    "give_back": {"lease": self.lease},
+                    "acquire": {"blocks": held, "deadline": 9.0, "holder": "me", "kind": LeaseKind.READ},
+                    "release": {"lease": self.lease},
                     "extend": {"lease": self.lease, "deadline": 9.0},
-                    "is_lent": {"block": held[0]},
+                    "is_leased": {"block": held[0]},
                 },
             ),
             (
@@ -252,8 +252,8 @@ class Things:
                     "free_sequence": {"sequence_id": 1},
                     "evict": {"num_blocks": 1},
                     "list_victims": {"num_blocks": 1, "priority": 0, "sequence_id": 1},
-                    "pin": {"block_ids": [1]},
-                    "unpin": {"block_ids": [1]},
+                    "pin": {"block_ids": self.adapter.blocks_of(1)[:1], "sequence_id": 1},
+                    "unpin": {"block_ids": self.adapter.blocks_of(1)[:1], "sequence_id": 1},
                     "blocks_of": {"sequence_id": 1},
                     "note_access": {"sequence_id": 1},
                     "get_block_info": {"block_id": 1},
@@ -272,7 +272,7 @@ class Things:
 
 
 class Wrong:
-    """Not what any parameter takes."""
+    """A type that no parameter accepts."""
 
 
 WRONG_VALUES = {int: ["1", 1.5, Wrong()], str: [5, Wrong()], bool: ["yes", Wrong()], float: ["1", Wrong()]}
@@ -285,27 +285,27 @@ HANDED_OVER = {
     "free_out_of",
 }
 NOT_WALKED = {
-    BlockPool: HANDED_OVER,  # for what builds on pools: lists that the pool changes
+    BlockPool: HANDED_OVER,  # for code built on pools: lists that the pool changes
     RunBlockPool: HANDED_OVER,
     KVCacheManager: {"take_onto", "free_out_of", "pop_tables_onto", "put_tables_out_of"},
-    GPUKVPool: {"attach", "dump", "load"},  # a node's part, and a file's
-    BlockRetention: {  # for the manager
+    GPUKVPool: {"attach", "dump", "load"},  # these involve a node, and a file
+    BlockRetention: {  # called by the manager
         "attach",
         "note_taken",
         "note_admitted",
         "label_table",
         "will_pin",
         "forget_request",
-        "claim_blocks",
+        "set_priority",
         "forget_blocks",
     },
 }
 
 
 def list_wrong_values(value):
-    """Of other types than a valid value, and for a sequence one with an element of another type."""
+    """Return values of other types, and for a sequence one with an element of another type."""
     wrong = WRONG_VALUES.get(type(value), ["a", 5, Wrong()])
-    if isinstance(value, list) and value != [True, True]:  # these may be anything that is true or false
+    if isinstance(value, list) and value != [True, True]:  # these may have any truth value
         return [*wrong, [Wrong()] * max(1, len(value))]
     return wrong
 
@@ -335,7 +335,7 @@ def list_cases():
 
 
 @pytest.mark.parametrize(("pool_type", "number", "name", "argument"), list(list_cases()))
-def test_a_wrong_type_names_the_argument_and_changes_nothing(pool_type, number, name, argument):
+def test_wrong_type_names_the_argument_and_changes_nothing(pool_type, number, name, argument):
     things = Things(pool_type)
     thing, calls = things.list_calls()[number]
     valid = calls[name]
@@ -349,7 +349,7 @@ def test_a_wrong_type_names_the_argument_and_changes_nothing(pool_type, number, 
 
 
 def make_numpy(value):
-    """The value with NumPy's integers in place of ints."""
+    """Return the value with NumPy's integers in place of ints."""
     if type(value) is int:
         return np.int64(value)
     if isinstance(value, list | tuple) and {type(one) for one in value} <= {int, tuple}:
@@ -368,7 +368,7 @@ def list_calls_with_ints():
 
 
 @pytest.mark.parametrize(("pool_type", "number", "name"), list(list_calls_with_ints()))
-def test_numpy_integers_do_what_ints_do(pool_type, number, name):
+def test_numpy_integers_work_like_ints(pool_type, number, name):
     outcomes = []
     for convert in (lambda value: value, make_numpy):
         things = Things(pool_type)
@@ -384,7 +384,7 @@ def test_numpy_integers_do_what_ints_do(pool_type, number, name):
 
 
 @pytest.mark.parametrize("pool_type", THINGS)
-def test_every_public_method_with_arguments_is_walked(pool_type):
+def test_every_public_method_with_arguments_is_tested(pool_type):
     for thing, calls in Things(pool_type).list_calls():
         expected = list_methods(thing) - NOT_WALKED.get(type(thing), set())
         assert calls.keys() == expected, type(thing).__name__

@@ -1,8 +1,8 @@
-"""Do the measured moves of blocks on a GPU reach what is asked of them?
+"""Do the measured moves of blocks on a GPU meet their targets?
 
-    python benchmarks/gpu/check_moves.py FILE      of bench_block_moves.py --device cuda:0 --json FILE
+    python benchmarks/gpu/check_moves.py FILE      written by bench_block_moves.py --device cuda:0 --json FILE
 
-Asked: 1,000 blocks of 2 MiB in less than 5 ms, at 90 % of the rate of `copy_` or more, however they lie.
+Targets: 1,000 blocks of 2 MiB in less than 5 ms, at 90 % of the rate of `copy_` or more, in every layout.
 """
 
 import json
@@ -19,7 +19,7 @@ def main() -> int:
     told = json.loads(Path(sys.argv[1]).read_text())
     gpu = told["provenance"].get("gpu")
     if gpu is None:
-        print("measured on a CPU: nothing is asked of it")
+        print("measured on a CPU: there are no targets")
         return 0
     rows = [row for row in told["rows"] if row["block_bytes"] == BLOCK_BYTES]
     if not rows:

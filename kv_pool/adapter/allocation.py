@@ -1,4 +1,4 @@
-"""`Allocation`: takes the blocks of a request, by the cheapest of several ways that serves it."""
+"""`Allocation`: takes the blocks of a request in the cheapest way that serves it."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -14,28 +14,29 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
+from kv_pool.ids import BlockId
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
 
 _NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"
 _NO_EVICTION = "no eviction (eviction_policy is None)"
 _MAX_SCAN = 65_536
-"""How many ids one request looks at; the next one goes on from there."""
+"""Maximum number of ids that one request scans; the next request continues from there."""
 
 
 class Allocation:
-    """Takes blocks for one request at a time. Belongs to the caller that has the pool's lock.
+    """Takes blocks for one request at a time. Use it only with the pool's lock held.
 
-        enough are free    the next ids after the sequence -> a run -> one made by moving others -> any blocks
-        too few are free   sequences are evicted, in the order of the policy; then as above
+        enough are free    the ids after the sequence -> a run -> a run cleared by moves -> any blocks
+        too few are free   evict sequences, in the policy's order; then as above
         neither            PoolExhaustedError
 
-    A request that requires a run gets no other blocks: blocks in use are moved out of the way of one, and
-    where that is not enough, or not allowed, sequences are evicted until there is one.
+    A request that requires a run gets no other blocks: the pool moves blocks in use out of the way, and where
+    moves are not enough or not allowed, evicts sequences until there is a run.
 
     Args:
-        count_available: how many blocks a request of this priority could have, the reserve deducted.
-        copy: copies the bytes of blocks; raises if it cannot.
-        on_moved: called with every relocation before any of its old ids can be taken; None: nothing is moved.
+        count_available: returns how many blocks a request of this priority can take, the reserve deducted.
+        copy: copies the bytes of blocks; raises if that fails.
+        on_moved: called with each relocation before any of its old ids can be taken; None: move no blocks.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Allocation:
     def take(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, tried: Sequence[str] = ()
     ) -> None:
-        """Take the blocks of a request; they are appended to `Holdings.arriving` in the step that takes them.
+        """Take the blocks of a request and append them to `Holdings.arriving` in the same step.
 
         Args:
-            after: the last block of the request's sequence; the ids next after its id are preferred.
-            tried: what the caller has tried before, for the error message.
+            after: the last block of the request's sequence; ids directly after it are preferred.
+            tried: what the caller has already tried, for the error message.
         Raises:
             PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
         """
@@ -91,29 +92,29 @@ class Allocation:
     def _take_required(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, attempts: list[str]
     ) -> None:
-        """Take a run: one that is there, one that is made, one that is left when sequences are evicted."""
+        """Take a run: a free one, else one cleared by moves, else one cleared by evicting sequences."""
         num_blocks = request.num_blocks
         is_enough = num_blocks <= self._count_available(request.priority)
         if not is_enough and request.max_moves is None and self._may_clear(num_blocks):
             self._make_room(request, attempts)
             is_enough = True
         if is_enough:
-            # A run at the cost of cached blocks of high priority only if there is no other.
-            for spares_kept in (True, False) if self._pool.eviction_order.has_kept else (False,):
-                if self._take_run(num_blocks, after, spares_kept):
+            # Use a run that contains cached blocks of high priority only if there is no other.
+            for avoids_retained in (True, False) if self._pool.eviction_order.has_retained else (False,):
+                if self._take_run(num_blocks, after, avoids_retained):
                     return
-                if self._make_run(num_blocks, request.max_moves, spares_kept):
+                if self._make_run(num_blocks, request.max_moves, avoids_retained):
                     return
             attempts.append(_NO_COMPACTION if self._on_moved is None else "compaction")
         self._evict_for_run(request, attempts)
         if not self._take_run(num_blocks, after, False):
-            self._refuse(request, attempts)  # one search does not look at all of a large pool
+            self._refuse(request, attempts)  # one search does not scan all of a large pool
 
-    def _take_run(self, num_blocks: int, after: KVCacheBlock | None, spares_kept: bool) -> bool:
-        """Take consecutive ids, by preference next after `after`'s; False, with nothing changed, for none.
+    def _take_run(self, num_blocks: int, after: KVCacheBlock | None, avoids_retained: bool) -> bool:
+        """Take consecutive ids, preferably directly after `after`; return False, nothing changed, if none.
 
         Args:
-            spares_kept: a run with cached blocks of high priority counts as none.
+            avoids_retained: do not take runs that contain cached blocks of high priority.
         """
         pool = self._pool
         ages = pool.run_index.ages
@@ -123,19 +124,21 @@ class Allocation:
             first = after.block_id + 1
         elif pool.run_index.placement != "oldest":
             return num_blocks <= pool.free_block_queue.num_free_blocks and pool.take_run_onto(
-                self._holdings.arriving, num_blocks, spares_kept
+                self._holdings.arriving, num_blocks, avoids_retained
             )
         elif num_blocks <= pool.free_block_queue.num_free_blocks:
-            # Where nothing is evicted for it the lowest will do: found at once, and large runs are kept.
+            # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
             first = ages.find(empty, self._start, self._start + _MAX_SCAN)
         if first >= 0:
             pool.take_listed_onto(self._holdings.arriving, list(pool.blocks[first : first + num_blocks]))
             return True
         self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
-        return self._holds_content() and pool.take_run_onto(self._holdings.arriving, num_blocks, spares_kept)
+        return self._holds_content() and pool.take_run_onto(
+            self._holdings.arriving, num_blocks, avoids_retained
+        )
 
     def _holds_content(self) -> bool:
-        """May a free block be cached, or watched, so that a run of empty ones is not all there is?"""
+        """Return whether free blocks may be cached or watched, so that a run need not be of empty blocks."""
         pool = self._pool
         return (
             len(pool.cached_block_hash_to_block) > 0
@@ -143,17 +146,19 @@ class Allocation:
             or (len(pool.blocks) > _MAX_SCAN)
         )
 
-    def _make_run(self, num_blocks: int, max_moves: int | None, spares_kept: bool) -> bool:
-        """Move blocks out of the way of a run and take it; False, with nothing changed, if it takes more.
+    def _make_run(self, num_blocks: int, max_moves: int | None, avoids_retained: bool) -> bool:
+        """Move blocks out of a run and take it; return False, nothing changed, if that exceeds `max_moves`.
 
         Args:
-            spares_kept: no cached block of high priority is lost; it moves as one in use does.
+            avoids_retained: evict no cached block of high priority; move it like a block in use.
         """
         pool = self._pool
         if self._on_moved is None:
             return False
-        clearance = plan.plan_clear_run(pool, num_blocks, spares_kept=spares_kept)
-        if clearance is None or (max_moves is not None and len(clearance.moves) > max_moves):
+        clearance = plan.plan_clear_run(
+            pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves
+        )
+        if clearance is None:
             return False
         compaction.apply_moves(pool, clearance.moves, self._copy, on_moved=self._on_moved)
         first = clearance.first_block_id
@@ -161,15 +166,18 @@ class Allocation:
         return True
 
     def _may_clear(self, num_blocks: int) -> bool:
-        """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""
+        """Return whether moves could clear a run if enough blocks were free.
+
+        Moves must be allowed, and blocks that cannot move must leave `num_blocks` consecutive ids.
+        """
         may_lie = bytearray([1]) * len(self._pool.blocks)
         may_lie[0] = 0
-        for block_id in self._pool.holds.list_fixed_ids():
+        for block_id in self._pool.holds.list_immovable_ids():
             may_lie[block_id] = 0
         return self._on_moved is not None and bytes([1]) * num_blocks in may_lie
 
-    def _has_run(self, num_blocks: int, freed_ids: Collection[int]) -> bool:
-        """Would there be a run if these blocks were free as well? O(number of blocks)."""
+    def _has_run(self, num_blocks: int, freed_ids: Collection[BlockId]) -> bool:
+        """Return whether there would be a run if `freed_ids` were also free. O(number of blocks)."""
         is_free = bytearray(self._pool.run_index.ages.translate(bytes([0]) + bytes([1]) * 255))
         for block_id in freed_ids:
             is_free[block_id] = 1
@@ -178,18 +186,18 @@ class Allocation:
     # ---- under pressure --------------------------------------------------------------------------
 
     def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
-        """Evict sequences until the request's blocks are free, or refuse it with nothing changed."""
+        """Evict sequences until enough blocks are free; otherwise refuse with nothing changed."""
         num_missing = request.num_blocks - self._count_available(request.priority)
         if self._may_evict(request, attempts):
             victims = self._victims.choose(request.priority, request.sequence_id, num_missing)
             if victims is not None:
                 self._victims.evict(victims, request.sequence_id)
                 return
-            attempts.append("eviction (too little may go)")
+            attempts.append("eviction (too few blocks may be evicted)")
         self._refuse(request, attempts)
 
     def _evict_for_run(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
-        """Evict the fewest sequences, in the policy's order, that leave a run; or refuse."""
+        """Evict the fewest sequences, in the policy's order, that leave a run; otherwise refuse."""
         num_blocks = request.num_blocks
         if self._may_evict(request, attempts):
             victims = self._victims.choose(
@@ -201,7 +209,7 @@ class Allocation:
             if victims is not None:
                 self._victims.evict(victims, request.sequence_id)
                 return
-            attempts.append("eviction (no run even without all that may go)")
+            attempts.append("eviction (no run even if all candidates are evicted)")
         self._refuse(request, attempts)
 
     def _may_evict(self, request: BlockAllocationRequest, attempts: list[str]) -> bool:
@@ -224,14 +232,14 @@ class Allocation:
 
 
 def check_priority(priority: int) -> None:
-    """Raise InvalidArgumentError for what is no priority."""
+    """Raise InvalidArgumentError unless `priority` is 0, 1 or 2."""
     as_int("priority", priority)
     if priority not in (0, 1, 2):
         raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
 
 
 def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
-    """Return the request with ids and counts as ints. Raise for what no pool can serve."""
+    """Return the request with ids and counts as ints. Raise for a request that no pool can serve."""
     check_type("request", request, BlockAllocationRequest)
     if (
         type(request.num_blocks) is int

@@ -1,4 +1,4 @@
-"""`BlockInfos`: the blocks that sequences hold, by id, as a mapping."""
+"""`BlockInfos`: a mapping from block id to `BlockInfo`, of the blocks that sequences hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kv_pool.adapter.holdings import Holdings
 from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockId
 from kv_pool.protocol import BlockInfo
 
 
@@ -16,21 +17,21 @@ class HasBlockInfo(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while several of its calls have to be one."""
+        """Hold it to make several calls atomic."""
 
     @property
     def holdings(self) -> Holdings:
-        """Which sequences hold which blocks."""
+        """The sequences and the blocks that they hold."""
 
-    def get_block_info(self, block_id: int) -> BlockInfo:
+    def get_block_info(self, block_id: BlockId) -> BlockInfo:
         """See `GPUKVPool.get_block_info`."""
 
 
-class BlockInfos(Mapping[int, BlockInfo]):
-    """A live, read-only view of a pool: id to `BlockInfo`, lowest id first, for blocks in use by sequences.
+class BlockInfos(Mapping[BlockId, BlockInfo]):
+    """A live, read-only mapping from id to `BlockInfo`, lowest id first, of the blocks that sequences hold.
 
-    A walk is over the blocks that were held when it began; `items()` and `values()` describe one moment. Each
-    O(blocks in use): ask `blocks_of(sequence_id)` for the blocks of one sequence.
+    An iteration covers the blocks that were held when it began; `items()` and `values()` are snapshots. Each
+    is O(blocks in use); use `blocks_of(sequence_id)` for the blocks of one sequence.
     """
 
     def __init__(self, pool: HasBlockInfo) -> None:
@@ -39,11 +40,11 @@ class BlockInfos(Mapping[int, BlockInfo]):
     def __len__(self) -> int:
         return len(self._pool.holdings.first_holders)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[BlockId]:
         with self._pool.lock:
             return iter(sorted(block.block_id for block in self._pool.holdings.first_holders))
 
-    def __getitem__(self, block_id: int) -> BlockInfo:
+    def __getitem__(self, block_id: BlockId) -> BlockInfo:
         try:
             info = self._pool.get_block_info(block_id)
         except InvalidBlockError:
@@ -52,14 +53,14 @@ class BlockInfos(Mapping[int, BlockInfo]):
             raise KeyError(block_id)
         return info
 
-    def items(self) -> ItemsView[int, BlockInfo]:
-        """Ids and infos of one moment."""
+    def items(self) -> ItemsView[BlockId, BlockInfo]:
+        """Return a snapshot of ids and infos."""
         return self._copy().items()
 
     def values(self) -> ValuesView[BlockInfo]:
-        """Infos of one moment."""
+        """Return a snapshot of the infos."""
         return self._copy().values()
 
-    def _copy(self) -> dict[int, BlockInfo]:
+    def _copy(self) -> dict[BlockId, BlockInfo]:
         with self._pool.lock:
             return {block_id: self._pool.get_block_info(block_id) for block_id in self}

@@ -1,4 +1,4 @@
-"""`DevicePools`: several pools behind one `KVPoolProtocol`, with ids from 0 on and requests by device."""
+"""`DevicePools`: several pools behind one `KVPoolProtocol`, with common ids from 0."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,11 +6,12 @@ from dataclasses import replace
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.core.arguments import as_int, as_ints, as_list_of
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PoolExhaustedError, UnknownDeviceError
+from kv_pool.ids import BlockId
 from kv_pool.protocol import BlockAllocationRequest, BlockInfo, KVPoolProtocol
 
 
 class DevicePools(KVPoolProtocol):
-    """The blocks of several devices under one series of ids; each request names its device, or any will do.
+    """The pools of several devices under one range of ids; each request may name its device.
 
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> from kv_pool.adapter.device_pools import DevicePools
@@ -21,18 +22,18 @@ class DevicePools(KVPoolProtocol):
         >>> pools.get_block_info(ids[0]).device_id, pools.get_free_blocks()
         (1, 148)
 
-    Ids run from 0 to the sum of all blocks less 1: those of the first pool first. Block `n` of a pool is
-    `first + n - 1` here (`to_ids`), since block 0 of a pool is its null block. Everything but ids is each
-    pool's own: ask `pools[device_id]` for what is not here. Thread-safe, as the pools are.
+    Ids run from 0 to the number of all blocks less 1, the first pool's ids first. Block `n` of a pool has the
+    id `first + n - 1` here (`to_ids`), since block 0 of a pool is its null block. Use `pools[device_id]` for
+    methods that are missing here. Thread-safe, like the pools.
 
     Args:
-        pools: of distinct devices; they are connected to each other here where they are not yet. They keep
-            their sizes: `grow` and `shrink` would shift the ids.
+        pools: one per device; the constructor connects them to each other. Do not resize them: `grow` and
+            `shrink` would shift the ids.
     Raises:
-        InvalidArgumentError: no pool, or two of one device, or of different block sizes.
+        InvalidArgumentError: there is no pool, two have the same device id, or their block sizes differ.
 
     Attributes:
-        pools: by device id.
+        pools: the pools by device id.
     """
 
     def __init__(self, pools: Sequence[GPUKVPool]) -> None:
@@ -50,20 +51,20 @@ class DevicePools(KVPoolProtocol):
             total_blocks += pool.total_blocks
         self.total_blocks = total_blocks
 
-    def to_ids(self, device_id: int, block_ids: Sequence[int]) -> list[int]:
-        """Return the ids here of a pool's blocks.
+    def to_ids(self, device_id: int, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """Convert block ids of one pool to common ids.
 
         Raises:
             UnknownDeviceError: there is no such pool.
         """
         before = self._firsts[self._find(device_id).device_id] - 1
-        return [before + block_id for block_id in block_ids]
+        return [BlockId(before + block_id) for block_id in block_ids]
 
-    def allocate(self, request: BlockAllocationRequest) -> list[int]:
-        """As `GPUKVPool.allocate` on the request's device; on None where the most blocks are free.
+    def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
+        """Like `GPUKVPool.allocate` on the request's device; None tries the pools, most free blocks first.
 
         Raises:
-            As `GPUKVPool.allocate`; for a device of None, what the last of the pools raises.
+            As `GPUKVPool.allocate`; with device None, the error of the last pool tried.
         """
         if request.device_id is not None:
             device_id = self._find(request.device_id).device_id
@@ -76,36 +77,37 @@ class DevicePools(KVPoolProtocol):
                 continue
         return self.to_ids(by_room[-1].device_id, by_room[-1].allocate(request))
 
-    def free(self, block_ids: Sequence[int]) -> None:
-        """As `GPUKVPool.free`, on each device.
+    def free(self, block_ids: Sequence[BlockId]) -> None:
+        """Like `GPUKVPool.free`, on each device in turn.
 
         Raises:
-            As `GPUKVPool.free`: nothing has changed on that device, earlier ones' blocks are free.
+            As `GPUKVPool.free`: nothing has changed on that device; blocks on earlier devices are released.
         """
-        by_device: dict[int, list[int]] = {}
-        for block_id in as_ints("block_ids", block_ids):
+        by_device: dict[int, list[BlockId]] = {}
+        for block_id in map(BlockId, as_ints("block_ids", block_ids)):
             device_id, own_id = self._split(block_id)
             by_device.setdefault(device_id, []).append(own_id)
         for device_id, own_ids in by_device.items():
             self.pools[device_id].free(own_ids)
 
-    def get_block_info(self, block_id: int) -> BlockInfo:
-        """Return what the pool knows about a block, free or in use, under its id here."""
-        device_id, own_id = self._split(as_int("block_id", block_id))
+    def get_block_info(self, block_id: BlockId) -> BlockInfo:
+        """Return a description of a block, free or in use, under its common id."""
+        device_id, own_id = self._split(BlockId(as_int("block_id", block_id)))
         return replace(self.pools[device_id].get_block_info(own_id), block_id=block_id)
 
     def defragment(self) -> int:
-        """As `GPUKVPool.defragment`, of each pool; how many blocks changed their id in all."""
+        """Defragment each pool, like `GPUKVPool.defragment`. Return how many blocks changed their id."""
         return sum(pool.defragment() for pool in self.pools.values())
 
-    def migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> list[int]:
-        """As `GPUKVPool.migrate_blocks`, from the one device that they are on.
+    def migrate_blocks(self, block_ids: Sequence[BlockId], target_device_id: int) -> list[BlockId]:
+        """Like `GPUKVPool.migrate_blocks`; all blocks must be on one device.
 
         Raises:
-            InvalidArgumentError: they are on several devices, or on the target already. Nothing has changed.
+            InvalidArgumentError: the blocks are on several devices, or already on the target. Nothing has
+                changed.
         """
         target = self._find(target_device_id).device_id
-        placed = [self._split(block_id) for block_id in as_ints("block_ids", block_ids)]
+        placed = [self._split(BlockId(number)) for number in as_ints("block_ids", block_ids)]
         devices = sorted({device_id for device_id, _ in placed})
         if not devices:
             return []
@@ -117,11 +119,11 @@ class DevicePools(KVPoolProtocol):
         return self.to_ids(target, self.pools[devices[0]].migrate_blocks(own_ids, target))
 
     def get_free_blocks(self) -> int:
-        """How many blocks are free on all devices together."""
+        """Return how many blocks are free on all devices together."""
         return sum(pool.get_free_blocks() for pool in self.pools.values())
 
     def get_fragmentation_rate(self) -> float:
-        """The pools' rates, each by its share of the free blocks; 0.0 where none is free."""
+        """Return the mean of the pools' rates, weighted by their free blocks; 0.0 if no block is free."""
         free = {pool: pool.get_free_blocks() for pool in self.pools.values()}
         num_free = sum(free.values())
         return (
@@ -136,10 +138,10 @@ class DevicePools(KVPoolProtocol):
             raise UnknownDeviceError(f"there is no device {device_id}; there are {sorted(self.pools)}")
         return pool
 
-    def _split(self, block_id: int) -> tuple[int, int]:
-        """The device of a block, and its id in that device's pool."""
+    def _split(self, block_id: BlockId) -> tuple[int, BlockId]:
+        """Return the device of a block and its id in that device's pool."""
         if 0 <= block_id < self.total_blocks:
             for device_id, first in reversed(self._firsts.items()):
                 if block_id >= first:
-                    return device_id, block_id - first + 1
+                    return device_id, BlockId(block_id - first + 1)
         raise InvalidBlockError(f"block {block_id} is not one of 0 to {self.total_blocks - 1}")

@@ -1,55 +1,64 @@
-"""`Evictions`: sequences that lost their blocks, until their owners know."""
+"""`Evictions`: evicted sequences, until their owners are notified."""
 
 from collections.abc import Iterable
 
 from kv_pool.errors import EvictedSequenceError
+from kv_pool.ids import BlockId, BlockMove, SequenceId
 from kv_pool.protocol import NO_SEQUENCE, Eviction
 
 _MAX_KEPT = 65_536
 
 
 class Evictions:
-    """The last eviction of each sequence whose id was not used again. The pool's lock guards it.
+    """The last eviction of each sequence whose id is not in use again. Guarded by the pool's lock.
 
-    An owner that was not told (no `on_evicted`) may still use the sequence and its block ids: `check` and
+    An owner that was not notified (no `on_evicted`) may still use the sequence and its block ids: `check` and
     `check_ids` refuse that until `take_all` or `forget`. At most 65,536 are kept; the oldest are dropped.
+
+    A block id does not say which sequence the caller means. Once the owner is notified, or has freed the
+    blocks itself, a stale id is refused only while the block is free; then it means the new holder's block.
     """
 
     def __init__(self) -> None:
-        self._by_sequence: dict[int, Eviction] = {}
-        self._untold: set[int] = set()
-        # By block id: how many untold evictions have it.
-        self._num_owners: dict[int, int] = {}
+        self._by_sequence: dict[SequenceId, Eviction] = {}
+        # Per evicted sequence whose owner is not notified: the block ids that the owner may still use.
+        self._unnotified: dict[SequenceId, set[BlockId]] = {}
+        # By block id: how many of these sets contain it.
+        self._num_owners: dict[BlockId, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_sequence)
 
-    def __contains__(self, sequence_id: int) -> bool:
+    def __contains__(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._by_sequence
 
-    def note(self, eviction: Eviction, *, is_told: bool) -> None:
-        """Keep an eviction.
+    def note(self, eviction: Eviction, *, is_notified: bool) -> None:
+        """Record an eviction.
 
         Args:
-            is_told: the owner knows already; the eviction only explains errors.
+            is_notified: the owner is already notified; the eviction only explains errors.
         """
         sequence_id = eviction.sequence_id
         self.forget(sequence_id)
         if len(self._by_sequence) >= _MAX_KEPT:
             self.forget(next(iter(self._by_sequence)))
         self._by_sequence[sequence_id] = eviction
-        if not is_told:
-            self._untold.add(sequence_id)
-            for block_id in eviction.block_ids:
-                self._num_owners[block_id] = self._num_owners.get(block_id, 0) + 1
+        if not is_notified:
+            self._unnotified[sequence_id] = set()
+            self._guard(sequence_id, eviction.block_ids)
 
-    def forget(self, sequence_id: int) -> None:
-        """Drop the eviction of a sequence; do nothing where there is none."""
-        eviction = self._by_sequence.pop(sequence_id, None)
-        if eviction is None or sequence_id not in self._untold:
+    def note_moved(self, moves: Iterable[BlockMove]) -> None:
+        """Also guard the new ids of moved blocks: an owner not yet notified may have updated its table."""
+        if not self._unnotified:
             return
-        self._untold.discard(sequence_id)
-        for block_id in eviction.block_ids:
+        target_of = dict(moves)
+        for sequence_id, block_ids in self._unnotified.items():
+            self._guard(sequence_id, {target_of[one] for one in block_ids & target_of.keys()} - block_ids)
+
+    def forget(self, sequence_id: SequenceId) -> None:
+        """Drop the eviction of a sequence; no-op if there is none."""
+        self._by_sequence.pop(sequence_id, None)
+        for block_id in self._unnotified.pop(sequence_id, ()):
             num_owners = self._num_owners.get(block_id, 0) - 1
             if num_owners > 0:
                 self._num_owners[block_id] = num_owners
@@ -60,48 +69,61 @@ class Evictions:
         """Drop all evictions and return them, oldest first."""
         taken = list(self._by_sequence.values())
         self._num_owners.clear()
-        self._untold.clear()
+        self._unnotified.clear()
         self._by_sequence.clear()
         return taken
 
-    def list_sequences(self) -> list[int]:
-        """Return the ids of the evicted sequences, that of the first eviction first."""
+    def list_sequences(self) -> list[SequenceId]:
+        """Return the ids of the evicted sequences, the oldest eviction first."""
         return list(self._by_sequence)
 
-    def begin(self, sequence_id: int) -> None:
-        """Let a new sequence have this id.
+    def begin(self, sequence_id: SequenceId) -> None:
+        """Allow a new sequence to use this id.
 
         Raises:
-            EvictedSequenceError: the owner of the evicted one was not told. Nothing has changed.
+            EvictedSequenceError: the evicted sequence's owner is not notified yet. Nothing has changed.
         """
         self.check(sequence_id)
         self.forget(sequence_id)
 
-    def check(self, sequence_id: int) -> None:
-        """Raise EvictedSequenceError where a sequence was evicted and its owner was not told."""
-        if sequence_id in self._untold:
+    def check(self, sequence_id: SequenceId) -> None:
+        """Raise EvictedSequenceError if the sequence was evicted and its owner is not notified yet."""
+        if sequence_id in self._unnotified:
             raise self.make_error(sequence_id)
 
-    def check_ids(self, block_ids: Iterable[int]) -> None:
-        """Raise EvictedSequenceError where an owner that was not told may still take a block for its own."""
+    def check_ids(self, block_ids: Iterable[BlockId]) -> None:
+        """Raise EvictedSequenceError if an owner not yet notified may still use one of these block ids."""
         if self._num_owners and not self._num_owners.keys().isdisjoint(block_ids):
             listed = set(block_ids)
-            for sequence_id, eviction in self._by_sequence.items():
-                stale = listed.intersection(eviction.block_ids)
-                if stale and sequence_id in self._untold:
+            for sequence_id, guarded in self._unnotified.items():
+                stale = listed & guarded
+                if stale:
                     raise EvictedSequenceError(
-                        f"block {min(stale)} may be meant as one of sequence {sequence_id}, which was "
-                        f"evicted {_name_cause(eviction)}; pass the sequence_id of its present holder, or "
-                        f"call take_evictions() first"
+                        f"block {min(stale)} may be a stale id of sequence {sequence_id}, which was "
+                        f"evicted {_name_cause(self._by_sequence[sequence_id])}; name the present holder "
+                        f"(sequence_id=, or migrate_sequence), or call take_evictions() first"
                     )
 
-    def make_error(self, sequence_id: int) -> EvictedSequenceError:
-        """Return the error for the use of an evicted sequence."""
+    def explain_id(self, block_id: BlockId) -> str:
+        """Return a sentence naming the last evicted sequence that held a block, or "". O(evicted blocks)."""
+        for sequence_id in reversed(self._by_sequence):
+            eviction = self._by_sequence[sequence_id]
+            if block_id in eviction.block_ids:
+                return f"Sequence {sequence_id} held it and was evicted {_name_cause(eviction)}."
+        return ""
+
+    def _guard(self, sequence_id: SequenceId, block_ids: Iterable[BlockId]) -> None:
+        for block_id in block_ids:
+            self._unnotified[sequence_id].add(block_id)
+            self._num_owners[block_id] = self._num_owners.get(block_id, 0) + 1
+
+    def make_error(self, sequence_id: SequenceId) -> EvictedSequenceError:
+        """Return the error to raise when an evicted sequence is used."""
         eviction = self._by_sequence[sequence_id]
         return EvictedSequenceError(
             f"sequence {sequence_id} was evicted {_name_cause(eviction)}; its {len(eviction.block_ids)} "
-            f"blocks may hold other data now. Begin it again after free_sequence({sequence_id}) or "
-            f"take_evictions(). To keep sequences, pin their blocks, or make the pool with "
+            f"blocks may hold other data now. Start it again after free_sequence({sequence_id}) or "
+            f"take_evictions(). To keep sequences, pin their blocks, or create the pool with "
             f"eviction_policy=None."
         )
 

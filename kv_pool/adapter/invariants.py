@@ -1,16 +1,15 @@
-"""The numbered truths about a `GPUKVPool`, each one executable; beside those of `contiguous/invariants.py`.
+"""The numbered invariants of a `GPUKVPool`, with a check for each; extends `contiguous/invariants.py`.
 
-    A1  every sequence in `holders` is there under its own id and holds at least one block
+    A1  every sequence in `holders` is stored under its own id and holds at least one block
     A2  first_holders[b] and later_holders[b] are the sequences whose blocks include b; no list is empty
-    A3  a held block is this pool's, not null, and in use
+    A3  a held block belongs to this pool, is not null, and is in use
     A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
-    A5  every pinned block is held by a sequence, and by the pins' hold; there are no more than
-        `max_pinned_blocks`
+    A5  every pinned block is held by a sequence and by the pins' hold; at most `max_pinned_blocks` are pinned
     A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
-    A7  no references wait to be booked or given back
+    A7  no references wait to be entered or released
     A8  no evicted sequence is in `holders`
 
-They hold whenever no method of the pool is running. Never compiled: for tests, and for changes here.
+They hold whenever no method of the pool is running. Never compiled: for tests and for development.
 """
 
 from collections import Counter
@@ -21,14 +20,15 @@ from kv_pool.adapter.holdings import Holder
 from kv_pool.contiguous import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError
+from kv_pool.ids import SequenceId
 
 
 def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
     """Verify the invariants of the block pool and A1 to A8. O(number of blocks). Raises CorruptedPoolError.
 
     Args:
-        others: the blocks that something besides sequences and holds has referenced, once for each reference,
-            such as a caller of `block_pool`.
+        others: blocks referenced by neither sequences nor holds, such as by a caller of `block_pool`; once
+            for each reference.
     """
     with pool.lock:
         invariants.check(pool.block_pool)
@@ -44,7 +44,7 @@ def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
     for sequence_id, holder in holdings.holders.items():
         if holder.sequence_id != sequence_id or not holder.blocks:
             raise CorruptedPoolError(
-                f"A1: sequence {holder.sequence_id} is kept as {sequence_id} with {len(holder.blocks)} blocks"
+                f"A1: sequence {holder.sequence_id} is stored as {sequence_id}, {len(holder.blocks)} blocks"
             )
         for block in holder.blocks:
             found.setdefault(block, []).append(holder)
@@ -61,11 +61,11 @@ def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
             booked.append(holdings.first_holders[block])
         if Counter(map(id, booked)) != Counter(map(id, found.get(block, ()))):
             raise CorruptedPoolError(
-                f"A2: block {block.block_id} is booked for sequences {_list_ids(booked)} and held by "
+                f"A2: block {block.block_id} has the holders {_list_ids(booked)} and is among the blocks of "
                 f"{_list_ids(found.get(block, []))}"
             )
     if holdings.arriving:
-        raise CorruptedPoolError(f"A7: {len(holdings.arriving)} references wait to be booked")
+        raise CorruptedPoolError(f"A7: {len(holdings.arriving)} references wait to be entered")
     return found
 
 
@@ -77,8 +77,8 @@ def _check_references(
         num_sequences = len(holders.get(block, ()))
         if block.ref_cnt != num_sequences + others[block]:
             raise CorruptedPoolError(
-                f"A4: block {block.block_id} has {block.ref_cnt} references, {num_sequences} of sequences "
-                f"and {others[block]} of others"
+                f"A4: block {block.block_id} has {block.ref_cnt} references: {num_sequences} by sequences "
+                f"and {others[block]} by others"
             )
 
 
@@ -87,14 +87,14 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
     holdings = pool.holdings
     if len(holdings.pins) > holdings.pins.max_pinned_blocks:
         raise CorruptedPoolError(
-            f"A5: {len(holdings.pins)} blocks are pinned of {holdings.pins.max_pinned_blocks} at most"
+            f"A5: {len(holdings.pins)} blocks are pinned, at most {holdings.pins.max_pinned_blocks} may be"
         )
     for block in pool.block_pool.blocks:
         if block in holdings.pins and block not in holdings.first_holders:
             raise CorruptedPoolError(f"A5: block {block.block_id} is pinned and held by no sequence")
     if set(holdings.pins.hold.blocks) != set(holdings.pins.counts):
         raise CorruptedPoolError(
-            f"A5: {len(holdings.pins)} blocks are pinned, {len(holdings.pins.hold.blocks)} are held for it"
+            f"A5: {len(holdings.pins)} blocks are pinned, {len(holdings.pins.hold.blocks)} are in their hold"
         )
     num_blocks = pool.block_pool.num_gpu_blocks
     if num_blocks != pool.total_blocks + 1:
@@ -103,5 +103,5 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
         raise CorruptedPoolError(f"A6: a storage of {pool.storage.num_blocks} blocks for {num_blocks}")
 
 
-def _list_ids(holders: list[Holder]) -> list[int]:
+def _list_ids(holders: list[Holder]) -> list[SequenceId]:
     return sorted(holder.sequence_id for holder in holders)

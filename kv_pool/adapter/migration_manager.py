@@ -1,4 +1,4 @@
-"""`KVPoolMigrationManager`: moves a sequence to another node and says which blocks became which."""
+"""`KVPoolMigrationManager`: moves a sequence to another node and returns its old and new block ids."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import TypedDict
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockId, NodeName, SequenceId
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.subjects import SequenceSubject
 
 
 class RemoteMigration(TypedDict):
-    """What came of it: block ids here, and those there, in the order of the sequence's tokens."""
+    """The result of a migration: old and new block ids, in the order of the sequence's tokens."""
 
-    old_blocks: list[int]
-    new_blocks: list[int]
-    target_node: int | str
+    old_blocks: list[BlockId]
+    new_blocks: list[BlockId]
+    target_node: int | NodeName
 
 
 class KVPoolMigrationManager:
-    """Moves sequences of one pool to other devices and nodes.
+    """Migrates sequences of one pool to other devices and nodes.
 
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> from kv_pool.adapter.migration_manager import KVPoolMigrationManager
@@ -36,11 +37,11 @@ class KVPoolMigrationManager:
         ([], [123])
 
     Args:
-        local_pool: connected to other pools of this process (`GPUKVPool.connect`), or with other nodes
-            attached as devices (`GPUKVPool.attach`).
-        migrator: of the pool, over a `PoolSite` of it; running. With it nodes can be named, too.
+        local_pool: the source; connected to other pools of this process (`GPUKVPool.connect`), or with other
+            nodes attached as devices (`GPUKVPool.attach`).
+        migrator: the running migrator of this pool, over a `PoolSite` of it; needed to address nodes by name.
     Raises:
-        InvalidArgumentError: the migrator is another pool's.
+        InvalidArgumentError: the migrator belongs to another pool.
     """
 
     def __init__(self, local_pool: GPUKVPool, migrator: Migrator | None = None) -> None:
@@ -48,25 +49,25 @@ class KVPoolMigrationManager:
             sequences = migrator.site.sequences
             if not isinstance(sequences, PoolSequences) or sequences.gpu_pool is not local_pool:
                 raise InvalidArgumentError(
-                    f"node {migrator.name!r} is over another pool; give the migrator of this one"
+                    f"the migrator of node {migrator.name!r} belongs to another pool; give this pool's own"
                 )
         self.local_pool = local_pool
         self._migrator = migrator
 
-    def migrate_to_remote(self, sequence_id: int, target_node_id: int | str) -> RemoteMigration:
-        """Move a sequence with its bytes to another pool or node; it is free here when this returns.
+    def migrate_to_remote(self, sequence_id: SequenceId, target_node_id: int | NodeName) -> RemoteMigration:
+        """Move a sequence with its bytes to another pool or node; release it here.
 
         Args:
-            target_node_id: a device's id as `GPUKVPool.migrate_blocks` takes it, or the node's name.
+            target_node_id: a device id as `GPUKVPool.migrate_blocks` takes it, or a node's name.
         Raises:
-            UnknownSequenceError: it holds nothing.
-            UnknownDeviceError: no pool is connected, no node attached as this device.
+            UnknownSequenceError: the sequence holds no blocks.
+            UnknownDeviceError: no pool is connected and no node attached as this device.
             InvalidArgumentError: a node is named and there is no migrator, or a pool has no storage.
-            FrozenSequenceError: another migration has the sequence.
-            MigrationInDoubtError: the sequence has arrived, but it is not known whether it was given up here.
-            MigrationError and what else went wrong: nothing has changed on either side.
+            FrozenSequenceError: another migration has frozen the sequence.
+            MigrationInDoubtError: the sequence has arrived, but it is unknown whether the source released it.
+            MigrationError and other errors: nothing has changed on either side.
 
-        It takes as long as the bytes do; do not hold the pool's lock meanwhile.
+        Waits for the transfer: do not hold the pool's lock.
         """
         if isinstance(target_node_id, str):
             if self._migrator is None:

@@ -1,4 +1,4 @@
-"""`MigrationRoutes`: where blocks of a pool can go, by device id, and how they get there."""
+"""`MigrationRoutes`: the devices that blocks of a pool can migrate to, and the way to each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.adapter.pool_sequences import PoolSequences, SitePool
 from kv_pool.errors import InvalidArgumentError, UnknownDeviceError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove, NodeName, SequenceId
 from kv_pool.protocol import NORMAL
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class MigrationRoutes:
-    """Connected pools of this process, and devices that are other nodes."""
+    """The connected pools of this process, and the nodes attached as devices."""
 
     def __init__(self, pool: SitePool) -> None:
         self._pool = pool
         self._site: PoolSite | None = None
         self._peers: dict[int, MigrationRoutes] = {}
-        self._nodes: dict[int, tuple[Migrator, str]] = {}
+        self._nodes: dict[int, tuple[Migrator, NodeName]] = {}
 
     def connect(self, peer: MigrationRoutes) -> None:
         """Connect to the pool of these routes. See `GPUKVPool.connect`."""
@@ -32,22 +32,22 @@ class MigrationRoutes:
             device_id = other._pool.device_id
             known = here._peers.get(device_id, other)
             if device_id == here._pool.device_id or known is not other or device_id in here._nodes:
-                raise InvalidArgumentError(f"device {device_id} is known here already")
+                raise InvalidArgumentError(f"device {device_id} is already connected")
         here_size, there_size = self._pool.block_size, peer._pool.block_size
         if there_size != here_size:
-            raise InvalidArgumentError(f"blocks of {here_size} tokens here, {there_size} there")
+            raise InvalidArgumentError(f"the block size is {here_size} here and {there_size} at the peer")
         self._peers[peer._pool.device_id] = peer
         peer._peers[self._pool.device_id] = self
 
-    def attach(self, migrator: Migrator, devices: dict[int, str]) -> None:
+    def attach(self, migrator: Migrator, devices: dict[int, NodeName]) -> None:
         """See `GPUKVPool.attach`."""
         for device_id in devices:
             if device_id == self._pool.device_id or device_id in self._peers:
-                raise InvalidArgumentError(f"device {device_id} is known here already")
+                raise InvalidArgumentError(f"device {device_id} is already connected")
         self._nodes.update({device_id: (migrator, name) for device_id, name in devices.items()})
 
-    def get_node(self, device_id: int) -> str:
-        """The name of the node that a device is. Raises UnknownDeviceError."""
+    def get_node(self, device_id: int) -> NodeName:
+        """Return the name of the node attached as this device. Raises UnknownDeviceError."""
         if device_id not in self._nodes:
             self._refuse(device_id)
         return self._nodes[device_id][1]
@@ -56,23 +56,25 @@ class MigrationRoutes:
         """See `GPUKVPool.count_free_elsewhere`."""
         return {device_id: peer._pool.count_available(NORMAL) for device_id, peer in self._peers.items()}
 
-    def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
+    def migrate(self, block_ids: Sequence[BlockId], device_id: int) -> list[BlockId]:
         """See `GPUKVPool.migrate_blocks`."""
         from kv_pool.migration.subjects import BlocksSubject
 
-        if device_id in self._peers:
-            return self._move_to_peer(BlocksSubject(tuple(block_ids)), device_id)[1]
-        if device_id not in self._nodes:
+        if device_id not in self._peers and device_id not in self._nodes:
             self._refuse(device_id)
+        with self._pool.lock:
+            blocks, _ = self._pool.holdings.find_named(block_ids, None)
+            subject = BlocksSubject(tuple(block_ids), tuple(block.generation for block in blocks))
+        if device_id in self._peers:
+            return self._move_to_peer(subject, device_id)[1]
         if not block_ids:
             return []
         migrator, name = self._nodes[device_id]
-        with self._pool.lock:
-            blocks = self._pool.holdings.find_held(block_ids)
-            generations = tuple(block.generation for block in blocks)
-        return migrator.migrate(BlocksSubject(tuple(block_ids), generations), name).wait()
+        return migrator.migrate(subject, name).wait()
 
-    def migrate_sequence(self, sequence_id: int, device_id: int) -> tuple[list[int], list[int]]:
+    def migrate_sequence(
+        self, sequence_id: SequenceId, device_id: int
+    ) -> tuple[list[BlockId], list[BlockId]]:
         """See `GPUKVPool.migrate_sequence`."""
         from kv_pool.migration.subjects import SequenceSubject
 
@@ -85,16 +87,16 @@ class MigrationRoutes:
         new_ids = migration.wait()
         return migration.old_ids, new_ids
 
-    def _move_to_peer(self, subject: Subject, device_id: int) -> tuple[list[int], list[int]]:
+    def _move_to_peer(self, subject: Subject, device_id: int) -> tuple[list[BlockId], list[BlockId]]:
         peer = self._peers[device_id]
-        # Always in this order.
+        # Always in this order, so that two migrations cannot deadlock.
         with ExitStack() as locks:
             for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
                 locks.enter_context(pool.lock)
-            return move_subject(self.find_site(), peer.find_site(), subject, f"device {device_id}")
+            return move_subject(self.open_site(), peer.open_site(), subject, NodeName(f"device {device_id}"))
 
-    def find_site(self) -> PoolSite:
-        """The site through which blocks come and go within this process."""
+    def open_site(self) -> PoolSite:
+        """Return the site that migrates blocks within this process; the first call creates it."""
         if self._site is None:
             from kv_pool.migration.pool_site import PoolSite
 
@@ -103,35 +105,35 @@ class MigrationRoutes:
 
     def _refuse(self, device_id: int) -> None:
         raise UnknownDeviceError(
-            f"device {device_id!r} is not connected to device {self._pool.device_id}; "
-            f"connected are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
+            f"device {device_id!r} is not connected to device {self._pool.device_id}; the connected devices "
+            f"are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
         )
 
 
 def move_subject(
-    source: PoolSite, target: PoolSite, subject: Subject, target_name: str
-) -> tuple[list[int], list[int]]:
-    """Move blocks between two pools of this process in one step, with both locks held.
+    source: PoolSite, target: PoolSite, subject: Subject, target_name: NodeName
+) -> tuple[list[BlockId], list[BlockId]]:
+    """Move blocks between two pools of this process. The caller holds both locks.
 
     Returns:
-        Their ids at the source and at the target.
+        The block ids at the source and at the target.
     Raises:
         As `GPUKVPool.migrate_blocks`.
     """
     selection = source.select(subject, for_move=True)
     old_ids = [block.block_id for block in selection.blocks]
-    room = target.take_room(subject, selection.offered, selection.state)
-    new_ids = [block.block_id for block in room.blocks]
+    reservation = target.reserve(subject, selection.offered, selection.state)
+    new_ids = [block.block_id for block in reservation.blocks]
     try:
-        moves = [BlockMove(old_ids[position], new_ids[position]) for position in room.missing]
+        moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
         source.storage.copy_to(target.storage, moves)
-        # The old ids may be taken on return, by work that is queued elsewhere.
+        # The old blocks may be reused as soon as this returns, by work on other streams.
         target.storage.synchronize()
     except BaseException:
-        target.leave(room)
+        target.release_reservation(reservation)
         raise
     source.freeze(subject)
-    target.insert(room)
-    target.adopt(room)
+    target.insert(reservation)
+    target.adopt(reservation)
     source.release(subject, target_name)
     return old_ids, new_ids

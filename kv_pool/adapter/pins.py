@@ -1,4 +1,4 @@
-"""`Pins`: blocks that the user pinned: held in place, counted and capped."""
+"""`Pins`: the blocks pinned by the user, with counts and a limit."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,14 +8,14 @@ from kv_pool.errors import InvalidBlockError, PinLimitError
 
 
 class Pins:
-    """How often each block is pinned; one hold has them all.
+    """The pin count of each block; one hold keeps all pinned blocks in place.
 
     Attributes:
-        counts: by block; those that are not pinned are not in it.
-        hold: a reference to each of them. After an interrupt `recover` makes it follow `counts`.
+        counts: number of pins by block; pinned blocks only.
+        hold: holds each pinned block. After an interrupt `recover` makes it agree with `counts`.
 
     Args:
-        max_pinned_blocks: how many blocks may be pinned at once; one that is pinned twice counts once.
+        max_pinned_blocks: how many blocks may be pinned at once; a block pinned twice counts once.
     """
 
     def __init__(self, block_pool: BlockPoolCore, max_pinned_blocks: int) -> None:
@@ -33,12 +33,12 @@ class Pins:
         """Raise PinLimitError unless `num_blocks` more may be pinned."""
         if len(self.counts) + num_blocks > self.max_pinned_blocks:
             raise PinLimitError(
-                f"{len(self.counts)} blocks are pinned and {num_blocks} more would be; at most "
-                f"{self.max_pinned_blocks} may. Unpin others, or raise max_pinned_blocks."
+                f"{len(self.counts)} blocks are pinned; {num_blocks} more would exceed the limit of "
+                f"{self.max_pinned_blocks}. Unpin others, or raise max_pinned_blocks."
             )
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Pin each block once more. Raises PinLimitError; nothing has changed then."""
+        """Add one pin to each block. Raises PinLimitError with nothing changed."""
         counts = self.counts
         after: dict[KVCacheBlock, int] = {}
         for block in blocks:
@@ -48,10 +48,10 @@ class Pins:
         counts |= after
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take one pin off each block.
+        """Remove one pin from each block.
 
         Raises:
-            InvalidBlockError: a block is not pinned so often. Nothing has changed.
+            InvalidBlockError: a block has fewer pins than that. Nothing has changed.
         """
         counts = self.counts
         left: dict[KVCacheBlock, int] = {}
@@ -61,7 +61,7 @@ class Pins:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
             left[block] = count
         unpinned = [block for block, count in left.items() if not count]
-        counts |= left  # in one step; `recover` does the rest, whatever interrupts it
+        counts |= left  # in one step; `recover` does the rest after an interrupt
         for block in unpinned:
             del counts[block]
         self.hold.remove(unpinned)

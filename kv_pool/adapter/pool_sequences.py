@@ -1,4 +1,4 @@
-"""`PoolSequences`: the sequences of a `GPUKVPool`, as a `PoolSite` moves them."""
+"""`PoolSequences`: the sequences of a `GPUKVPool`, for a `PoolSite` to migrate."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.protocol import NORMAL, URGENT
 
-if TYPE_CHECKING:  # imported by those who have a storage
+if TYPE_CHECKING:  # at run time only a pool with a storage imports it
     from kv_pool.storage.block_storage import BlockStorage
 
-_decoder = msgspec.msgpack.Decoder(dict[int, int])
+_decoder = msgspec.msgpack.Decoder(dict[SequenceId, int])
 
 
 class SitePool(Protocol):
@@ -38,37 +38,38 @@ class SitePool(Protocol):
         """Held during each call; reentrant."""
 
     def count_available(self, priority: int) -> int:
-        """Return how many blocks a request of this priority could have."""
+        """Return how many blocks a request of this priority can take."""
 
     def get_time(self) -> float:
-        """Return the seconds of the pool's clock."""
+        """Return the time of the pool's clock in seconds."""
 
 
 class PoolSequences:
     """The sequences of a pool. See `Sequences`.
 
-    Blocks by their ids come to the end of the same sequences. The reserve is kept for priorities 1 and 2.
+    Blocks that migrate by id are appended to the same sequences. Priority 0 cannot use the reserve.
 
     Raises:
         InvalidArgumentError: the pool has no storage.
     """
 
+    kind = "sequences of a GPUKVPool"
+
     def __init__(self, pool: SitePool) -> None:
         if pool.storage is None:
-            raise InvalidArgumentError("blocks migrate between pools that have a storage; this one has none")
+            raise InvalidArgumentError(
+                f"the pool of device {pool.device_id} has no storage, so its blocks cannot migrate; create "
+                f"it with storage=, such as kv_pool.storage.KVStorage.allocate(total_blocks + 1, ...)"
+            )
         self.gpu_pool = pool
         self.pool = pool.block_pool
+        self.lock = pool.lock
         self.storage = pool.storage
         self.block_size = pool.block_size
-        self.barred = pool.holdings.barred
+        self.frozen = pool.holdings.frozen
         self._holdings = pool.holdings
 
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """The pool's lock of the moment: another one while an interrupted call is to be completed."""
-        return self.gpu_pool.lock
-
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     def describe_groups(self) -> tuple[str, ...]:
         return ()
@@ -76,17 +77,17 @@ class PoolSequences:
     def list_block_sizes(self) -> list[int]:
         return [self.block_size]
 
-    def as_id(self, sequence_id: int | str) -> int:
+    def as_id(self, sequence_id: SequenceId | RequestId) -> SequenceId:
         if isinstance(sequence_id, str):
             raise InvalidArgumentError(
-                f"{sequence_id!r} is no sequence of a GPUKVPool; give its number, or newest"
+                f"{sequence_id!r} is not a sequence id of a GPUKVPool; give a number, or newest"
             )
         return as_new_id("sequence_id", sequence_id)
 
-    def list_rows(self, sequence_id: int) -> list[list[KVCacheBlock]]:
+    def list_rows(self, sequence_id: SequenceId) -> list[list[KVCacheBlock]]:
         return [list(self._holdings.find(sequence_id).blocks)]
 
-    def find_holder(self, block: KVCacheBlock) -> int | None:
+    def find_holder(self, block: KVCacheBlock) -> SequenceId | None:
         holder = self._holdings.first_holders.get(block)
         return None if holder is None else holder.sequence_id
 
@@ -97,32 +98,32 @@ class PoolSequences:
         pins = self._holdings.pins
         if pins.is_any_pinned(blocks):
             pinned = next(block for block in blocks if block in pins)
-            raise PinnedBlockError(f"block {pinned.block_id} is pinned and does not migrate; unpin it first")
+            raise PinnedBlockError(f"block {pinned.block_id} is pinned and cannot migrate; unpin it first")
 
-    def describe(self, sequence_ids: list[int]) -> bytes:
+    def describe(self, sequence_ids: list[SequenceId]) -> bytes:
         holders = self._holdings.holders
         return msgspec.msgpack.encode({one: holders[one].priority for one in sequence_ids})
 
-    # ---- coming ----------------------------------------------------------------------------------
+    # ---- arriving --------------------------------------------------------------------------------
 
     def read_details(
-        self, details: bytes, sequence_ids: Sequence[int], num_blocks: int, is_whole: bool
-    ) -> dict[int, int]:
+        self, details: bytes, sequence_ids: Sequence[SequenceId], num_blocks: int, is_whole: bool
+    ) -> dict[SequenceId, int]:
         try:
             priorities = _decoder.decode(details) if details else {}
         except UNDECODABLE as error:
             raise InvalidArgumentError(
-                f"what the source says of its sequences is no priorities: {error}"
+                f"the source's sequence details are not valid priorities: {error}"
             ) from error
         if not all(NORMAL <= priority <= URGENT for priority in priorities.values()):
             raise InvalidArgumentError(f"the priorities {sorted(priorities.values())[:10]} are not 0 to 2")
         if is_whole and sequence_ids[0] in self._holdings.holders:
             raise InvalidArgumentError(
-                f"sequence {sequence_ids[0]} holds blocks on device {self.gpu_pool.device_id} already"
+                f"sequence {sequence_ids[0]} already holds blocks on device {self.gpu_pool.device_id}"
             )
         return priorities
 
-    def count_available(self, arriving: dict[int, int] | None) -> int:
+    def count_available(self, arriving: dict[SequenceId, int] | None) -> int:
         return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
 
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
@@ -131,26 +132,28 @@ class PoolSequences:
             self._holdings.retention.note_taken(blocks)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
-        if not self.pool.take_run_onto(blocks, num_blocks, spares_kept=True):
+        if not self.pool.take_run_onto(blocks, num_blocks, avoids_retained=True):
             self.pool.take_onto(blocks, num_blocks)
 
     def make_join(
-        self, sequence_id: int, blocks: list[KVCacheBlock], arriving: dict[int, int]
+        self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         holder = self._holdings.holders.get(sequence_id)
         if holder is None:
             holder = Holder(sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time())
         return partial(self._holdings.hold_arrived, holder, blocks), [blocks]
 
-    # ---- going -----------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------
 
-    def detach(self, sequence_id: int, onto: list[BlockTable]) -> None:
+    def detach(self, sequence_id: SequenceId, onto: list[BlockTable]) -> None:
         pass
 
-    def attach(self, sequence_id: int, tables: list[BlockTable], rows: list[list[KVCacheBlock]]) -> None:
+    def attach(
+        self, sequence_id: SequenceId, tables: list[BlockTable], rows: list[list[KVCacheBlock]]
+    ) -> None:
         pass
 
-    def free(self, sequence_id: int, rows: list[list[KVCacheBlock]]) -> None:
+    def free(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
         if self._holdings.is_unfinished:
             self._holdings.recover()
         holder = self._holdings.holders.get(sequence_id)

@@ -1,4 +1,4 @@
-"""`Victims`: the sequences that lose their blocks when too few are free, by an `EvictionPolicy`."""
+"""`Victims`: chooses and evicts sequences when too few blocks are free, by an `EvictionPolicy`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,44 +6,45 @@ from typing import Protocol
 
 from kv_pool.adapter.holdings import Holder, Holdings
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockId, SequenceId
 from kv_pool.protocol import NO_SEQUENCE, Eviction
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """A sequence that may lose its blocks.
+    """A sequence that may be evicted.
 
     Attributes:
-        num_blocks: held by it, shared ones included.
+        num_blocks: blocks that it holds, including shared ones.
         last_access_time: seconds of the pool's clock.
     """
 
-    sequence_id: int
+    sequence_id: SequenceId
     num_blocks: int
     priority: int
     last_access_time: float
 
 
 class EvictionPolicy(Protocol):
-    """Decides which sequence is evicted first.
+    """The order in which sequences are evicted.
 
-    It is asked with sequences only that hold no pinned block, have no higher priority than the request that
-    needs room, and are not the request's own. The pool evicts as few of them as make room, whole sequences,
-    and none at all where even all of them would not.
+    The candidates hold no pinned block, have no higher priority than the request that needs blocks, and are
+    not the request's own sequence. The pool evicts as few whole sequences as suffice, and none if evicting
+    all of them would not suffice.
     """
 
-    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[int]:
-        """Ids of sequences that may go, the first to go first; those left out are safe.
+    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[SequenceId]:
+        """Return the ids of the sequences to evict, in order; a sequence that is left out is never evicted.
 
-        `sequences` comes in the order of last access, longest ago first. Called while the pool is locked.
+        `sequences` is ordered by last access, least recent first. Called while the pool is locked.
         """
 
 
 @dataclass(frozen=True)
 class LRUEviction:
-    """Lower priority goes first; of equal ones what was not accessed for the longest time."""
+    """Evicts lower priority first; within a priority, the least recently accessed first."""
 
-    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[int]:
+    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[SequenceId]:
         ranked = sorted(sequences, key=lambda sequence: (sequence.priority, sequence.last_access_time))
         return [sequence.sequence_id for sequence in ranked]
 
@@ -52,33 +53,33 @@ class Victims:
     """Chooses and evicts sequences.
 
     Args:
-        policy: None for the LRU policy; then only `GPUKVPool.evict` evicts.
+        policy: None for the LRU policy, used by `GPUKVPool.evict` only.
         on_evicted: called with a sequence's id and its block ids before it loses them. Without it
-            `Holdings.evictions` keeps what its owner has to learn.
+            `Holdings.evictions` keeps the eviction until the owner is notified.
 
     Attributes:
-        has_policy: a policy was given.
-        num_evicted: sequences that were evicted so far.
-        together: sequences of one batch, none of which is evicted for another.
+        has_policy: whether a policy was given.
+        num_evicted: number of sequences evicted so far.
+        together: sequences of the current batch; none of them is evicted for another.
     """
 
     def __init__(
         self,
         holdings: Holdings,
         policy: EvictionPolicy | None,
-        on_evicted: Callable[[int, list[int]], object] | None,
+        on_evicted: Callable[[SequenceId, list[BlockId]], object] | None,
     ) -> None:
         self._holdings = holdings
         self.has_policy = policy is not None
         self._policy = LRUEviction() if policy is None else policy
         self._on_evicted = on_evicted
         self.num_evicted = 0
-        self.together: frozenset[int] = frozenset()
+        self.together: frozenset[SequenceId] = frozenset()
 
-    def rank(self, priority: int, sequence_id: int | None) -> list[Holder]:
-        """Sequences that may go for this one's sake, in the policy's order.
+    def rank(self, priority: int, sequence_id: SequenceId | None) -> list[Holder]:
+        """Return the sequences that may be evicted for this one, in the policy's order.
 
-        Those of higher priority may not, nor those with a pinned block, nor those that a migration has.
+        Excludes sequences of higher priority, with a pinned block, or frozen by a migration.
         """
         holdings = self._holdings
         candidates = [
@@ -87,7 +88,7 @@ class Victims:
             if holder.priority <= priority
             and holder.sequence_id != sequence_id
             and holder.sequence_id not in self.together
-            and holder.sequence_id not in holdings.barred
+            and holder.sequence_id not in holdings.frozen
             and not holdings.pins.is_any_pinned(holder.blocks)
         ]
         allowed = {candidate.sequence_id for candidate in candidates}
@@ -97,17 +98,17 @@ class Victims:
     def choose(
         self,
         priority: int,
-        sequence_id: int | None,
+        sequence_id: SequenceId | None,
         num_blocks: int,
-        has_run: Callable[[list[int]], bool] | None = None,
+        has_run: Callable[[list[BlockId]], bool] | None = None,
     ) -> list[Holder] | None:
-        """The first in the policy's order that free `num_blocks` together; None if all do not.
+        """Return the first sequences in the policy's order that free `num_blocks`; None if all do not.
 
         Args:
-            has_run: called with the ids that would be free; False: more sequences have to go.
+            has_run: called with the ids that would become free; evict more sequences while it returns False.
         """
         victims: list[Holder] = []
-        freed_ids: list[int] = []
+        freed_ids: list[BlockId] = []
         left: dict[KVCacheBlock, int] = {}
         if num_blocks <= 0 and has_run is None:
             return victims
@@ -121,13 +122,13 @@ class Victims:
                 return victims
         return None
 
-    def evict(self, victims: Sequence[Holder], for_sequence_id: int = NO_SEQUENCE) -> list[int]:
-        """Take all their blocks from these sequences, one after the other.
+    def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
+        """Evict these sequences, one after the other.
 
         Args:
-            for_sequence_id: the sequence that needs room; NO_SEQUENCE: the caller notifies the owners.
+            for_sequence_id: the sequence that needs blocks; NO_SEQUENCE: the caller notifies the owners.
         Returns:
-            Their ids.
+            The ids of the evicted sequences.
         """
         for holder in victims:
             block_ids = [block.block_id for block in holder.blocks]
@@ -136,7 +137,7 @@ class Victims:
             blocks = list(holder.blocks)
             self._holdings.evictions.note(
                 Eviction(holder.sequence_id, tuple(block_ids), for_sequence_id),
-                is_told=self._on_evicted is not None or for_sequence_id == NO_SEQUENCE,
+                is_notified=self._on_evicted is not None or for_sequence_id == NO_SEQUENCE,
             )
             self._holdings.drop(blocks, {holder: blocks})
             self.num_evicted += 1

@@ -18,7 +18,7 @@ _SPELLINGS = {"█": "#", "→": "->", "µ": "u", "…": "...", "×": "x", "■"
 
 
 def prepare_streams() -> None:
-    """Make standard output and error accept any text: what the encoding lacks is spelled otherwise."""
+    """Make standard output and error accept any text: characters that the encoding lacks are replaced."""
     codecs.register_error("kv_pool.spell", _spell)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -27,8 +27,8 @@ def prepare_streams() -> None:
 
 
 def end_for_closed_output() -> NoReturn:
-    """End silently with status 141, as SIGPIPE would: the reader of the output, such as `head`, has gone."""
-    # Otherwise the interpreter flushes at exit what is left, and reports that it could not.
+    """Exit silently with status 141, as SIGPIPE would: the reader of the output, such as `head`, is gone."""
+    # Otherwise the interpreter flushes the remaining output at exit, and reports the failure.
     null = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(null, number)
@@ -36,7 +36,7 @@ def end_for_closed_output() -> NoReturn:
 
 
 def print_error(error: object) -> None:
-    """Print one message on standard error; its text may be another process's."""
+    """Print one message on standard error, escaped: it may contain text of another process."""
     print(f"error: {escape_lines(str(error))}", file=sys.stderr)
 
 
@@ -62,7 +62,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
 
 def measure_table(table: Table, console: Console) -> Measurement:
-    """The least width of a table, with `no_wrap` columns whole, and the width at which nothing folds."""
+    """Return the least width of a table with `no_wrap` columns whole, and the width without folding."""
     options = console.options.update_width(_UNLIMITED_WIDTH)
     for column in table.columns:
         if column.no_wrap:
@@ -74,7 +74,7 @@ def measure_table(table: Table, console: Console) -> Measurement:
 
 
 def fit_table(lay_out: Callable[[int], Table], num_columns: int, console: Console) -> Table:
-    """Return `lay_out(n)`, a table of n columns: all, or the most that a narrow terminal has room for.
+    """Return `lay_out(n)`, a table of n columns: all, or as many as fit on a narrow terminal.
 
     Each cell of a `no_wrap` column is whole.
     """
@@ -92,6 +92,6 @@ def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _spell_char(char: str) -> str:
-    if "\u2800" <= char <= "\u28ff":  # the signs of rich's spinner
+    if "\u2800" <= char <= "\u28ff":  # rich's spinner
         return "*"
     return _SPELLINGS.get(char) or char.encode("ascii", "backslashreplace").decode()

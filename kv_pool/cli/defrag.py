@@ -1,4 +1,4 @@
-"""`kv-pool defrag`: bring the blocks of a running pool together, now."""
+"""`kv-pool defrag`: compact a running pool."""
 
 from typing import Annotated
 
@@ -11,12 +11,13 @@ from kv_pool.control.client import ControlClient
 
 def defrag(
     max_moves: Annotated[
-        int | None, typer.Option(help="Stop after so many blocks; run it again to go on.", min=1)
+        int | None,
+        typer.Option(help="Stop after moving this many blocks; repeat the command to continue.", min=1),
     ] = None,
     max_evictions: Annotated[
         int,
         typer.Option(
-            help="Cached blocks that may be lost, where that saves copies; by default none is.",
+            help="Cached blocks that may be evicted where that saves copies. Default: none.",
             min=0,
         ),
     ] = 0,
@@ -24,7 +25,7 @@ def defrag(
     node: Node = None,
     json: Json = False,
 ) -> None:
-    """Compact a running pool and show what that gave."""
+    """Compact a running pool and show the result."""
     with ControlClient(socket, node=node) as client:
         report = client.defragment(max_moves, max_evictions)
     if json:
@@ -38,5 +39,9 @@ def defrag(
         f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})"
     )
     if not report.moved_blocks and report.fragmentation_rate_after:
-        reason = "two blocks that change places are two moves" if max_moves == 1 else "all is packed, or held"
+        reason = (
+            "exchanging two blocks takes two moves"
+            if max_moves == 1
+            else "the blocks are compact, or held in place"
+        )
         print(f"  Nothing moved: {reason}.")

@@ -1,4 +1,4 @@
-"""Items of an event stream as lines: for people, and as JSON."""
+"""Items of an event stream as lines of text or JSON."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.held_blocks import to_medium, to_wire_hash
+from kv_pool.events.publisher_blocks import to_medium, to_wire_hash
 from kv_pool.events.stream_items import (
     BatchesLost,
     PublisherRestarted,
@@ -16,6 +16,7 @@ from kv_pool.events.stream_items import (
     ReceivedBatch,
     StreamItem,
 )
+from kv_pool.ids import GroupId
 
 KINDS = ("stored", "removed", "cleared")
 STYLES = {
@@ -31,7 +32,7 @@ _SHOWN_TOKENS = 6
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: its kind, the text for people, and the same for programs. Foreign strings are escaped."""
+    """One line: its kind, its text, and its fields for JSON. Foreign strings are escaped."""
 
     kind: str
     text: str
@@ -43,14 +44,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class LineFilter:
-    """Which events are shown; None for all. A clear has neither group nor medium, and concerns each.
+    """A filter of events; None passes all. A clear has neither group nor medium; those two filters pass it.
 
     Raises:
         InvalidArgumentError: an unknown kind.
     """
 
     kind: str | None = None
-    group: int | None = None
+    group: GroupId | None = None
     medium: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,14 +69,14 @@ class LineFilter:
 
 
 def kind_of(event: KVCacheEvent) -> str:
-    """One of `KINDS`."""
+    """Return the kind of an event, one of `KINDS`."""
     if isinstance(event, BlockStored):
         return "stored"
     return "removed" if isinstance(event, BlockRemoved) else "cleared"
 
 
 def make_lines(item: StreamItem, chosen: LineFilter) -> list[Line]:
-    """A line for each event of a batch that the filter passes; one for a loss, a restart, a silence."""
+    """Return a line for each event of a batch that passes the filter, or for a loss, restart or silence."""
     match item:
         case ReceivedBatch():
             return [make_event_line(item, event) for event in item.batch.events if chosen.passes(event)]
@@ -93,7 +94,7 @@ def make_lines(item: StreamItem, chosen: LineFilter) -> list[Line]:
 
 
 def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
-    """Sequence, kind, number of blocks, first hash, parent, tokens shortened, group and medium."""
+    """Return a line: sequence, kind, number of blocks, first hash, parent, first tokens, group, medium."""
     kind = kind_of(event)
     fields: dict[str, Any] = {
         "sequence": item.sequence,
@@ -125,12 +126,12 @@ def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
 
 
 def show_hash(block_hash: int | None) -> str:
-    """16 hexadecimal digits, or a dash."""
+    """Return a hash as 16 hexadecimal digits, or a dash for None."""
     return f"{'-':<16}" if block_hash is None else f"{block_hash:016x}"
 
 
 def show_tokens(token_ids: list[int]) -> str:
-    """The first few, and how many there are."""
+    """Return the first few tokens and the number of all."""
     if not token_ids:
         return "-"
     dots = " …" if len(token_ids) > _SHOWN_TOKENS else ""

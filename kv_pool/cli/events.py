@@ -1,4 +1,4 @@
-"""`kv-pool events`: a running event stream, for people."""
+"""`kv-pool events`: print a running event stream."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_items import ReceivedBatch, StreamItem
+from kv_pool.ids import GroupId
 
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber
@@ -49,16 +50,19 @@ def events(
     ],
     replay: Annotated[
         list[str] | None,
-        typer.Option(metavar="ENDPOINT", help="Where to ask for missed batches, one per ENDPOINT, in order."),
+        typer.Option(
+            metavar="ENDPOINT", help="Replay endpoint for missed batches, one per ENDPOINT, in order."
+        ),
     ] = None,
     bind: Annotated[
-        bool, typer.Option("--bind", help="Bind ENDPOINT, for publishers that connect to their readers.")
+        bool,
+        typer.Option("--bind", help="Bind to ENDPOINT, for publishers that connect to their subscribers."),
     ] = False,
     curve_server_key: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="For an encrypted stream: the publisher's public key, a .key file; one for all "
+            help="For an encrypted stream: file (.key) with the publisher's public key; one for all "
             "ENDPOINTs, or one each, in order.",
         ),
     ] = None,
@@ -66,42 +70,48 @@ def events(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Your own keys, a .key_secret file, where the publisher admits only readers it knows.",
+            help="File (.key_secret) with your own keys, for a publisher that admits only known subscribers.",
         ),
     ] = None,
-    topic: Annotated[str, typer.Option(help="Only batches whose topic begins so.")] = "",
-    kind: Annotated[str | None, typer.Option(help="Only stored, removed or cleared.")] = None,
-    group: Annotated[int | None, typer.Option(help="Only this KV cache group.", min=0)] = None,
-    medium: Annotated[str | None, typer.Option(help="Only GPU, CPU, STORAGE, ...")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    topic: Annotated[str, typer.Option(help="Show only batches whose topic has this prefix.")] = "",
+    kind: Annotated[
+        str | None, typer.Option(help="Show only this kind of event: stored, removed or cleared.")
+    ] = None,
+    group: Annotated[int | None, typer.Option(help="Show only this KV cache group.", min=0)] = None,
+    medium: Annotated[str | None, typer.Option(help="Show only this medium: GPU, CPU, STORAGE, ...")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     limit: Annotated[
-        int | None, typer.Option(help="Stop after so many lines; with --mirror, batches.", min=1)
+        int | None, typer.Option(help="Stop after this many lines, or batches with --mirror.", min=1)
     ] = None,
     mirror: Annotated[
-        bool, typer.Option("--mirror", help="Show what each publisher holds instead of its events.")
+        bool,
+        typer.Option(
+            "--mirror", help="Show the blocks that each publisher has cached instead of its events."
+        ),
     ] = False,
     count_copies: Annotated[
         bool,
         typer.Option(
             "--count-copies/--no-count-copies",
-            help="With --mirror: a hash is held until it is removed as often as it was stored, as streams of "
-            "vLLM mean it. Streams of kv_pool are read alike either way. Turn it off for streams that "
+            help="With --mirror: count the copies of a hash; drop it when it was removed as often as stored. "
+            "vLLM's streams need this; for kv_pool's it makes no difference. Turn it off for streams that "
             "announce hits as stores: vLLM's full report mode.",
         ),
     ] = True,
 ) -> None:
-    """Print a publisher's events as they happen; with --mirror, what each publisher holds. Ctrl-C ends it."""
+    """Print the events of publishers as they arrive, or with --mirror their cached blocks, until Ctrl-C."""
     from kv_pool.events.subscriber import KVEventSubscriber
 
     replays: list[str | None] = [*(replay or [])]
     if len(replays) not in (0, len(endpoints)):
         raise InvalidArgumentError(
-            f"{len(endpoints)} endpoints and {len(replays)} times --replay; give one for each, or none"
+            f"{len(endpoints)} endpoints and {len(replays)} times --replay; pass one for each, or none"
         )
     replays += [None] * (len(endpoints) - len(replays))
     if mirror and (json or kind is not None):
         raise InvalidArgumentError("--mirror shows a table; leave out --json and --kind")
-    chosen = LineFilter(kind, group, medium)
+    group_id = None if group is None else GroupId(group)
+    chosen = LineFilter(kind, group_id, medium)
     keys = read_keys(curve_server_key or [], curve_secret_key, len(endpoints))
     with contextlib.ExitStack() as opened:
         subscribers = {
@@ -112,7 +122,7 @@ def events(
         }
         show: EventPrinter | MirrorTable
         if mirror:
-            show = opened.enter_context(MirrorTable(subscribers, limit, group, medium, count_copies))
+            show = opened.enter_context(MirrorTable(subscribers, limit, group_id, medium, count_copies))
         else:
             show = opened.enter_context(EventPrinter(chosen, json, limit))
         asyncio.run(read_all(subscribers, show))
@@ -121,16 +131,16 @@ def events(
 def read_keys(
     server_key_files: list[str], secret_key_file: str | None, num_endpoints: int
 ) -> list[CurveKeys | None]:
-    """The keys for each endpoint, None where the stream is plain. Raises InvalidArgumentError."""
+    """Return the keys for each endpoint, None for a plain stream. Raises InvalidArgumentError."""
     if not server_key_files:
         if secret_key_file is not None:
             raise InvalidArgumentError(
-                "--curve-secret-key is for an encrypted stream; give the publisher's --curve-server-key, too"
+                "--curve-secret-key is for an encrypted stream; pass the publisher's --curve-server-key, too"
             )
         return [None] * num_endpoints
     if len(server_key_files) not in (1, num_endpoints):
         raise InvalidArgumentError(
-            f"{num_endpoints} endpoints and {len(server_key_files)} times --curve-server-key; give one for "
+            f"{num_endpoints} endpoints and {len(server_key_files)} times --curve-server-key; pass one for "
             f"each, or one for all"
         )
     keys = [CurveKeys.from_files(one, secret_key_file) for one in server_key_files]
@@ -138,7 +148,7 @@ def read_keys(
 
 
 async def read_all(subscribers: "dict[str, KVEventSubscriber]", show: "EventPrinter | MirrorTable") -> None:
-    """Hand every item of every stream to `show`, until it has enough."""
+    """Pass every item of every stream to `show` until it has enough."""
 
     async def read(endpoint: str, subscriber: "KVEventSubscriber") -> None:
         async for item in subscriber:
@@ -164,7 +174,7 @@ async def read_all(subscribers: "dict[str, KVEventSubscriber]", show: "EventPrin
 
 
 class EventPrinter:
-    """A line per event, and on a terminal the rates of the last second below them."""
+    """A printer of one line per event, and on a terminal of the rates of the last second."""
 
     def __init__(
         self,
@@ -214,19 +224,19 @@ class EventPrinter:
         rates = [
             f"{name} {count / (now - self._since):,.0f}/s" for name, count in sorted(self._counts.items())
         ]
-        self._status.update(", ".join(rates) or "nothing came")
+        self._status.update(", ".join(rates) or "no events")
         self._counts.clear()
         self._since = now
 
 
 class MirrorTable:
-    """What each publisher holds: live on a terminal, and once at the end."""
+    """A table of the blocks that each publisher has cached: live on a terminal, else once at the end."""
 
     def __init__(
         self,
         subscribers: "dict[str, KVEventSubscriber]",
         limit: int | None,
-        group: int | None,
+        group: GroupId | None,
         medium: str | None,
         counts_copies: bool,
     ) -> None:
@@ -268,12 +278,12 @@ class MirrorTable:
         return fit_table(self._lay_out, len(_TITLES), self._console)
 
     def _lay_out(self, num_columns: int) -> Table:
-        table = Table(title="what publishers hold")
+        table = Table(title="cached blocks by publisher")
         for number, title in enumerate(_TITLES[:num_columns]):
             table.add_column(title, justify="left" if number < 3 else "right", no_wrap=title != "now")
         for endpoint, subscriber in self._subscribers.items():
-            counts = self._mirror.counts_of(endpoint)
-            stats = subscriber.stats()
+            counts = self._mirror.get_counts(endpoint)
+            stats = subscriber.get_statistics()
             holds = [
                 escape_text(f"{count:,} in group {group} {medium}")
                 for (group, medium), count in sorted(self._mirror.count_by_place(endpoint).items())
@@ -281,10 +291,10 @@ class MirrorTable:
             ]
             if stats.is_silent:
                 now = "silent"
-            elif stats.is_recovering:
-                now = "asking for what was missed"
+            elif not stats.num_connections:
+                now = "not connected"
             else:
-                now = "following" if stats.num_connections else "not connected"
+                now = "requesting missed batches" if stats.is_recovering else "following"
             numbers = (
                 stats.counts.num_batches,
                 counts.num_stored,

@@ -1,7 +1,7 @@
 """Text from outside (streams, peers, traces, file names) made safe to print.
 
 A terminal obeys escape sequences and rich obeys markup; a string that another process chose may hold both.
-Every command passes such strings through one of these before it prints them.
+Every command passes such strings through one of these functions before it prints them.
 """
 
 from rich.text import Text
@@ -30,7 +30,7 @@ def escape_lines(text: str, max_chars: int = 10 * MAX_CHARS) -> str:
 
 
 def escape_json(text: str) -> str:
-    r"""Return JSON `text` with each character that does not print as `\uXXXX`; it means the same.
+    r"""Return JSON `text` with each character that does not print as `\uXXXX`; the value is equal.
 
     Line ends and spaces between values are kept. Encoders escape only what JSON requires, which leaves out
     DEL, C1 control characters and bidirectional overrides.

@@ -1,4 +1,4 @@
-"""`kv-pool info`: which kv_pool this is."""
+"""`kv-pool info`: show which kv_pool is installed."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +16,7 @@ _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib
 
 
 def info(json: Json = False) -> None:
-    """Say whether the core runs compiled or plain, and the versions of everything."""
+    """Show whether the core runs compiled, and the versions of kv_pool and its dependencies."""
     facts = {
         "kv_pool": __version__,
         "core": "compiled (mypyc)" if COMPILED else "plain Python",
@@ -37,7 +37,7 @@ def info(json: Json = False) -> None:
 
 
 def _find_version(name: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`kv-pool layout`: the memory map of a running pool."""
+"""`kv-pool layout`: draw the memory map of a running pool."""
 
 from typing import Annotated
 
@@ -17,14 +17,16 @@ def layout(
     node: Node = None,
     width: Annotated[
         int | None,
-        typer.Option(help="Cells in a row, in the terminal. Default: a power of two that fits.", min=1),
+        typer.Option(
+            help="Cells per row in the terminal. Default: the largest power of two that fits.", min=1
+        ),
     ] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Draw to this .svg or .png file instead.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw which blocks of a running pool are free, cached, in use and pinned, and where runs lie."""
+    """Draw which blocks of a running pool are free, cached, in use or held in place, and its runs."""
     if output is not None:
         check_can_draw(output)
     with ControlClient(socket, node=node) as client:

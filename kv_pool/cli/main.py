@@ -7,7 +7,7 @@ from kv_pool.version import __version__
 
 
 def main() -> None:
-    """Run a sub-command. What the library refuses is one line on stderr and exit status 2."""
+    """Run a sub-command. An error of the library is one line on stderr and exit status 2."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -15,13 +15,15 @@ def main() -> None:
         sys.exit(f"kv-pool needs typer and rich: {describe_install('cli')}")
     from kv_pool.cli.console import end_for_closed_output, prepare_streams, print_error
     from kv_pool.cli.signals import EndedBySignal, end_on_signals, exit_at_once
-    from kv_pool.cli.sub_commands import make_command
+    from kv_pool.cli.sub_commands import COMMANDS, make_command
 
     end_on_signals()
     prepare_streams()
     try:
         try:
-            make_command(__version__)()
+            # Import only the named command; help and completion need all of them.
+            named = [name for name in sys.argv[1:2] if name in COMMANDS]
+            make_command(__version__, named or COMMANDS)()
         finally:
             sys.stdout.flush()
     except EndedBySignal as ended:

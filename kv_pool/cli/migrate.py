@@ -1,4 +1,4 @@
-"""`kv-pool migrate`: a sequence of a running pool goes to another node."""
+"""`kv-pool migrate`: migrate a sequence of a running pool to another node."""
 
 import time
 from typing import Annotated
@@ -16,6 +16,7 @@ from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import MigrationCancelledError, MigrationError
+from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.replay.capacity import parse_rate
 
@@ -27,32 +28,35 @@ def migrate(
         str,
         typer.Option(
             metavar="ID|newest",
-            help="Which sequence, or request; see kv-pool sequences. The newest has the highest id, or was "
-            "admitted last.",
+            help="The sequence, or request; see kv-pool sequences. newest: the highest sequence id, or the "
+            "request admitted last.",
         ),
     ],
     target_node: Annotated[
-        str | None,
+        NodeName | None,
         typer.Option(
             metavar="NAME",
-            help="Where to; see kv-pool peers. Default: the cheapest to reach of those with room.",
+            parser=NodeName,
+            help="The target; see kv-pool peers. Default: the cheapest node with enough free blocks, the "
+            "same kind of pool and the same layout of blocks.",
         ),
     ] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="The sequence stays here, too.")] = False,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy: keep the sequence on this node, too.")] = False,
     max_rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Bytes a second at most, such as 100MB/s.")
+        str | None, typer.Option(metavar="RATE", help="Maximum rate, such as 100MB/s.")
     ] = None,
     backend: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="How the bytes are read: tcp. Default: the first that works of the node's."
+            metavar="NAME",
+            help="How the target reads the bytes, such as tcp. Default: the node's first that works.",
         ),
     ] = None,
     socket: Socket = None,
     node: Node = None,
     json: Json = False,
 ) -> None:
-    """Move a sequence, with its bytes, from a running pool to another node; Ctrl-C gives it up."""
+    """Move a sequence and its bytes from a running pool to another node; Ctrl-C cancels."""
     number = parse_sequence_id(sequence_id)
     rate = 0.0 if max_rate is None else parse_rate(max_rate)
     with ControlClient(socket, node=node, not_node=target_node) as client:
@@ -71,21 +75,21 @@ def migrate(
     _show(status, json)
 
 
-def parse_sequence_id(text: str) -> int | str | None:
+def parse_sequence_id(text: str) -> SequenceId | RequestId | None:
     """Return a sequence's number or a request's id; None for `newest`."""
     if text == "newest":
         return None
-    return int(text) if text.isascii() and text.isdigit() else text
+    return SequenceId(int(text)) if text.isascii() and text.isdigit() else RequestId(text)
 
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
-    """Show how far it is until it has ended."""
+    """Show the progress of a migration until it ends, and return its last status."""
     with make_progress_bar(
         escape(escape_text(f"{status.subject} to {status.peer}")), MofNCompleteColumn()
     ) as bar:
         task = bar.add_task("", total=None, live="")
         while not status.phase.is_ended:
-            # The node has no way to tell us; a look costs it some microseconds.
+            # Polling costs the node some microseconds; it cannot notify us.
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             status = client.get_migration(status.migration_id)
             bar.update(
@@ -98,7 +102,7 @@ def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
 
 
 def _show(status: MigrationStatus, json: bool) -> None:
-    """Print what came of the migration. Raises MigrationError where it was not done."""
+    """Print the outcome of a migration. Raises MigrationError if it is not done."""
     if json:
         print_json(status)
     elif status.phase is not MigrationPhase.FAILED:
@@ -108,7 +112,7 @@ def _show(status: MigrationStatus, json: bool) -> None:
 
 
 def _raise(status: MigrationStatus) -> None:
-    """Raise the error as which the migration failed."""
+    """Raise the error with which the migration ended."""
     if status.phase is MigrationPhase.CANCELLED:
         raise MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
     kind = ERRORS_BY_NAME.get(status.error, MigrationError)

@@ -1,11 +1,11 @@
-"""Migrations in words: sizes, rates, one line each."""
+"""Descriptions of migrations: outcomes, sizes, rates."""
 
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 
 
 def describe_outcome(status: MigrationStatus) -> str:
-    """What came of a migration that has ended, or how far it is; the error of a failed one is not in it."""
+    """Return one line on the outcome of a migration, or on its phase; without the error of a failed one."""
     subject, peer = escape_text(status.subject), escape_text(status.peer)
     verb = "moved" if status.is_move else "copied"
     to = "to" if status.direction == "out" else "from"
@@ -21,7 +21,7 @@ def describe_outcome(status: MigrationStatus) -> str:
 
 
 def describe_bytes(num_bytes: float) -> str:
-    """With a unit, so that there are few digits."""
+    """Return a size with a decimal unit, such as `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`kv-pool migration-status`: the migrations of a running node, now or as they go on."""
+"""`kv-pool migration-status`: show the migrations of a running node, once or continuously."""
 
 from typing import Annotated
 
@@ -17,17 +17,17 @@ from kv_pool.control.node_reports import MigrationList
 from kv_pool.migration.status import MigrationStatus
 
 _TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
-"""Those that matter most come first."""
+"""In order of importance: a narrow terminal shows only the first ones."""
 
 
 def migration_status(
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
-    limit: Annotated[int, typer.Option(help="Only the last so many.", min=1)] = 20,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    limit: Annotated[int, typer.Option(help="Show only this many of the latest.", min=1)] = 20,
     socket: Socket = None,
     node: Node = None,
     json: Json = False,
 ) -> None:
-    """Show the migrations of a running node: those under way, and the last that have ended."""
+    """Show the running migrations of a node, and the last ones that ended."""
     console = Console()
     with ControlClient(socket, node=node) as client:
         if watch:
@@ -42,7 +42,7 @@ def migration_status(
 
 
 def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Table:
-    """The last `limit` of them, oldest first; without their last columns where these do not fit."""
+    """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
 
     def lay_out(num_columns: int) -> Table:
         return _lay_out(found, limit, num_columns)
@@ -68,7 +68,7 @@ def _lay_out(found: MigrationList, limit: int, num_columns: int) -> Table:
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:
-    """A line for each of the last `limit` that has failed, or is in doubt."""
+    """Return a line for each of the last `limit` migrations that failed or is in doubt."""
     return [
         f"{escape_text(str(status.subject))}, {status.phase.value}: {escape_text(status.error_message)}"
         for status in found.migrations[-limit:]
@@ -77,7 +77,7 @@ def list_errors(found: MigrationList, limit: int) -> list[str]:
 
 
 def describe_row(status: MigrationStatus) -> list[str]:
-    """A migration as the cells of a row."""
+    """Return the cells of a migration's row."""
     verb = "move" if status.is_move else "copy"
     to = "to" if status.direction == "out" else "from"
     return [

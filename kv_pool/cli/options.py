@@ -1,4 +1,4 @@
-"""Options that commands share beside settings, and what they mean together: capacities, the model, tiers."""
+"""Options that commands share besides settings, and their combinations: capacities, the model, tiers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +15,13 @@ from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.settings import find_block_size
 from kv_pool.replay.trace import Trace
 
-MODEL_PANEL = "The model, for --memory, and where copies take time"
+MODEL_PANEL = "Model, for --memory and for the time of copies"
 
 Publish = declare(str | None, PUBLISH)
 PublishReplay = declare(str | None, PUBLISH_REPLAY)
 PublishConfig = declare(str | None, PUBLISH_CONFIG)
 JsonFile = Annotated[
-    str | None, typer.Option("--json", help="Write everything, with provenance, to this file.")
+    str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
 ]
 Memory = Annotated[
     str | None,
@@ -30,22 +30,28 @@ Memory = Annotated[
     ),
 ]
 Model = Annotated[str | None, typer.Option(help=f"One of: {', '.join(MODELS)}.", rich_help_panel=MODEL_PANEL)]
-NumLayers = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
-NumKVHeads = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
-HeadSize = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
+NumLayers = Annotated[
+    int, typer.Option(help="Number of layers, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
+]
+NumKVHeads = Annotated[
+    int, typer.Option(help="Number of KV heads, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
+]
+HeadSize = Annotated[
+    int, typer.Option(help="Elements per head, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
+]
 DtypeBytes = Annotated[int, typer.Option(help="Bytes per KV element.", min=1, rich_help_panel=MODEL_PANEL)]
 
 
 def find_kv(
     model: str | None, num_layers: int, num_kv_heads: int, head_size: int, dtype_bytes: int
 ) -> ModelKV | None:
-    """The model that the options tell of, if they do. Raises InvalidArgumentError if they do twice."""
+    """Return the model that the options describe, or None. Raises InvalidArgumentError if they name two."""
     dimensions = (num_layers, num_kv_heads, head_size)
     if model is None:
         return ModelKV(*dimensions, dtype_bytes=dtype_bytes) if any(dimensions) else None
     if any(dimensions):
         raise InvalidArgumentError(
-            "give either --model, or --num-layers, --num-kv-heads and --head-size, not both"
+            "pass either --model, or --num-layers, --num-kv-heads and --head-size, not both"
         )
     return replace(find_model(model), dtype_bytes=dtype_bytes)
 
@@ -58,10 +64,10 @@ def find_capacity(
     kv: ModelKV | None,
     groups: str,
 ) -> tuple[int, int]:
-    """Blocks of the pool, from `--blocks` or `--memory`, and bytes of each, 0 where no model is given.
+    """Return the pool's blocks, from `--blocks` or `--memory`, and the bytes of each, 0 without a model.
 
     Raises:
-        InvalidArgumentError: not one of the two, or memory without a model, or less than it needs.
+        InvalidArgumentError: neither or both are given, or memory without a model, or too little memory.
     """
     given = None if blocks is None else str(blocks)
     (capacity,), block_bytes = find_capacities(trace, block_size, given, memory, kv, groups)
@@ -76,9 +82,9 @@ def find_capacities(
     kv: ModelKV | None,
     groups: str,
 ) -> tuple[list[int], int]:
-    """As `find_capacity`, of lists and ranges."""
+    """Return capacities as `find_capacity` does, from lists and ranges."""
     if (blocks is None) == (memory is None):
-        raise InvalidArgumentError("give the capacity either as --blocks or as --memory")
+        raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
     tokens_per_block = find_block_size(block_size, trace)
     num_groups = len(parse_groups(groups, tokens_per_block))
     if blocks is not None:
@@ -94,7 +100,7 @@ def find_capacities(
 
 
 def parse_list(option: str, text: str, parse_one: Callable[[str], int] = ranges.parse_count) -> list[int]:
-    """As `ranges.parse_range`, with errors that name the option."""
+    """Parse a list or range as `ranges.parse_range` does; errors name the option."""
     try:
         return ranges.parse_range(text, parse_one)
     except InvalidArgumentError as error:
@@ -102,7 +108,7 @@ def parse_list(option: str, text: str, parse_one: Callable[[str], int] = ranges.
 
 
 def check_tiers(has_tiers: bool, clock: str, kv: ModelKV | None) -> None:
-    """Raise InvalidArgumentError where copies to tiers take a time that nothing tells."""
+    """Raise InvalidArgumentError if copies to tiers take time and no model is given."""
     if has_tiers and clock == "trace" and kv is None:
         raise InvalidArgumentError(
             "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "

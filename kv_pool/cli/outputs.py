@@ -8,7 +8,7 @@ from kv_pool.replay.report import encode_json, write_json
 
 
 def write_report(report: object, path: str) -> None:
-    """Write a report as JSON; where that fails, print it on standard output, so that it is not lost.
+    """Write a report to a file as JSON, or print it on standard output if the file cannot be written.
 
     Raises:
         TraceError: the file was not written.
@@ -21,7 +21,7 @@ def write_report(report: object, path: str) -> None:
 
 
 def find_unused(path: str) -> str:
-    """Return `path`, or with -2, -3 and so on before its suffix the first that does not exist."""
+    """Return `path`, or the first unused path with -2, -3 and so on before its suffix."""
     first = Path(path)
     found, number = first, 1
     while found.exists():

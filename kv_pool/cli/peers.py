@@ -1,4 +1,4 @@
-"""`kv-pool peers`: the nodes that a running node knows, how near they are and how much room they have."""
+"""`kv-pool peers`: show the nodes that a running node knows, their nearness and their free blocks."""
 
 from rich import box
 from rich.table import Table
@@ -10,7 +10,7 @@ from kv_pool.control.client import ControlClient
 
 
 def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
-    """Ask a running node for the nodes that it knows."""
+    """Show the other nodes that a running node knows."""
     with ControlClient(socket, node=node) as client:
         found = client.list_peers()
     if json:

@@ -1,4 +1,4 @@
-"""The progress bar: on stderr, for people only, gone when the work is done."""
+"""The progress bar: on stderr, only on a terminal, removed at the end."""
 
 import sys
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 
 
 def make_progress_bar(doing: str, how_far: ProgressColumn) -> Progress:
-    """A bar with the text of the field `live`; silent where stderr is no terminal."""
+    """Return a bar that shows the text of the field `live`; silent if stderr is not a terminal."""
     return Progress(
         TextColumn(doing),
         BarColumn(),

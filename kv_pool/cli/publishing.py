@@ -1,4 +1,4 @@
-"""The publisher that `serve` and `replay` open when they are asked to send events."""
+"""The event publisher of `serve` and `replay`."""
 
 import shlex
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def open_publisher(
     endpoint: str | None, replay_endpoint: str | None, config_file: str | None = None
 ) -> "Iterator[ZMQEventPublisher | None]":
-    """A publisher of an exact stream with snapshots, closed at the end; None if nothing asks for one.
+    """Yield a publisher of an exact stream with snapshots, or None without an endpoint and a file.
 
     Raises:
-        InvalidArgumentError: as `read_publisher_config`, or a key file that can not be used.
-        EndpointError: an endpoint that cannot be bound.
+        InvalidArgumentError: as `read_publisher_config`, or a key file cannot be used.
+        EndpointError: an endpoint cannot be bound.
         MissingDependencyError: pyzmq is not installed.
     """
     config = read_publisher_config(endpoint, replay_endpoint, config_file)
@@ -38,24 +38,25 @@ def open_publisher(
 def read_publisher_config(
     endpoint: str | None, replay_endpoint: str | None, config_file: str | None
 ) -> PublisherConfig | None:
-    """The table `[publisher]` of a TOML file, with these endpoints in place of its own where they are given.
+    """Return the table `[publisher]` of a TOML file; endpoints that are given override its own.
 
-    None without an endpoint and without a file.
+    Returns:
+        None without an endpoint and a file.
     Raises:
-        InvalidArgumentError: what is no endpoint, or one for replay alone; a file that can not be read, or
-            means nothing. The message names it.
+        InvalidArgumentError: an endpoint is invalid, only the replay endpoint is given, or the file cannot
+            be read or is invalid. The message names it.
     """
     if config_file is None:
         if endpoint is None:
             if replay_endpoint is not None:
-                raise InvalidArgumentError("publish_replay is about missed events; give publish, too")
+                raise InvalidArgumentError("publish_replay is for missed events; set publish, too")
             return None
         return PublisherConfig.for_routers(endpoint=endpoint, replay_endpoint=replay_endpoint)
     try:
         config = PublisherConfig.from_toml(config_file)
     except OSError as error:
         raise InvalidArgumentError(
-            f"{config_file}: can not read the publisher's configuration: {error.strerror}"
+            f"{config_file}: cannot read the publisher's configuration: {error.strerror}"
         ) from error
     return replace(
         config,
@@ -65,7 +66,7 @@ def read_publisher_config(
 
 
 def describe_publisher(publisher: "ZMQEventPublisher") -> str:
-    """The command that shows its events."""
+    """Return the command that shows the events of a publisher."""
     config = publisher.config
     words = ["kv-pool", "events", str(publisher.endpoint)]
     if publisher.replay_endpoint is not None:

@@ -1,4 +1,4 @@
-"""`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
+"""`kv-pool replay`: replay a trace through a prefix cache of a given size."""
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -39,7 +39,7 @@ timestamp_unit skip_broken seed runs publish publish_replay publish_config pace 
 def replay(
     settings: ReplaySettings,
     blocks: Annotated[
-        int | None, typer.Option(help="Capacity in pool blocks, the null block not counted.", min=1)
+        int | None, typer.Option(help="Capacity in blocks, the null block not counted.", min=1)
     ] = None,
     memory: options.Memory = None,
     model: options.Model = None,
@@ -54,8 +54,8 @@ def replay(
         float | None,
         typer.Option(
             metavar="REQUESTS_PER_S",
-            help="With --publish: this many requests a second, at most. Without, an hour's trace is over in "
-            "seconds: start kv-pool events before.",
+            help="With --publish: at most this many requests a second. Without it, an hour's trace takes "
+            "seconds: start kv-pool events first.",
             rich_help_panel=EVENTS_PANEL,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def replay(
         ),
     ] = None,
 ) -> None:
-    """Replay a production trace through the block pool and show what the prefix cache did."""
+    """Replay a trace through the block pool and show the hit rates of the prefix cache."""
     opened = settings.open_trace()
     kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
     num_blocks, block_bytes = options.find_capacity(
@@ -81,14 +81,14 @@ def replay(
     options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
     if settings.preemption == "swap" and not settings.host_blocks:
         raise InvalidArgumentError(
-            "--preempt swap has no effect without --host-blocks: give both, or neither"
+            "--preempt swap has no effect without --host-blocks: pass both, or neither"
         )
     if json is not None:
         check_can_write(json)
     settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
     if pace is not None and publish is None and publish_config is None:
-        raise InvalidArgumentError("--pace is about events; give --publish, too")
-    # Around the output, too: when the file of requests was cut off, that is told after the result.
+        raise InvalidArgumentError("--pace is for events; pass --publish, too")
+    # This block includes the output, so that the result is printed before the error of a truncated file.
     with nullcontext() if requests is None else write_outcomes(requests) as on_outcome:
         with ExitStack() as stack:
             publisher = stack.enter_context(open_publisher(publish, publish_replay, publish_config))
@@ -114,7 +114,7 @@ def replay(
 
 
 def make_table(report: ReplayReport) -> Table:
-    """The report for people."""
+    """Return a report as a table."""
     trace = Path(report.provenance.trace).name if report.provenance else ""
     compiled = report.provenance is not None and report.provenance.compiled
     groups = str(report.settings.get("groups", "full"))
@@ -155,7 +155,7 @@ def make_table(report: ReplayReport) -> Table:
     table.add_row(
         "", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests"
     )
-    table.add_row("evictions", f"{report.evictions:,}", "cached blocks taken for something else")
+    table.add_row("evictions", f"{report.evictions:,}", "cached blocks reused for other content")
     table.add_section()
     table.add_row(
         "blocks in use, peak",
@@ -174,10 +174,10 @@ def make_table(report: ReplayReport) -> Table:
         table.add_row(
             f"{tier.medium} tier",
             f"{tier.blocks_held:,}",
-            f"of {tier.capacity:,} blocks; {tier.evictions:,} made room",
+            f"of {tier.capacity:,} blocks; {tier.evictions:,} evicted",
         )
         moved = f", {tier.bytes_moved / 1e9:,.1f} GB in all" if tier.bytes_moved else ""
-        table.add_row("  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} read back{moved}")
+        table.add_row("  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} onboarded{moved}")
     table.add_section()
     if report.clock == "trace":
         waiting = report.waiting
@@ -188,9 +188,11 @@ def make_table(report: ReplayReport) -> Table:
             f"median {_seconds(waiting.median_ms)}, p99 {_seconds(waiting.p99_ms)}",
         )
         table.add_row("preempted", f"{report.preempted:,}", "times a running request lost its blocks")
-        table.add_row("computed anew", f"{report.tokens_recomputed:,}", "tokens, after that")
+        table.add_row("recomputed", f"{report.tokens_recomputed:,}", "tokens, after preemption")
         if report.swapped_out:
-            table.add_row("swapped out", f"{report.swapped_out:,}", "of these, to the host's memory instead")
+            table.add_row(
+                "swapped out", f"{report.swapped_out:,}", "of the preempted, to host memory instead"
+            )
             table.add_row(
                 "copied",
                 f"{report.bytes_moved / 1e9:,.1f} GB",
@@ -207,13 +209,13 @@ def make_table(report: ReplayReport) -> Table:
 
 
 def _list_media(report: ReplayReport) -> list[tuple[str, int, str]]:
-    """Where the tokens hit came from, where there is more than one place."""
+    """Return (medium, hit tokens, description) for each medium; nothing without tiers."""
     if not report.tiers:
         return []
     tokens_hit = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
-    media = [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,}, which the pool itself had")]
+    media = [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,} in the pool itself")]
     for tier in report.tiers:
-        media.append((tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,}, read back"))
+        media.append((tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,} onboarded"))
     return media
 
 

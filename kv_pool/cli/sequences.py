@@ -1,4 +1,4 @@
-"""`kv-pool sequences`: which sequences and holds have the blocks of a running pool."""
+"""`kv-pool sequences`: show the sequences and holds that own the blocks of a running pool."""
 
 from typing import Annotated
 
@@ -10,28 +10,31 @@ from kv_pool.cli.console import print_json, print_table
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import make_cell
 from kv_pool.control.client import ControlClient
+from kv_pool.ids import BlockId
 from kv_pool.reports.holds import HoldList, HoldSummary
 from kv_pool.reports.sequences import SequenceList
 
 
 def sequences(
     holds: Annotated[
-        bool, typer.Option("--holds", help="List what holds blocks in place instead, and since when.")
+        bool,
+        typer.Option("--holds", help="List the holds that keep blocks in place instead, and their ages."),
     ] = False,
     block: Annotated[
-        int | None, typer.Option(metavar="ID", help="List what holds this block instead.", min=1)
+        int | None, typer.Option(metavar="ID", help="List the holds on this block instead.", min=1)
     ] = None,
     socket: Socket = None,
     node: Node = None,
     json: Json = False,
 ) -> None:
-    """List the sequences of a running pool, or the requests, least recently used first.
+    """List the sequences, or requests, of a running pool, least recently used first.
 
     The requests of a KVCacheManager are listed in the order of their admission.
     """
     with ControlClient(socket, node=node) as client:
         found: SequenceList | HoldList
-        found = client.list_holds(block) if holds or block is not None else client.list_sequences()
+        block_id = None if block is None else BlockId(block)
+        found = client.list_holds(block_id) if holds or block is not None else client.describe_sequences()
     if json:
         print_json(found)
     elif isinstance(found, HoldList):
@@ -45,11 +48,13 @@ def _print_sequences(found: SequenceList) -> None:
     columns = {
         "sequence": [str(one.sequence_id) for one in listed],
         "blocks": [f"{one.num_blocks:,}" for one in listed],
-        "held in place": [f"{one.num_fixed_blocks:,}" if one.num_fixed_blocks else "" for one in listed],
+        "held in place": [
+            f"{one.num_immovable_blocks:,}" if one.num_immovable_blocks else "" for one in listed
+        ],
         "tokens": ["" if one.num_tokens is None else f"{one.num_tokens:,}" for one in listed],
         "priority": ["" if one.priority is None else str(one.priority) for one in listed],
         "last used": ["" if one.idle_s is None else f"{one.idle_s:.1f} s ago" for one in listed],
-        "": ["migrates" if one.is_migrating else "" for one in listed],
+        "": ["in transit" if one.is_in_transit else "" for one in listed],
     }
     known = {title: cells for title, cells in columns.items() if any(cells)} or columns
     table = Table(box=box.SIMPLE)

@@ -1,4 +1,4 @@
-"""`kv-pool serve`: a pool under a live replay, to be asked from a second terminal."""
+"""`kv-pool serve`: run a pool under a live replay, for commands from a second terminal."""
 
 import select
 import sys
@@ -24,7 +24,7 @@ _ORDER = """
 trace blocks kv_pool_size block_size kv_block_size manager run_length enable_defragmentation
 defrag_threshold defrag_interval defrag_moves max_evictions speedup trace_block_size timestamp_unit duration
 name listen peer nodes registry secret_file backend block_bytes max_rate
-offload_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config socket config
+migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config socket config
 """
 
 
@@ -34,13 +34,13 @@ def serve(
     config: Annotated[
         str | None,
         typer.Option(
-            help="A TOML file with these options, block_size = 16 and so on; the command line wins."
+            help="A TOML file with these options, such as block_size = 16. The command line overrides it."
         ),
     ] = None,
 ) -> None:
-    """Run a pool under a trace in real time; ask it with kv-pool stats, defrag and layout meanwhile.
+    """Replay a trace through a pool in real time, and serve the pool to kv-pool stats, defrag and so on.
 
-    With --name the pool is a node, and sequences move between it and others: kv-pool migrate.
+    With --name the pool is a node: kv-pool migrate moves sequences between nodes.
     """
     settings = read_settings(config, given)
     check_is_node(settings)
@@ -72,7 +72,7 @@ def serve(
 
 
 def describe_node(node: LiveNode) -> str:
-    """Where a node is, and how another one gets to know it."""
+    """Return one line with the address of a node and a command that starts another one."""
     name, address = node.migrator.name, node.migrator.address
     another = "b" if name == "a" else "a"
     return (
@@ -82,7 +82,10 @@ def describe_node(node: LiveNode) -> str:
 
 
 def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:
-    """Let it run until its time is over or the pipe can be read; show how it does. Raises what ended it."""
+    """Run the replay until `duration` has passed or `asked_to_end` is readable, and show its progress.
+
+    Raises what `LiveReplay.run` raises.
+    """
     stop = Event()
     console = Console(stderr=True)
     with ThreadPoolExecutor(1) as executor, console.status("", refresh_per_second=4) as status:

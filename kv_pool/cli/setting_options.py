@@ -1,6 +1,6 @@
-"""`takes`, `takes_given`: decorators that give a command the options of settings, and make settings of them.
+"""`takes`, `takes_given`: decorators that turn the fields of settings into options of a command.
 
-The settings declare their options (`replay/option.py`); a command names those that it offers, in their order.
+The settings declare the options (`replay/option.py`); a command lists those that it offers, in order.
 """
 
 import inspect
@@ -21,8 +21,9 @@ def takes(settings_class: type[_Settings], order: str, **found: object) -> _Deco
     """Decorate a command whose first argument is made from options of these settings.
 
     Args:
-        order: names of options, as in the help: of the settings, and of the command's other parameters.
-        found: fields without an option that the command replaces.
+        order: names of options in the order of the help, both of the settings and of the command's own
+            parameters.
+        found: values of fields that have no option; the command replaces them.
     """
 
     def make_settings(given: dict[str, Any]) -> _Settings:
@@ -32,13 +33,13 @@ def takes(settings_class: type[_Settings], order: str, **found: object) -> _Deco
 
 
 def takes_given(settings_class: type, order: str) -> _Decorator:
-    """Decorate a command whose first argument is a dict of these settings, None for what is not given."""
+    """Decorate a command whose first argument is a dict of these settings, with None for absent options."""
     defaults = settings_class()
     parameters = {}
     for name, value_type, option in list_options(settings_class):
         default = getattr(defaults, name)
         if get_origin(value_type) is Literal:
-            value_type = str  # the settings refuse other values in a message of their own
+            value_type = str  # the settings reject other values with their own message
         text = f"{option.help} Default: {default}." if default else option.help
         parameters[name] = _make_parameter(name, value_type | None, None, replace(option, help=text))
         for alias in option.aliases:
@@ -68,7 +69,7 @@ def _decorate(
 
 
 def _make_parameters(settings_class: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters for these settings, and for those that are fields of them, by option name."""
+    """Return the parameters for these settings and for nested settings, by option name."""
     parameters = {}
     options = {name: (value_type, option) for name, value_type, option in list_options(settings_class)}
     for field in fields(settings_class):

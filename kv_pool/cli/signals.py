@@ -1,8 +1,8 @@
-"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM and SIGHUP, alike in every sub-command.
+"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM and SIGHUP, the same in every sub-command.
 
-The first one unwinds the command, so that sockets, files, workers and the terminal are left in order; the
-exit status is 128 + the signal's number. Later ones are ignored. A command that has not ended `GRACE_S` after
-the first, for example because a thread does not end, is ended without further cleanup.
+The first one unwinds the command, which cleans up sockets, files, workers and the terminal; the exit status
+is 128 + the signal's number. Later signals are ignored. A command that still runs `GRACE_S` after the first,
+for example because a thread does not end, is terminated without further cleanup.
 """
 
 import os
@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 GRACE_S = 0.7
-"""Seconds for orderly cleanup. With the interpreter's own exit, a command is gone within a second."""
+"""Seconds for cleanup. Including the interpreter's exit, a command ends within a second."""
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -38,9 +38,9 @@ def end_on_signals() -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[int]:
-    """Yield a file descriptor that becomes readable at the first signal, which interrupts nothing.
+    """Yield a file descriptor that becomes readable at the first signal, instead of raising an exception.
 
-    For a command that starts and stops threads: interrupted in between, it would leave one running.
+    For commands that start and stop threads: an exception in between would leave a thread running.
     Raises:
         EndedBySignal: at the end of the `with` block, if a signal arrived in it.
     """
@@ -69,7 +69,7 @@ def defer_signals() -> Iterator[int]:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End the process after the cleanup: without waiting for threads, and without freeing a large pool."""
+    """Exit the process after the cleanup, without waiting for threads and without freeing a large pool."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -82,10 +82,10 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _bound(number: int) -> None:
-    """Ignore further signals, and end the process in `GRACE_S` whatever it is doing then.
+    """Ignore further signals, and terminate the process after `GRACE_S` in any case.
 
-    An alarm instead of a thread: a handler may run while the interpreter holds the locks that starting a
-    thread needs.
+    This uses an alarm, not a thread: a handler may run while the interpreter holds locks that are needed to
+    start a thread.
     """
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`kv-pool stats`: what a running pool holds, how scattered it is, what its calls cost."""
+"""`kv-pool stats`: show the use, fragmentation and latencies of a running pool."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from kv_pool.reports import PoolStatistics
 
 
 def stats(
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing them, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     socket: Socket = None,
     node: Node = None,
     json: Json = False,
@@ -35,7 +35,7 @@ def stats(
 
 
 def describe(statistics: PoolStatistics) -> list[str]:
-    """Lines for people."""
+    """Return statistics as lines of text."""
     s = statistics
     lines = [
         f"Total Blocks: {s.total_blocks} of {s.block_size} tokens",
@@ -45,8 +45,8 @@ def describe(statistics: PoolStatistics) -> list[str]:
         f"Pinned Blocks: {s.pinned_blocks}",
         f"Reserved Blocks: {s.reserved_blocks}",
     ]
-    if s.fixed_blocks != s.pinned_blocks:
-        lines.append(f"Held in Place: {s.fixed_blocks} of the used blocks; see kv-pool sequences --holds")
+    if s.immovable_blocks != s.pinned_blocks:
+        lines.append(f"Held in Place: {s.immovable_blocks} of the used blocks; see kv-pool sequences --holds")
     if s.num_sequences is not None:
         evicted = "" if s.evicted_sequences is None else f", evicted so far: {s.evicted_sequences}"
         lines.append(f"Sequences: {s.num_sequences}{evicted}")
@@ -75,7 +75,7 @@ def _describe_hits(statistics: PoolStatistics) -> str:
 
 
 def _describe_latency(title: str, latency: CallLatency) -> list[str]:
-    """Two lines, each of which fits into 80 columns."""
+    """Return a latency as lines that fit into 80 columns."""
     if not latency.num_timed:
         return [f"{title}: not known yet, {latency.num_calls} calls"]
     return [

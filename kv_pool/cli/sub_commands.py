@@ -1,32 +1,40 @@
 """The sub-commands of `kv-pool` as one click command, with help that shows brackets and plain flags."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from kv_pool.cli.defrag import defrag
-from kv_pool.cli.events import events
-from kv_pool.cli.info import info
-from kv_pool.cli.layout import layout
-from kv_pool.cli.migrate import migrate
-from kv_pool.cli.migration_status import migration_status
-from kv_pool.cli.peers import peers
-from kv_pool.cli.replay import replay
-from kv_pool.cli.sequences import sequences
-from kv_pool.cli.serve import serve
-from kv_pool.cli.stats import stats
-from kv_pool.cli.sweep import sweep
-from kv_pool.cli.tiers import tiers
-from kv_pool.cli.topology import topology
+COMMANDS = (
+    "replay",
+    "sweep",
+    "serve",
+    "stats",
+    "defrag",
+    "layout",
+    "sequences",
+    "tiers",
+    "migrate",
+    "migration-status",
+    "peers",
+    "topology",
+    "events",
+    "info",
+)
+"""In the order of the help. Each command is the function of its name in the module of its name."""
 
 
-def make_command(version: str) -> Callable[[], Any]:
-    """Return the command that parses `sys.argv` and runs."""
+def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], Any]:
+    """Return the command that parses `sys.argv` and runs.
+
+    Args:
+        names: the sub-commands to include. The modules of the others are not imported.
+    """
     app = typer.Typer(
         name="kv-pool",
-        help="A KV-cache block pool with prefix caching: replay traces through it, watch a running one.",
+        help="A KV-cache block pool with prefix caching: replay traces, watch and operate a running pool.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
@@ -47,20 +55,10 @@ def make_command(version: str) -> Callable[[], Any]:
     ) -> None:
         pass
 
-    app.command()(replay)
-    app.command()(sweep)
-    app.command()(serve)
-    app.command()(stats)
-    app.command()(defrag)
-    app.command()(layout)
-    app.command()(sequences)
-    app.command()(tiers)
-    app.command()(migrate)
-    app.command(name="migration-status")(migration_status)
-    app.command()(peers)
-    app.command()(topology)
-    app.command()(events)
-    app.command()(info)
+    for name in names:
+        name_in_python = name.replace("-", "_")
+        module = import_module(f"kv_pool.cli.{name_in_python}")
+        app.command(name=name)(getattr(module, name_in_python))
     command: Any = typer.main.get_command(app)
     for each in (command, *command.commands.values()):
         _show_help_as_written(each)

@@ -1,4 +1,4 @@
-"""`kv-pool sweep`: the hit rate over the size of the cache."""
+"""`kv-pool sweep`: measure the hit rate over the size of the cache."""
 
 import os
 from dataclasses import replace
@@ -38,7 +38,7 @@ disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json
 def sweep(
     settings: ReplaySettings,
     blocks: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Capacities in pool blocks: {ranges.FORMAT}.")
+        str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
     ] = None,
     memory: Annotated[
         str | None,
@@ -57,8 +57,8 @@ def sweep(
         str,
         typer.Option(
             metavar="LIST",
-            help="Capacities of a tier in host memory in blocks, each with each of the pool's: 0,10k,30k. "
-            "With the trace clock it needs --model or dimensions.",
+            help="Capacities in blocks of a tier in host memory, combined with each capacity of the pool: "
+            "0,10k,30k. With the trace clock it needs --model or dimensions.",
             rich_help_panel=TIERS_PANEL,
         ),
     ] = "0",
@@ -66,20 +66,20 @@ def sweep(
         str,
         typer.Option(
             metavar="LIST",
-            help="Capacities of a tier on disk below it, each with each of the others.",
+            help="Capacities of a tier on disk below it, combined with each of the others.",
             rich_help_panel=TIERS_PANEL,
         ),
     ] = "0",
     json: options.JsonFile = None,
     png: Annotated[
         str | None,
-        typer.Option(help="Where to draw the curve. Default: sweep.png; sweep-2.png and so on if it exists."),
+        typer.Option(help="File for the curve. Default: sweep.png, or sweep-2.png and so on if it exists."),
     ] = None,
     overlay: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Draw an earlier sweep into the same picture, from what its --json wrote. May be repeated.",
+            help="Draw an earlier sweep into the same picture, from its --json file. May be repeated.",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
@@ -121,7 +121,7 @@ def sweep(
 
 
 def make_table(reports: list[ReplayReport], console: Console) -> Table:
-    """One row per replay, with a bar for the token hit rate where the terminal has room for one."""
+    """Return a table with one row per replay, and a bar for the token hit rate if there is space."""
     table = _lay_out(reports, 0)
     room = console.width - measure_table(table, console).minimum - _AROUND_BAR
     longest = round(_BAR_WIDTH * max(report.token_hit_rate for report in reports))

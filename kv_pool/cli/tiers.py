@@ -1,4 +1,4 @@
-"""`kv-pool tiers`: what the tiers below a running pool hold, and what came back from them."""
+"""`kv-pool tiers`: show the lower tiers of a running pool and the blocks onboarded from them."""
 
 from rich import box
 from rich.table import Table
@@ -11,7 +11,7 @@ from kv_pool.control.client import ControlClient
 
 
 def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
-    """Show the tiers below a running pool, the warmest first."""
+    """Show the lower tiers of a running pool, fastest first."""
     with ControlClient(socket, node=node) as client:
         found = client.list_tiers()
     if json:
@@ -32,4 +32,4 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         )
     print_table(table)
     hits = ", ".join(f"{escape_text(medium)} {count:,}" for medium, count in found.hit_blocks.items())
-    print(f"blocks that requests began with: {hits}; {found.num_dropped:,} blocks went to no tier")
+    print(f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded")

@@ -1,4 +1,4 @@
-"""`kv-pool topology`: what this machine tells of its NUMA nodes, accelerators and links."""
+"""`kv-pool topology`: show the NUMA nodes, accelerators and links of this machine."""
 
 from rich import box
 from rich.table import Table
@@ -10,9 +10,9 @@ from kv_pool.migration.machine import Accelerator, Machine, read_machine
 
 
 def topology(json: Json = False) -> None:
-    """Show what this machine tells of its places: NUMA nodes, accelerators, the links between them.
+    """Show the NUMA nodes and accelerators of this machine, and the links between them.
 
-    Rack and network it does not know: write them into the file of kv-pool serve --config.
+    A machine does not know its rack and network: set them in the file of kv-pool serve --config.
     """
     machine = read_machine()
     if json:
@@ -22,7 +22,7 @@ def topology(json: Json = False) -> None:
 
 
 def show(machine: Machine) -> None:
-    """Print it for people."""
+    """Print a machine as text and tables."""
     print(f"host {escape_text(machine.host)}")
     if machine.numa_nodes:
         table = Table(box=box.SIMPLE)
@@ -32,7 +32,7 @@ def show(machine: Machine) -> None:
             table.add_row(str(node.node_id), make_cell(node.cpus), f"{node.memory_bytes / 2**30:.1f} GiB")
         print_table(table)
     else:
-        print("the system tells of no NUMA nodes")
+        print("the system reports no NUMA nodes")
     if not machine.accelerators:
         print("no accelerator")
         return

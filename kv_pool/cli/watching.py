@@ -1,4 +1,4 @@
-"""Looking at something again and again, until a signal ends the command."""
+"""Repeated output of a command, until a signal ends it."""
 
 import time
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from rich.text import Text
 from kv_pool.cli.console import print_table
 
 SECONDS_BETWEEN_LOOKS = 0.5
-"""Slow enough to be read; a look costs the pool some microseconds."""
+"""Slow enough to read. Each refresh costs the pool some microseconds."""
 
 
 def watch(
     look: Callable[[], Table | Text], console: Console, sleep: Callable[[float], object] = time.sleep
 ) -> NoReturn:
-    """Show what `look` returns, in place on a terminal; elsewhere print it each time."""
+    """Show what `look` returns, repeatedly: in place on a terminal, else one print after the other."""
     if console.is_terminal:
         with Live(look(), console=console, auto_refresh=False) as live:
             while True:

@@ -1,8 +1,8 @@
-"""The age of a block, one byte: whether it is free, has content, and how long ago that was used.
+"""The age byte of a block: whether it is free, whether it has content, and when that was last used.
 
 0       in use, or the null block
-1       free and empty: nobody can hit it
-2..254  free with content, larger = used later
+1       free and empty: no request can hit it
+2..254  free with content; larger = used later
 255     free, in a band above the default one: reused after all others
 """
 
@@ -11,4 +11,4 @@ from typing import Final
 IN_USE: Final = 0
 EMPTY: Final = 1
 YOUNGEST: Final = 254
-KEPT: Final = 255
+RETAINED: Final = 255

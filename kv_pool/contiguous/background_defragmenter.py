@@ -1,4 +1,4 @@
-"""`BackgroundDefragmenter`: a thread that compacts a pool beside its engine."""
+"""`BackgroundDefragmenter`: a thread that compacts a pool while its engine runs."""
 
 import logging
 import threading
@@ -13,20 +13,20 @@ _logger = logging.getLogger(__name__)
 
 
 class BackgroundDefragmenter:
-    """Calls `Defragmenter.step` from a thread of its own, until it is stopped.
+    """A thread that calls `Defragmenter.step` until it is stopped.
 
         with BackgroundDefragmenter(Defragmenter(pool, max_moves=32), guard=between_steps):
             engine.run()
 
     Args:
-        defragmenter: not to be used by others meanwhile.
-        pause_s: seconds from the end of one step to the next one.
-        guard: held during each step. Ids change in there, so it has to be what keeps the engine from using
-            ids that it has read before: a lock that the engine holds while it prepares and runs a step. On a
-            GPU the engine's streams must wait for the copy as well: `BlockStorage.use_copy_stream`.
+        defragmenter: the defragmenter to call; do not call it elsewhere meanwhile.
+        pause_s: seconds from the end of one step to the start of the next one.
+        guard: held during each step, in which ids change. It must prevent the engine from using ids that it
+            has read before, such as a lock that the engine holds while it prepares and runs a step. On a GPU
+            the engine's streams must also wait for the copy: `BlockStorage.use_copy_stream`.
 
     Attributes:
-        error: what ended the thread, None while all is well.
+        error: the exception that ended the thread; None if there was none.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class BackgroundDefragmenter:
         """Start the thread.
 
         Raises:
-            InvalidArgumentError: it runs already.
-            OutOfThreadsError: the system starts no thread.
+            InvalidArgumentError: the thread is already running.
+            OutOfThreadsError: the system cannot start a thread.
         """
         if self._thread is not None:
-            raise InvalidArgumentError("the background defragmenter runs already; stop() it first")
+            raise InvalidArgumentError("the background defragmenter is already running; stop() it first")
         self.error = None
         self._stopping.clear()
         self._thread = start_thread("kv_pool defragmenter", self._run)
 
     def stop(self) -> None:
-        """Wait for the step under way, and end. Does nothing if it does not run.
+        """Stop the thread after its current step. No-op if it is not running.
 
         Raises:
-            Whatever a step raised: that had ended the thread, and was logged then.
+            The exception of a step that has ended the thread; it was logged then.
         """
         self._stopping.set()
         if self._thread is not None:

@@ -1,22 +1,22 @@
-"""`BlockCopying`: copies the bytes of a plan, and tells at any moment which bytes are where."""
+"""`BlockCopying`: copies the bytes of a plan and tracks which bytes are where."""
 
 from collections.abc import Callable, Sequence
 
 from kv_pool.contiguous.move_check import CheckedMoves
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove
 
 CopyBlocks = Callable[[Sequence[BlockMove]], object]
-"""Copies each source's bytes over its target's, or queues that; raises where it could not.
+"""Copies each source's bytes to its target, or queues the copy; raises if that fails.
 
-The moves of one call may be made in any order: no id is the target of one and part of another. Those of a
-later call come after them.
+The moves of one call may be copied in any order: no id is the target of one and part of another. The moves of
+a later call are copied after them.
 """
 
 
 class BlockCopying:
-    """Copies the bytes of checked moves: the one-way ones first, then the exchanges in batches.
+    """Copies the bytes of checked moves: one-way moves first, then exchanges in batches.
 
         slot              scratch   target   source
         before            -         cached   used
@@ -24,19 +24,19 @@ class BlockCopying:
         2nd call          cached    used     used         `done` from here on
         3rd call          cached    used     cached
 
-    A block in use has its bytes at one of its two ids at any moment, so that a failure takes no copy to mend.
-    A cached block may lose them, if the second or third call fails.
+    A block in use always has its bytes at one of its two ids, so a failure needs no copy back. A cached block
+    may lose its bytes if the second or third call fails.
 
     Args:
-        scratch_ids: as many exchanges are copied at a time.
+        scratch_ids: scratch slots; as many exchanges are copied at a time.
 
     Attributes:
-        done: moves whose source has its bytes at the target's id. Of an exchange the move that was checked.
-        endangered: cached blocks whose bytes may be lost if a call fails now.
+        done: moves whose bytes have arrived at the target; for an exchange, the move that was checked.
+        endangered: cached blocks whose bytes are lost if a call fails now.
     """
 
     def __init__(
-        self, pool: RunBlockPool, checked: CheckedMoves, copy: CopyBlocks, scratch_ids: Sequence[int]
+        self, pool: RunBlockPool, checked: CheckedMoves, copy: CopyBlocks, scratch_ids: Sequence[BlockId]
     ) -> None:
         self.done: list[BlockMove] = []
         self.endangered: list[KVCacheBlock] = []
@@ -46,7 +46,7 @@ class BlockCopying:
         self._scratch_ids = scratch_ids
 
     def run(self) -> None:
-        """Copy everything. Raises whatever `copy` raises; `done` and `endangered` hold then."""
+        """Copy all moves. Any exception of `copy` propagates; `done` and `endangered` are correct then."""
         if self._checked.one_way:
             self._copy(self._checked.one_way)
             self.done.extend(self._checked.one_way)

@@ -1,51 +1,53 @@
-"""`BuddySystem`: the free ids of a pool as aligned chunks, a power of two each, that split and merge.
+"""`BuddySystem`: the free ids of a pool as aligned power-of-two chunks that split and merge.
 
     ids     0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
     free    .  1  .  .  4  5  6  7  .  .  .  .  12 13 14 .
     chunks     0        |--- 2 --|              |1 | 0            the order of each: 2 ** order ids
 
-A chunk of order k begins at a multiple of 2 ** k. Its buddy is the chunk at `first ^ 2 ** k`, and two free
-buddies are one chunk of the next order. Knowlton, A fast storage allocator, CACM 8 (1965).
+A chunk of order k begins at a multiple of 2 ** k. Its buddy is the chunk at `first ^ 2 ** k`; two free
+buddies merge into one chunk of the next order. Knowlton, A fast storage allocator, CACM 8 (1965).
 """
 
-from typing import Final
+from typing import Final, cast
 
 from mypy_extensions import i64
 
 from kv_pool.contiguous.ages import IN_USE
+from kv_pool.ids import BlockId
 
 _MAX_PLACES: Final = 16
-"""How many chunks of one order a search compares."""
+"""Maximum number of chunks of one order that a search compares."""
 
 _MARKS: Final = [bytes([order + 1]) for order in range(64)]
 _INSIDE: Final = 255
 _INSIDE_ROW: Final = bytes([_INSIDE])
 
 _MIN_CHANGES: Final = 256
-"""A pool of any size notes this many changes before it rebuilds all chunks instead."""
+"""A pool of any size records at least this many changes before it rebuilds all chunks instead."""
 
 
 class BuddySystem:
-    """The chunks of the free ids of a pool; it follows whatever takes and frees them.
+    """The chunks of the free ids of a pool.
 
-    Derived from the age bytes of a `FreeRunIndex`, which notes each range of ids that it stores to. Splits
-    and merges are made up for by `update`, before a search: a pool pays for them when it is asked for a run.
+    Derived from the age bytes of a `FreeRunIndex`, which notes each range of ids that it changes. `update`
+    applies the pending splits and merges before a search, so a pool pays for them only when a caller requests
+    a run.
 
     Attributes:
-        counts: how many chunks there are of each order, from 0; up to date after `update`.
+        counts: number of chunks of each order, from 0; up to date after `update`.
     """
 
     def __init__(self) -> None:
         self.counts: list[int] = []
-        # 1 + the order of the chunk that begins here; _INSIDE within a chunk, 0 in none.
+        # 1 + the order of the chunk that begins here; _INSIDE within a chunk; 0 outside all chunks.
         self._order_at: bytearray = bytearray()
         self._changed: list[int] = []
         self._is_stale: bool = True
 
-    # ---- being told ------------------------------------------------------------------------------
+    # ---- changes ---------------------------------------------------------------------------------
 
     def note_changed(self, first: i64, end: i64) -> None:
-        """The ids `[first, end)` were taken or freed, or have been given other ages."""
+        """Record that the ids `[first, end)` were taken or freed, or that their ages changed."""
         if not self._is_stale:
             self._changed.append(first)
             self._changed.append(end)
@@ -53,15 +55,14 @@ class BuddySystem:
                 self.note_all_changed()
 
     def note_all_changed(self) -> None:
-        """Anything may have changed, the number of ids too."""
+        """Record that any id may have changed, and also the number of ids."""
         self._is_stale = True
         self._changed.clear()
 
     def update(self, ages: bytearray) -> None:
-        """Split and merge chunks until they are those of the free ids.
+        """Split and merge chunks until they match the free ids.
 
-        O(changed ids), and O(log of the pool's size) for each range of them; O(pool) after
-        `note_all_changed`.
+        Cost: O(changed ids), plus O(log(pool size)) per changed range; O(pool) after `note_all_changed`.
         """
         if self._is_stale or len(ages) != len(self._order_at):
             self._make_all(ages)
@@ -69,7 +70,7 @@ class BuddySystem:
         changed = self._changed
         if not changed:
             return
-        self._is_stale = True  # should this be interrupted
+        self._is_stale = True  # in case an exception interrupts this
         position: i64 = 0
         while position < len(changed):
             first: i64 = changed[position]
@@ -90,7 +91,7 @@ class BuddySystem:
         self._is_stale = False
 
     def _free_some(self, ages: bytearray, first: i64, end: i64) -> None:
-        """Those of `[first, end)` that are free by their ages, and in no chunk yet, make chunks."""
+        """Make chunks of the free ids in `[first, end)`, which are in no chunk yet."""
         at: i64 = first
         while at < end:
             if ages[at] == IN_USE:
@@ -102,12 +103,12 @@ class BuddySystem:
             self._free(start, at)
 
     def _free(self, first: i64, end: i64) -> None:
-        """Make the free ids `[first, end)`, which are in no chunk, chunks, and merge them."""
+        """Make chunks of the free ids `[first, end)`, which are in no chunk, and merge them."""
         self._order_at[first:end] = _INSIDE_ROW * (end - first)
         self._cut(first, end)
 
     def _cut(self, first: i64, end: i64) -> None:
-        """Make `[first, end)`, marked as inside a chunk, chunks, each as large as it can be."""
+        """Divide `[first, end)`, marked as inside a chunk, into the largest possible chunks."""
         while first < end:
             order: i64 = 0
             size: i64 = 1
@@ -118,7 +119,7 @@ class BuddySystem:
             first += size
 
     def _put(self, first: i64, order: i64) -> None:
-        """Put a chunk among the others; while its buddy is there, the two are one of the next order."""
+        """Add a chunk, and merge it with its buddy as long as the buddy is free."""
         order_at = self._order_at
         num_all: i64 = len(order_at)
         while True:
@@ -134,7 +135,7 @@ class BuddySystem:
         self.counts[order] += 1
 
     def _take(self, first: i64, end: i64) -> None:
-        """Take the ids `[first, end)` out of their chunks, and split off what is beside them."""
+        """Remove the ids `[first, end)` from their chunks, and split off the rest of these chunks."""
         order_at = self._order_at
         at: i64 = first
         while at < end:
@@ -156,13 +157,13 @@ class BuddySystem:
             self._cut(stop, start + size)
             at = stop
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
-    def find_run(self, num_blocks: int, ages: bytearray, good_age: int, max_age: int) -> int:
-        """Find ids for a run at a multiple of the next power of two; what is behind the run stays free.
+    def find_run(self, num_blocks: int, ages: bytearray, good_age: int, max_age: int) -> BlockId:
+        """Find a place for a run, at a multiple of the next power of two; the rest of its chunk stays free.
 
-        The smallest chunk that is large enough and whose content is no younger than `good_age`; else the
-        one whose youngest content is oldest, if that is no younger than `max_age`. Of equal ones the lowest.
+        Prefers the smallest sufficient chunk whose content is no younger than `good_age`; else the place
+        whose youngest content is oldest, if no younger than `max_age`. Ties go to the lowest id.
 
         Returns:
             The first id; 0 for none.
@@ -191,17 +192,17 @@ class BuddySystem:
                         best = start
                         best_age = age
                         if age <= good:
-                            return best
+                            return cast(BlockId, best)
                     start += size
                 chunk = order_at.find(_MARKS[order], end)
             order += 1
-        return best
+        return cast(BlockId, best)
 
-    def find_single(self, ages: bytearray, max_age: int) -> int:
-        """Find an id in the smallest chunk that has one whose content is no younger than `max_age`.
+    def find_single(self, ages: bytearray, max_age: int) -> BlockId:
+        """Find an id with content no younger than `max_age`, in the smallest chunk that has one.
 
         Returns:
-            The id; 0 for none among the chunks that are compared.
+            The id; 0 for none among the compared chunks.
         """
         self.update(ages)
         limit: i64 = max_age
@@ -214,23 +215,25 @@ class BuddySystem:
                 end: i64 = min(at + (1 << order), at + _MAX_PLACES)
                 while at < end:
                     if ages[at] <= limit:
-                        return at
+                        return cast(BlockId, at)
                     at += 1
                 num_places += 1
                 chunk = order_at.find(_MARKS[order], at)
-        return 0
+        return cast(BlockId, 0)
 
-    def list_chunks(self, ages: bytearray) -> list[tuple[int, int]]:
-        """The chunks as (first id, order), by id."""
+    def list_chunks(self, ages: bytearray) -> list[tuple[BlockId, int]]:
+        """Return the chunks as (first id, order), by id."""
         self.update(ages)
         order_at = self._order_at
         return [
-            (first, order_at[first] - 1) for first in range(len(order_at)) if 0 < order_at[first] < _INSIDE
+            (cast(BlockId, first), order_at[first] - 1)
+            for first in range(len(order_at))
+            if 0 < order_at[first] < _INSIDE
         ]
 
 
 def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
-    """The largest age of these ids; `limit` or above as soon as one is."""
+    """Return the largest age of the ids `[first, end)`; stop at the first age of `limit` or above."""
     youngest: i64 = IN_USE
     at: i64 = first
     while at < end and youngest < limit:

@@ -1,4 +1,4 @@
-"""Moving blocks to other ids: bytes by a callable that is passed in, identities here."""
+"""Compaction: moves blocks to other ids. A callable copies the bytes; this module changes the ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 _MAX_ROUNDS = 64
 
-NULL_BLOCK_SLOT = (0,)
-"""The scratch slot of copies without one of their own: no request has its tokens in the null block. Attention
-masks what it reads there, and finds finite numbers, those of another block."""
+NULL_BLOCK_SLOT = (BlockId(0),)
+"""The default scratch slot: no request stores tokens in the null block. Attention masks what it reads there,
+and the copied numbers are finite, since they come from another block."""
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """What moved, for whoever keeps block ids.
+    """A batch of moves that has changed block ids, for callers that keep block ids.
 
     Attributes:
-        epoch: the pool's `epoch` from here on.
-        moves: (old id, new id) of each block that moved, in any order. Two blocks that changed places are two
-            moves: apply all of them at once. The other old ids are free now.
-        num_blocks: of the pool.
+        epoch: the pool's `epoch` after these moves.
+        moves: (old id, new id) of each moved block, in any order. Apply all of them at once. An exchange is
+            two moves; all other old ids are free now.
+        num_blocks: number of blocks of the pool.
     """
 
     epoch: int
@@ -42,11 +42,10 @@ class Relocation:
     num_blocks: int = 0
 
     def make_remap(self) -> "NDArray[np.int32]":
-        """New ids by old id: `table = remap[table]` brings any table of ids up to date.
+        """Return an array of new ids by old id: `table = remap[table]` updates a table of ids.
 
-        Shape (num_blocks,), int32; ids that did not move map to themselves. On a device it is
-        `remap = torch.from_numpy(relocation.make_remap()).to(device)`, and the look-up is queued behind the
-        copy.
+        Shape (num_blocks,), int32; ids that did not move map to themselves. For tables on a device, use
+        `remap = torch.from_numpy(relocation.make_remap()).to(device)`; the look-up is queued behind the copy.
         """
         import numpy as np
 
@@ -63,40 +62,41 @@ def apply_moves(
     copy: CopyBlocks,
     *,
     on_moved: Callable[[Relocation], object] | None = None,
-    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
+    scratch_ids: Sequence[BlockId] = NULL_BLOCK_SLOT,
 ) -> Relocation:
-    """Copy the bytes of each source over its target's, then let the two blocks exchange their ids.
+    """Copy the bytes of each source to its target, then exchange the ids of the two blocks.
 
-    Block objects stay what they are, but for `block_id`: tables of objects, references, hashes and the order
-    of eviction are untouched, no event is sent, and the same prefixes are found. What is cached in a target
-    is evicted first, since the copy overwrites it; unless there is a reverse move, from the target to the
-    source. Such two blocks exchange their bytes, too, through a scratch slot: three copies.
+    Of a block object only `block_id` changes: tables of objects, references, hashes and the eviction order
+    stay the same, no event is sent, and the prefix cache finds the same blocks. A cached target is evicted
+    first, since the copy overwrites it, unless the plan contains the reverse move. The two moves are an
+    exchange: both blocks keep their bytes, at the cost of three copies through a scratch slot.
 
     Args:
-        copy: called with all moves but the exchanges, then with the copies of exchanges, see `BlockCopying`.
-        on_moved: called with what moved, if anything: also where a signal handler raises just after the ids
-            have changed.
-        scratch_ids: ids that `copy` takes as sources and targets as well, and that hold nothing between two
-            calls: as many exchanges are copied at a time. `BlockStorage.scratch_ids` are those of a storage;
-            by default the null block's slot.
+        copy: called with all moves except exchanges, then with the copies of exchanges, see `BlockCopying`.
+        on_moved: called with the relocation if a block moved, even if a signal handler raises just after the
+            ids have changed.
+        scratch_ids: ids that `copy` accepts as sources and targets and whose content is not needed between
+            calls; as many exchanges are copied at a time. For a storage pass `BlockStorage.scratch_ids`; the
+            default is the null block's slot.
     Returns:
-        What moved. Remap every table of ids before any block is taken from the pool. An old id may be taken
-        at once; whoever writes there queues that behind the copy.
+        The relocation. Update every table of ids before any block is taken from the pool. An old id may be
+        taken at once; writes to it must be queued behind the copy.
     Raises:
-        InvalidArgumentError: C1: an id twice among sources and targets, or exchanges without `scratch_ids`.
-        InvalidBlockError: C2, C3: a source without content, a target that is in use, the null
-            block, a held or unknown one. In both cases nothing has changed, and nothing was copied.
-        Whatever `copy` raises, or a signal handler: blocks in use have their bytes. Without exchanges no id
-            has changed, and targets that were cached are evicted. Otherwise what was moved by then has its
-            new ids, and the cached blocks of exchanges that were not complete are evicted.
-    Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), besides the copy.
+        InvalidArgumentError: C1: an id occurs twice among sources and targets, or `scratch_ids` is empty and
+            there are exchanges. Nothing has changed.
+        InvalidBlockError: C2, C3: a source without content, a target in use, or a null, held or unknown
+            block. Nothing has changed.
+        Any exception of `copy` or a signal handler: blocks in use keep their bytes. Without exchanges no id
+            has changed, and cached targets are evicted. With exchanges, moves completed by then have changed
+            ids, and cached blocks of incomplete exchanges are evicted.
+    Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     checked = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if checked.exchanges and not scratch_ids:
         raise InvalidArgumentError(
-            f"{len(checked.exchanges)} exchanges need a scratch slot; name one in scratch_ids"
+            f"{len(checked.exchanges)} exchanges need a scratch slot; pass one in scratch_ids"
         )
     if checked.overwritten:
         pool.evict_blocks(checked.overwritten)
@@ -115,7 +115,7 @@ def apply_moves(
 
 
 class _Relocating:
-    """Moves that are being applied: what has been copied gets its new ids, whatever interrupts it."""
+    """Moves that are being applied. After an interrupt, blocks that were copied still get their new ids."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Relocating:
         self._is_noted = False
 
     def change_ids(self) -> None:
-        """Exchange the ids of the blocks whose bytes are copied, and tell of it."""
+        """Exchange the ids of the blocks whose bytes are copied, and call `on_moved`."""
         if self.copying.done and self.pool.epoch == self._epoch:
             self.pool.swap_block_ids(self.copying.done)
         if self.pool.epoch != self._epoch and not self._is_noted:
@@ -141,8 +141,8 @@ class _Relocating:
                 self._on_moved(self.relocation)
 
     def settle(self) -> None:
-        """After an interrupt or a failure: as `change_ids`, of what is done; may be called again."""
-        self.pool.rebuild_index()  # ends an exchange of ids that was interrupted
+        """After an interrupt or failure, do `change_ids` for the copied moves. Idempotent."""
+        self.pool.rebuild_index()  # completes an interrupted exchange of ids
         if self.copying.endangered:
             self.pool.evict_blocks([block.block_id for block in self.copying.endangered])
             self.copying.endangered = []
@@ -160,19 +160,18 @@ def pack(
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
-    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
+    scratch_ids: Sequence[BlockId] = NULL_BLOCK_SLOT,
 ) -> list[Relocation]:
-    """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
+    """Move the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
 
     Args:
-        max_moves: of all rounds together; the next call goes on from there.
-        max_evictions: of cached blocks, where too little is empty; only the first round overwrites any.
-            Further ones change places with blocks in use.
-        on_moved: called after each round: remap tables there.
-        scratch_ids: see `apply_moves`; with none blocks do not change places, and in a full cache nothing
-            moves.
+        max_moves: limit for all rounds together; the next call continues from there.
+        max_evictions: how many cached blocks may be overwritten where empty blocks are missing; only in the
+            first round. Other cached blocks are exchanged with blocks in use.
+        on_moved: called after each round, to update tables.
+        scratch_ids: see `apply_moves`; if empty, there are no exchanges, and in a full cache nothing moves.
     Raises:
-        Whatever `copy` raises: the rounds before have happened.
+        Any exception of `copy`: earlier rounds are complete.
     """
     relocations: list[Relocation] = []
     for _ in range(_MAX_ROUNDS):
@@ -197,16 +196,17 @@ def gather(
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
-    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
+    scratch_ids: Sequence[BlockId] = NULL_BLOCK_SLOT,
 ) -> Relocation:
-    """Bring free blocks together in runs of `run_length` until the fragmentation rate is `goal` or below.
+    """Gather free blocks into runs of `run_length` until the fragmentation rate is at most `goal`.
 
-    Fewer moves than `pack`, and tables of long runs keep them; see `plan.plan_gather` for the arguments.
+    Takes fewer moves than `pack`, and tables keep their long runs; see `plan.plan_gather` for the arguments.
+
     Args:
-        on_moved: called if anything moved: remap tables there.
+        on_moved: called if a block moved, to update tables.
         scratch_ids: see `pack`.
     Raises:
-        Whatever `copy` raises: see `apply_moves`.
+        Any exception of `copy`: see `apply_moves`.
     """
     moves = plan.plan_gather(
         pool,
@@ -228,15 +228,16 @@ def compact(
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
-    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
+    scratch_ids: Sequence[BlockId] = NULL_BLOCK_SLOT,
 ) -> int:
-    """`gather` to a goal, or `pack` without one. Nothing is evicted by default, in a full cache either.
+    """Call `gather` with a goal, `pack` without one. By default nothing is evicted, even in a full cache.
 
-    With fewer free blocks than `run_length` it gathers the runs that the fragmentation rate is about then.
+    With fewer free blocks than `run_length`, it gathers runs of the length that the fragmentation rate uses.
+
     Returns:
         How many blocks changed their id.
     Raises:
-        As these. Rounds before a failure have happened.
+        As `gather` and `pack`. Rounds before a failure are complete.
     """
     max_evictions = as_int("max_evictions", max_evictions)
     if max_moves is not None:
@@ -271,15 +272,15 @@ def take_run(
     copy: CopyBlocks,
     on_moved: Callable[[Relocation], object],
 ) -> list[KVCacheBlock] | None:
-    """`get_new_run`, and where that finds none, room is made for one.
+    """Take a run like `get_new_run`; if there is none, move blocks to clear one.
 
     Args:
-        on_moved: called if anything moved, before the run is taken: remap tables there.
+        on_moved: called if a block moved, before the run is taken, to update tables.
     Returns:
-        The run, or None where held blocks leave no room for it; nothing has changed then.
+        The run; None, with nothing changed, if no run can be cleared because of held blocks.
     Raises:
         OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
-        Whatever `copy` raises: see `apply_moves`.
+        Any exception of `copy`: see `apply_moves`.
     """
     taken = pool.get_new_run(num_blocks)
     if taken is not None:
@@ -301,10 +302,10 @@ def shrink(
     *,
     on_moved: Callable[[Relocation], object] | None = None,
 ) -> Relocation:
-    """Move what is in use out of the `num_blocks` highest ids, and cut them off.
+    """Move blocks out of the `num_blocks` highest ids, and remove these ids from the pool.
 
     Raises:
-        As `plan_drain` and `apply_moves`; the pool has its size then.
+        As `plan_drain` and `apply_moves`. The pool keeps its size.
     """
     moves = plan.plan_drain(pool, num_blocks)
     relocation = apply_moves(pool, moves, copy, on_moved=on_moved)

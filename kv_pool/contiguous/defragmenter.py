@@ -1,4 +1,4 @@
-"""`Defragmenter`: when to compact, and how much at a time."""
+"""`Defragmenter`: decides when to compact, and how much per step."""
 
 import time
 from collections.abc import Callable
@@ -13,14 +13,14 @@ class Defragmentable(Protocol):
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
     ) -> int:
-        """Move blocks, `max_moves` at most, until the rate is `goal`; how many, 0 when nothing is left."""
+        """Move at most `max_moves` blocks towards the rate `goal`; return how many moved."""
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1."""
+        """Return the share of possible free runs that is lost to fragmentation, 0 to 1."""
 
 
 class Defragmenter:
-    """Compacts a pool by threshold and interval, with a budget of moves per step.
+    """Compacts a pool by threshold and interval, with a limit on moves per step.
 
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> pool = GPUKVPool(total_blocks=64, block_size=16, run_length=8)
@@ -32,26 +32,25 @@ class Defragmenter:
         >>> [(defragmenter.step(), round(pool.get_fragmentation_rate(), 2)) for _ in range(4)]
         [(6, 0.75), (6, 0.25), (4, 0.0), (0, 0.0)]
 
-    An engine calls `step()` between two of its own steps, when no kernel that it has yet to launch was given
-    a block's old id: the pause is that of planning and `max_moves` copies, whatever the size of the pool's
-    disorder. Where the engine has no such place, `BackgroundDefragmenter` calls it from a thread.
+    The engine calls `step()` between its own steps, when it has no kernel left to launch that uses old block
+    ids. A step pauses the engine for planning and `max_moves` copies, however fragmented the pool is. If the
+    engine has no such point, `BackgroundDefragmenter` calls `step()` from a thread.
 
     Args:
-        threshold: a compaction begins when the fragmentation rate is above this.
-        goal: it ends when the rate is this or below, or nothing moves any more; half of the threshold by
-            default, so that the next one is not due at once.
-        interval_s: seconds from one look at an idle pool to the next; a compaction that has begun goes on
-            at every step.
-        max_moves: per step; None for a whole compaction in one step. Two blocks that change places are two
-            moves: in a full cache a step with 1 moves nothing.
-        max_evictions: cached blocks that a step may overwrite where too little is empty, which takes fewer
-            copies; by default nothing is evicted.
-        clock: seconds.
+        threshold: start a compaction when the fragmentation rate is above this.
+        goal: end it when the rate is at most this, or nothing moves any more; by default half the threshold,
+            so that the next compaction does not start at once.
+        interval_s: seconds between two checks of an idle pool; a started compaction continues at every step.
+        max_moves: per step; None for a whole compaction in one step. An exchange is two moves: in a full
+            cache a step with 1 moves nothing.
+        max_evictions: how many cached blocks a step may overwrite where empty blocks are missing, which takes
+            fewer copies; by default nothing is evicted.
+        clock: returns seconds.
 
     Attributes:
-        is_compacting: a compaction has begun and is not at its end.
-        num_compactions: begun so far.
-        num_moves: blocks moved so far.
+        is_compacting: whether a compaction is in progress.
+        num_compactions: number of compactions started so far.
+        num_moves: number of blocks moved so far.
     """
 
     def __init__(
@@ -65,20 +64,20 @@ class Defragmenter:
         max_evictions: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Plans are made in NumPy: its first import takes 100 ms, too long for a step.
+        # Planning uses NumPy, whose first import takes 100 ms: too long for a step.
         import numpy  # noqa: F401
 
         goal = threshold / 2 if goal is None else goal
         if not 0 <= goal <= threshold <= 1:
             raise InvalidArgumentError(
-                f"goal is {goal}, threshold {threshold}; rates are 0 to 1, the goal not above the threshold"
+                f"goal is {goal}, threshold {threshold}; both are 0 to 1, and goal is at most threshold"
             )
         if interval_s < 0 or max_evictions < 0:
             raise InvalidArgumentError(
-                f"interval_s is {interval_s}, max_evictions {max_evictions}; neither is negative"
+                f"interval_s is {interval_s}, max_evictions {max_evictions}; both must be 0 or more"
             )
         if max_moves is not None and max_moves < 1:
-            raise InvalidArgumentError(f"max_moves is {max_moves}; a step moves 1 block at least, or None")
+            raise InvalidArgumentError(f"max_moves is {max_moves}; it is 1 or more, or None")
         self.pool = pool
         self.threshold = threshold
         self.goal = goal
@@ -92,14 +91,14 @@ class Defragmenter:
         self._next_look_s = float("-inf")
 
     def step(self) -> int:
-        """Look if it is time to, and compact a little if there is need.
+        """Check the fragmentation rate if a check is due, and compact up to `max_moves` blocks if needed.
 
         Returns:
             How many blocks changed their id.
         Raises:
-            CopyFailedError: those blocks have not moved; the next attempt comes after the interval.
-        Cost: while idle, one call of the clock between looks, and O(blocks of the pool) for a look; while
-        compacting O(blocks of the pool) in NumPy, and the copy of `max_moves` blocks.
+            CopyFailedError: these blocks have not moved; the next attempt follows after the interval.
+        Cost: while idle, one call of the clock, and O(blocks of the pool) for each check; while compacting,
+        O(blocks of the pool) in NumPy, plus the copy of `max_moves` blocks.
         """
         if not self.is_compacting:
             now = self._clock()

@@ -1,4 +1,4 @@
-"""How scattered the free blocks are, from the lengths of their maximal runs."""
+"""Measures of fragmentation, computed from the lengths of the maximal free runs."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ from kv_pool.errors import InvalidArgumentError
 
 
 def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
-    """U(n) = 1 - n * sum(floor(r / n)) / F: the share of free blocks that cannot serve a run of n, 0 to 1.
+    """Return U(n) = 1 - n * sum(floor(r / n)) / F: the share of free blocks unusable for runs of n, 0 to 1.
 
-    0 when nothing is free. U(1) is 0. Without `n` the number says nothing.
+    0 if no block is free. U(1) is 0. Always report U together with its n.
+
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     """
@@ -20,14 +21,13 @@ def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
 
 
 def get_fragmentation_rate(run_lengths: Sequence[int], run_length: int) -> float:
-    """1 - sum(floor(r / k)) / floor(F / k): the share of possible runs that is lost to scattering, 0 to 1.
+    """Return 1 - sum(floor(r / k)) / floor(F / k): the share of possible runs lost to fragmentation, 0 to 1.
 
-    k is `find_run_length(F, run_length)`. One piece of F free blocks makes floor(F / k) runs, so the rate is
-    0 where all free blocks are consecutive, however few they are and whatever their remainder by k. It is
-    at most U(k). A run counts wherever it starts: ids begin at 1, so that the only run of 16 of a pool of 16
-    blocks starts at no multiple of 16.
+    k is `find_run_length(F, run_length)`. F consecutive free blocks make floor(F / k) runs, so the rate is 0
+    if all free blocks are consecutive, for any F. It is at most U(k). A run counts wherever it starts: ids
+    begin at 1, so the only run of 16 in a pool of 16 blocks does not start at a multiple of 16. 0 if no
+    block is free.
 
-    0 when nothing is free.
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     """
@@ -39,7 +39,7 @@ def get_fragmentation_rate(run_lengths: Sequence[int], run_length: int) -> float
 
 
 def find_run_length(num_free: int, run_length: int) -> int:
-    """Return `run_length`, or the largest power of two that fewer free blocks allow; 1 where none is free.
+    """Return `run_length`, or with fewer free blocks the largest power of two that fits; 1 if none is free.
 
     Raises:
         InvalidArgumentError: `run_length` is below 1.
@@ -49,18 +49,19 @@ def find_run_length(num_free: int, run_length: int) -> int:
 
 
 def get_largest_run_loss(run_lengths: Sequence[int]) -> float:
-    """1 - max(r) / F: the share of free blocks outside the largest run, 0 to 1.
+    """Return 1 - max(r) / F: the share of free blocks outside the largest run, 0 to 1.
 
-    Harsh: one block in use in the middle of an empty pool makes it a half. To report, not to steer by.
+    One block in use in the middle of an empty pool raises it to 0.5: use it for reports, not for control.
     """
     num_free = sum(run_lengths)
     return 1.0 - max(run_lengths) / num_free if num_free else 0.0
 
 
 def get_failure_index(run_lengths: Sequence[int], run_length: int) -> float:
-    """Why a run of n was refused though F >= n: 1 - (1 + F / n) / number of runs, clipped to 0..1.
+    """Return why a run of n failed although F >= n: 1 - (1 + F / n) / number of runs, clipped to 0..1.
 
-    Towards 1 the blocks are scattered: compact. Towards 0 there are too few: evict or refuse.
+    Near 1 the free blocks are fragmented: compact. Near 0 there are too few: evict or refuse.
+
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     """

@@ -1,45 +1,46 @@
-"""`FreeAges`: the age byte of each block of a pool, kept in step with what is taken and freed."""
+"""`FreeAges`: the age byte of each block of a pool, updated when blocks are taken and freed."""
 
 from collections.abc import Sequence
 from typing import Any, Final
 
 from mypy_extensions import i64
 
-from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT, YOUNGEST
+from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED, YOUNGEST
 from kv_pool.contiguous.buddy import BuddySystem
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
+from kv_pool.ids import BlockId
 
-# Rows of one age: a bytearray takes a slice of another three times as fast as one of bytes.
+# Rows of one age: assigning a slice to a bytearray is three times as fast from a bytearray as from bytes.
 _ROW_BY_AGE: Final = [bytearray([age]) for age in range(256)]
 _IN_USE_ROWS: Final = [bytearray(length) for length in range(65)]
 ANY_AGE: Final = bytes([IN_USE]) + bytes([EMPTY]) * 255
-"""Translates ages to whether a block is free."""
+"""Translation table from age to 1 for free, 0 for in use."""
 
 GENERATIONS: Final = 64
-"""Generations per turnover of the free blocks, which leaves room for four turnovers in a byte."""
+"""Generations per turnover of the free blocks; a byte can distinguish almost four turnovers."""
 
-# At least so large a part of the pool is one generation, so that moving ages down stays rare when little is
-# free.
+# A generation is at least 1 / _MAX_GENERATIONS of the pool, so that renumbering stays rare when few blocks
+# are free.
 _MAX_GENERATIONS: Final = 4_096
 
 
 class FreeAges:
-    """Which ids are free and how long ago each was used; `FreeRunIndex` searches it.
+    """The age of each id: free or not, and how long ago it was used. `FreeRunIndex` searches it.
 
         ages:  0  0  1  1  9  9  9  0  0  30
         id:    0  1  2  3  4  5  6  7  8  9       see `ages.py`
 
-    An age is a generation: a sixty-fourth of the free blocks was given back with content between one and the
-    next, where few are free a single block. Ages that would pass 254 are moved down; what is older than two
-    turnovers counts as equally old then.
+    An age is a generation. A generation ends when 1/64 of the free blocks were freed with content, or a
+    single block if few are free. When ages would exceed 254 they are renumbered; then all blocks older than
+    two turnovers have the same age.
 
-    Derived from the free queue, which owns freeness: `rebuild` makes it anew. `RunBlockPool` notes every
-    change here, in batches, since a run is one store whatever its length.
+    Derived from the free queue, which decides which blocks are free; `rebuild` restores it. `RunBlockPool`
+    notes changes in batches, since a run takes one store whatever its length.
 
     Attributes:
-        is_stale: it was found to be wrong, and has to be rebuilt before it is asked again.
-        buddies: the aligned chunks of what is free; None until the first search that needs them.
+        is_stale: the index may be wrong and must be rebuilt before the next search.
+        buddies: the aligned chunks of the free ids; None until the first search that needs them.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,11 +49,11 @@ class FreeAges:
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
-        self._hand: i64 = 1  # where the next sweep or search begins
+        self._hand: i64 = 1  # the id where the next sweep or search begins
         self.buddies: BuddySystem | None = None
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
-        """Rebuild the index from the free blocks; their ages follow from the eviction order. O(num_blocks).
+        """Rebuild the ages from the free blocks, given in eviction order. O(num_blocks).
 
         The caller clears `is_stale`.
         """
@@ -74,13 +75,13 @@ class FreeAges:
             self._hand = 1
 
     def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
-        """These blocks are in use; those of another owner are passed over."""
+        """Mark these blocks as in use; skip blocks of another owner."""
         first: i64 = 0
         end: i64 = 0
         for block in blocks:
             if block.owner is not owner:
                 continue
-            block_id: int = block.block_id  # 32 bits; an int goes with 64
+            block_id: i64 = block.block_id
             if block_id == end:
                 end += 1
             elif block_id == first - 1:
@@ -94,7 +95,7 @@ class FreeAges:
             self._store(first, end, IN_USE)
 
     def note_range_taken(self, first: int, end: int) -> None:
-        """The blocks `[first, end)` are in use."""
+        """Mark the blocks `[first, end)` as in use."""
         self._store(first, end, IN_USE)
 
     def note_freed(
@@ -105,12 +106,12 @@ class FreeAges:
         keeps_hashes: bool,
         keeps_all: bool,
     ) -> None:
-        """Those of these blocks that nobody holds any more are free.
+        """Mark as free those of these blocks that have no reference left.
 
         Args:
-            num_free_blocks: in the whole pool by now.
-            keeps_hashes: a block with a hash has content; otherwise none has.
-            keeps_all: one without a hash has content, too.
+            num_free_blocks: free blocks in the whole pool now.
+            keeps_hashes: blocks with a hash have content.
+            keeps_all: all blocks have content.
         """
         now = self.now
         first: i64 = 0
@@ -120,7 +121,7 @@ class FreeAges:
         for block in blocks:
             if block.ref_cnt != 0 or block.owner is not owner or block.is_null:
                 continue
-            block_id: int = block.block_id  # 32 bits; an int goes with 64
+            block_id: i64 = block.block_id
             block_age: i64 = EMPTY
             if keeps_all or (keeps_hashes and block.key is not None):
                 block_age = now
@@ -146,21 +147,21 @@ class FreeAges:
                 self._renumber()
 
     def note_moved(self, blocks: list[KVCacheBlock], age: int) -> None:
-        """These free blocks have changed their band. Those without content stay empty."""
+        """Give free blocks that changed their band a new age. Blocks without a hash become empty."""
         for block in blocks:
             self.ages[block.block_id] = EMPTY if block.key is None else age
 
-    def note_emptied(self, block_id: int) -> None:
-        """The block has lost its content; if it is free, it stays free."""
+    def note_emptied(self, block_id: BlockId) -> None:
+        """Record that the block has lost its content; a free block stays free."""
         if self.ages[block_id] != IN_USE:
             self.ages[block_id] = EMPTY
 
     def note_all_emptied(self) -> None:
-        """All blocks have lost their content."""
+        """Record that all blocks have lost their content."""
         self.ages = self.ages.translate(ANY_AGE)
 
-    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The two blocks of each pair have exchanged their ids."""
+    def swap(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Record that the two blocks of each pair have exchanged their ids."""
         ages = self.ages
         for first_id, second_id in pairs:
             age = ages[first_id]
@@ -171,7 +172,7 @@ class FreeAges:
                 self.buddies.note_changed(second_id, second_id + 1)
 
     def resize(self, num_blocks: int) -> None:
-        """The pool has so many blocks now; new ones are free and empty. Those cut off must have been free."""
+        """Change the number of blocks. New blocks are free and empty; removed blocks must have been free."""
         ages = self.ages
         if num_blocks > len(ages):
             ages.extend(bytes([EMPTY]) * (num_blocks - len(ages)))
@@ -196,20 +197,20 @@ class FreeAges:
         self._width = max(1, num_free_blocks // GENERATIONS, len(self.ages) // _MAX_GENERATIONS)
 
     def _renumber(self) -> None:
-        """Move all ages down by half their range, or more if a batch was large; the oldest become one."""
+        """Shift all ages down by half their range, or more after a large batch; the oldest become equal."""
         down = self.now - 2 * GENERATIONS
         table = bytearray(range(256))
-        for age in range(EMPTY + 1, KEPT):
+        for age in range(EMPTY + 1, RETAINED):
             table[age] = max(EMPTY + 1, age - down)
         self.ages = self.ages.translate(table)
         self.now = 2 * GENERATIONS
 
 
 def note_moved(index: FreeAges, blocks: list[KVCacheBlock], band: int) -> None:
-    """Give free blocks the age of the band to which they were moved."""
+    """Give free blocks the age of the band that they were moved to."""
     if band == DEFAULT_BAND:
         index.note_moved(blocks, index.now)
     elif band < DEFAULT_BAND:
         index.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
     else:
-        index.note_moved(blocks, KEPT)
+        index.note_moved(blocks, RETAINED)

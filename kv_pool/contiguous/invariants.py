@@ -1,49 +1,49 @@
-"""The numbered truths about runs and compaction, each one executable; beside those of `core/invariants.py`.
+"""The numbered invariants of runs and compaction, with a check for each; extends `core/invariants.py`.
 
     F1  ages has one byte for each block;  ages[b] != 0  <=>  b is in the free queue
-    F2  from the front of the queue to its back the ages of blocks with content never fall
-    F3  no age is above `now` but KEPT, which blocks of the bands above the default one have, and no others
-    F4  the chunks of a buddy system are those of the free ids: aligned, disjoint, and no two free buddies
+    F2  from the front of the queue to its back the ages of blocks with content never decrease
+    F3  no age is above `now` except RETAINED, which exactly the blocks with content in higher bands have
+    F4  the chunks of a buddy system are those of the free ids: aligned, disjoint, free buddies merged
 
-    C1  sources and targets are disjoint, and no id is twice in either; but for an exchange, which is two
-        moves between the same two ids, both ways
-    C2  every source is in use or cached; every target is free, and not cached once it is copied over; one
-        block of an exchange is free and cached, the other in use or cached
-    C3  neither the null block nor a held one is a source or a target
-    C4  after the moves a target's bytes are what the source's were before; no other byte has changed, but for
+    C1  no id occurs twice among sources and targets, except in an exchange: two moves between the same two
+        ids, one in each direction
+    C2  every source is in use or cached; every target is free, and not cached when the copy overwrites it;
+        one block of an exchange is free and cached, the other in use or cached
+    C3  neither the null block nor a held block is a source or a target
+    C4  after the moves each target has the bytes that its source had before; no other bytes change, except in
         scratch slots
-    C5  a block keeps its object, ref_cnt, hash, map entries and queue place; only its id changes, swapped
+    C5  a block keeps its object, ref_cnt, hash, map entries and queue place; only its id changes, exchanged
         with the target's
-    C6  whatever is keyed by id is keyed by the new one: block list, copies in the map, secondary keys
+    C6  everything keyed by id uses the new id: block list, copies in the map, secondary keys, watchers
     C7  no event is sent and no key is lost
-    C8  the caller is told (old id, new id) of every move, and an epoch that is new
-    C9  a slot that was moved away from is written only behind the copy
-    C10 a copy that fails leaves every id as it was, unless there are exchanges; in any case ids and bytes of
-        blocks in use agree, and no key finds other bytes than its own
+    C8  the caller gets (old id, new id) of every move, and a new epoch
+    C9  writes to the old slot of a moved block are queued behind the copy
+    C10 a failed copy leaves every id as it was, unless there are exchanges; in any case ids and bytes of
+        blocks in use agree, and no key finds the bytes of another
 
-F1 to F4 hold whenever no method of the pool is running. C1 to C3 are checked by every `apply_moves`. C4 to C8
-and C10 compare what was before with what is after. C9 is kept by the engine's order of work and shows as C4.
-Never compiled: for tests, and for whoever changes the index or what an id is a key to.
+F1 to F4 hold whenever no method of the pool is running. Every `apply_moves` checks C1 to C3. C4 to C8 and C10
+compare the state before with the state after. C9 is kept by the engine's order of work; a violation shows as
+C4. Never compiled: for tests and for development.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT
+from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove
 
 
 def check(pool: RunBlockPool) -> None:
-    """The core's invariants and F1 to F4. O(number of blocks). Raises CorruptedPoolError."""
+    """Verify the core's invariants and F1 to F4. O(number of blocks). Raises CorruptedPoolError."""
     invariants.check(pool)
     if pool.run_index.is_stale:
-        pool.rebuild_index()  # as the pool's next look at it would
+        pool.rebuild_index()  # as the pool would do before its next search
     index = pool.run_index
     if len(index.ages) != pool.num_gpu_blocks:
         raise CorruptedPoolError(f"F1: {len(index.ages)} ages for {pool.num_gpu_blocks} blocks")
@@ -59,11 +59,11 @@ def check(pool: RunBlockPool) -> None:
         age = index.ages[block.block_id]
         if age > EMPTY:
             if age < last:
-                raise CorruptedPoolError(f"F2: block {block.block_id} has the age {age} behind one of {last}")
+                raise CorruptedPoolError(f"F2: block {block.block_id} has age {age}, after one of {last}")
             last = age
     if index.buddies is not None and index.buddies.list_chunks(index.ages) != list_chunks(index.ages):
         raise CorruptedPoolError(
-            f"F4: the chunks are {index.buddies.list_chunks(index.ages)}, of ids as in {bytes(index.ages)!r}"
+            f"F4: the chunks {index.buddies.list_chunks(index.ages)} do not match ages {bytes(index.ages)!r}"
         )
     above = {
         block.block_id
@@ -72,12 +72,12 @@ def check(pool: RunBlockPool) -> None:
         if band > DEFAULT_BAND
     }
     for block_id, age in enumerate(index.ages):
-        if (age == KEPT) != (block_id in above and age > EMPTY) or index.now < age < KEPT:
-            raise CorruptedPoolError(f"F3: block {block_id} has the age {age}, and it is {index.now} now")
+        if (age == RETAINED) != (block_id in above and age > EMPTY) or index.now < age < RETAINED:
+            raise CorruptedPoolError(f"F3: block {block_id} has age {age}; `now` is {index.now}")
 
 
-def list_chunks(ages: bytearray) -> list[tuple[int, int]]:
-    """The free chunks as (first id, order), by id, each as large as its alignment and its buddies allow."""
+def list_chunks(ages: bytearray) -> list[tuple[BlockId, int]]:
+    """Return the free chunks as (first id, order), by id, each as large as its alignment allows."""
     is_free = [age != IN_USE for age in ages]
     chunks = []
     first = 0
@@ -88,13 +88,13 @@ def list_chunks(ages: bytearray) -> list[tuple[int, int]]:
                 if not all(is_free[first : first + 2 ** (order + 1)]):
                     break
                 order += 1
-            chunks.append((first, order))
+            chunks.append((BlockId(first), order))
         first += 2**order
     return chunks
 
 
 class Snapshot:
-    """All that a pool shows, with blocks as objects, so that it can be compared after ids have changed."""
+    """The observable state of a pool in terms of block objects, comparable after ids have changed."""
 
     def __init__(self, pool: RunBlockPool) -> None:
         self.epoch = pool.epoch
@@ -120,7 +120,7 @@ class Snapshot:
 
 
 def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocation) -> None:
-    """C5 to C8, for moves over targets that were not cached. Raises CorruptedPoolError."""
+    """Verify C5 to C8 for moves to targets that were not cached. Raises CorruptedPoolError."""
     after = Snapshot(pool)
     new_ids = dict(relocation.moves)
     new_ids.update((target, source) for source, target in relocation.moves)
@@ -128,14 +128,14 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
         old_id = before.ids[id(block)]
         if block.block_id != new_ids.get(old_id, old_id):
             raise CorruptedPoolError(
-                f"C8: block {old_id} is block {block.block_id} now, which nobody was told"
+                f"C8: block {old_id} is now block {block.block_id}, which the relocation does not say"
             )
         if pool.blocks[block.block_id] is not block:
             raise CorruptedPoolError(f"C6: the block list has another block at {block.block_id}")
         if after.states[id(block)] != before.states[id(block)]:
-            raise CorruptedPoolError(f"C5: block {old_id}, now {block.block_id}, has changed otherwise, too")
+            raise CorruptedPoolError(f"C5: block {old_id}, now {block.block_id}, has changed otherwise")
     if after.queue != before.queue:
-        raise CorruptedPoolError("C5: the free queue has another order")
+        raise CorruptedPoolError("C5: the order of the free queue has changed")
     for entry in pool.cached_block_hash_to_block.entries.values():
         if isinstance(entry, dict):
             for block_id, block in entry.items():
@@ -144,7 +144,7 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
                         f"C6: the map has block {block.block_id} under the id {block_id}"
                     )
     if after.secondary != before.secondary:
-        raise CorruptedPoolError("C6: secondary keys are kept under another id than their block's")
+        raise CorruptedPoolError("C6: secondary keys are stored under another id than their block's")
     if after.watchers != before.watchers:
         raise CorruptedPoolError("C6: a watcher waits for another block")
     if after.entries != before.entries:
@@ -153,12 +153,12 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
         raise CorruptedPoolError("C7: an event was sent, or a key was lost")
     if relocation.moves and not before.epoch < relocation.epoch == pool.epoch:
         raise CorruptedPoolError(
-            f"C8: epoch {relocation.epoch} after {before.epoch}, the pool's is {pool.epoch}"
+            f"C8: epoch {relocation.epoch} follows {before.epoch}, but the pool's is {pool.epoch}"
         )
 
 
 def check_nothing_moved(before: Snapshot, pool: RunBlockPool) -> None:
-    """C10. Raises CorruptedPoolError."""
+    """Verify C10. Raises CorruptedPoolError."""
     after = Snapshot(pool)
     for name in ("ids", "states", "queue", "entries", "secondary", "watchers", "epoch"):
         if getattr(before, name) != getattr(after, name):
@@ -166,12 +166,12 @@ def check_nothing_moved(before: Snapshot, pool: RunBlockPool) -> None:
 
 
 def check_bytes(
-    before: Mapping[int, Any],
-    after: Mapping[int, Any],
+    before: Mapping[BlockId, Any],
+    after: Mapping[BlockId, Any],
     moves: Sequence[BlockMove],
-    scratch_ids: Sequence[int] = (),
+    scratch_ids: Sequence[BlockId] = (),
 ) -> None:
-    """C4, of the content of each slot by id. Raises CorruptedPoolError."""
+    """Verify C4, given the content of each slot by id. Raises CorruptedPoolError."""
     expected = dict(before)
     expected.update((target, before[source]) for source, target in moves)
     for block_id, content in expected.items():

@@ -1,4 +1,4 @@
-"""`check_moves`: check a plan of moves before it is applied."""
+"""`check_moves`: checks a plan of moves before it is applied."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -7,21 +7,21 @@ from typing import NamedTuple
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove
 
 
 class CheckedMoves(NamedTuple):
-    """A plan that may be applied.
+    """A plan that passed the checks.
 
     Attributes:
-        one_way: moves to blocks whose content is not needed.
-        exchanges: one move for each exchange, whose target is free and cached; the reverse move is left out.
-        overwritten: targets of `one_way` that are cached and would be evicted.
+        one_way: moves to blocks whose content may be overwritten.
+        exchanges: the move to the free, cached block of each exchange; the reverse move is left out.
+        overwritten: targets of `one_way` that are cached and will be evicted.
     """
 
     one_way: list[BlockMove]
     exchanges: list[BlockMove]
-    overwritten: list[int]
+    overwritten: list[BlockId]
 
 
 def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> CheckedMoves:
@@ -31,7 +31,7 @@ def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> CheckedMoves
         InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
     """
     blocks = pool.blocks
-    ids: list[int] = list(chain.from_iterable(moves))
+    ids: list[BlockId] = list(chain.from_iterable(moves))
     checked = CheckedMoves([], [], [])
     if not ids:
         return checked
@@ -43,7 +43,7 @@ def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> CheckedMoves
     if min(ids) < 1 or max(ids) >= len(blocks):
         wrong = min(ids) if min(ids) < 1 else max(ids)
         raise InvalidBlockError(
-            f"C3: block {wrong} does not move: it is the null block, or outside 1..{len(blocks) - 1}"
+            f"C3: block {wrong} cannot move: it is the null block, or outside 1..{len(blocks) - 1}"
         )
     pool.holds.check_movable(chosen)
     for source, target in checked.one_way:
@@ -59,7 +59,7 @@ def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> CheckedMoves
         if blocks[target].ref_cnt != 0:
             if blocks[source].ref_cnt != 0:
                 raise InvalidBlockError(
-                    f"C2: blocks {source} and {target} are both in use; one of an exchange is free and cached"
+                    f"C2: blocks {source} and {target} are both in use; one must be free to exchange them"
                 )
             checked.exchanges[position] = BlockMove(target, source)
     return checked
@@ -71,10 +71,10 @@ def _check_content(block: KVCacheBlock) -> None:
 
 
 def _split(moves: Sequence[BlockMove], checked: CheckedMoves) -> None:
-    """Tell exchanges from other moves, the first move of each in the plan's order. Raise for C1."""
-    target_of: dict[int, int] = dict(moves)
-    seen: set[int] = set()
-    awaited: set[int] = set()  # sources of the reverse moves of exchanges
+    """Separate exchanges from one-way moves; keep the first move of each exchange. Raise for C1."""
+    target_of: dict[BlockId, BlockId] = dict(moves)
+    seen: set[BlockId] = set()
+    awaited: set[BlockId] = set()  # sources of reverse moves still expected
     for source, target in moves:
         is_exchange = source != target and target_of.get(target, -1) == source
         if is_exchange and source in awaited and target_of[source] == target:
@@ -83,7 +83,7 @@ def _split(moves: Sequence[BlockMove], checked: CheckedMoves) -> None:
         for block_id in (source, target):
             if block_id in seen:
                 raise InvalidArgumentError(
-                    f"C1: block {block_id} is in two moves; each id is the source or target of one, "
+                    f"C1: block {block_id} is in two moves; each id may be the source or target of one move, "
                     "unless two moves exchange two blocks"
                 )
             seen.add(block_id)

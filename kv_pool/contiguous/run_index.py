@@ -1,19 +1,21 @@
-"""`FreeRunIndex`: finds runs of free ids, and blocks that make long runs."""
+"""`FreeRunIndex`: finds runs of free ids, and blocks that form long runs."""
 
-from typing import Final
+from typing import Final, cast
 
 from mypy_extensions import i64
 
-from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT, YOUNGEST
+from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED, YOUNGEST
 from kv_pool.contiguous.buddy import BuddySystem
 from kv_pool.contiguous.free_ages import ANY_AGE, GENERATIONS, FreeAges
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.mode import COMPILED
+from kv_pool.ids import BlockId
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
 
 _MIN_PIECE: Final = 8
-# Bounds of one search, in bytes; see benchmarks/bench_runs.py for what they cost and find.
+# Bounds of one search, in bytes; benchmarks/bench_runs.py measures their cost and success rate.
 _MAX_SWEEP: Final = 4_096
 _SWEEP_WINDOW: Final = 128
 _MAX_SCAN: Final = 65_536
@@ -22,15 +24,15 @@ _MAX_PLACES: Final = 16
 
 
 class FreeRunIndex(FreeAges):
-    """Finds free runs by looking at ages.
+    """An index of free runs, searched by age.
 
     Args:
-        early_share: `choose` takes none, but what is next, that is not among the first of so large a share of
-            the free queue, as far as ages tell.
+        early_share: out of eviction order `choose_and_mark` takes only blocks from the queue's first part,
+            as far as ages tell; this is the size of that part, 0 to 1.
         placement: where `find_run` finds a run:
-            buddy: in an aligned chunk of the next power of two, the smallest that is old enough, see
-                `BuddySystem`; where there is none, as "oldest". `choose` goes by chunks, too.
-            first_fit: at the lowest ids, whatever content is lost.
+            buddy: in the smallest aligned chunk of a power of two that is old enough, see `BuddySystem`; if
+                there is none, as "oldest". `choose_and_mark` uses chunks, too.
+            first_fit: at the lowest ids, regardless of cached content.
             oldest: where the youngest content is oldest, see `find_oldest_run`.
     """
 
@@ -40,20 +42,24 @@ class FreeRunIndex(FreeAges):
         self._num_early: i64 = int(early_share * GENERATIONS)
 
     def list_runs(self) -> list[int]:
-        """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
+        """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return [len(run) for run in self.ages.split(bytes([IN_USE])) if run]
 
-    def choose(
-        self, blocks: tuple[KVCacheBlock, ...], queue: FreeKVCacheBlockQueue, next_id: int, num_blocks: int
+    def choose_and_mark(
+        self,
+        blocks: tuple[KVCacheBlock, ...],
+        queue: FreeKVCacheBlockQueue,
+        next_id: BlockId,
+        num_blocks: int,
     ) -> list[KVCacheBlock]:
-        """Choose `num_blocks` free blocks that make long runs. They count as in use from here on.
+        """Choose `num_blocks` free blocks that form long runs, and mark them as in use.
 
         Args:
             blocks: all blocks of the pool.
-            next_id: what can be had from this id on comes first; 0 for nowhere.
+            next_id: prefer free blocks from this id on; 0 for no preference.
         Returns:
-            Run after run, each by id: first from `next_id`, then pieces that are old enough, then, for want
-            of those, what is next in the queue. Fewer blocks only where not so many in the queue are ours.
+            Runs, each by id: first from `next_id`, then pieces that are old enough, then the next blocks in
+            the queue. Fewer blocks only if the queue has fewer blocks of this pool.
         """
         chosen: list[KVCacheBlock] = []
         ages = self.ages
@@ -75,7 +81,7 @@ class FreeRunIndex(FreeAges):
                 self._store(first, end, IN_USE)
                 need -= end - first
         if self.buddies is not None:
-            need -= self._choose_chunks(chosen, blocks, need)
+            need -= self._choose_and_mark_chunks(chosen, blocks, need)
         elif need > 1:
             pieces = self.sweep(need, max_age)
             position: i64 = 0
@@ -87,7 +93,7 @@ class FreeRunIndex(FreeAges):
                 need -= end - first
                 position += 2
         if need > 0:
-            rest: list[int] = []
+            rest: list[BlockId] = []
             block = head
             tail = queue.fake_free_list_tail
             while need > 0 and block is not None and block is not tail:
@@ -101,14 +107,15 @@ class FreeRunIndex(FreeAges):
             chosen.extend(others)
         return chosen
 
-    def _choose_chunks(
+    def _choose_and_mark_chunks(
         self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
     ) -> i64:
-        """Choose blocks chunk by chunk, 8 + 4 + 1 of 13, and the last ones from the smallest chunks.
+        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, single ones from the smallest chunks.
 
-        They count as in use from here on.
+        Marks them as in use.
+
         Returns:
-            How many were chosen; fewer where what is left was used lately.
+            How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
         """
         assert self.buddies is not None
         max_age: i64 = self._find_idle_age()
@@ -127,7 +134,7 @@ class FreeRunIndex(FreeAges):
                 self._store(first, first + size, IN_USE)
                 need -= size
             elif size == 1:
-                break  # what is left was used lately
+                break  # the remaining blocks were used recently
             if first == 0:
                 size //= 2
             while size > max(1, need):
@@ -135,37 +142,37 @@ class FreeRunIndex(FreeAges):
         return num_blocks - need
 
     def _find_early_age(self, head: KVCacheBlock | None) -> i64:
-        """The age of blocks that may be taken for the sake of a run.
+        """Return the greatest age of blocks that may be taken out of order to form a run.
 
         Args:
             head: the first block of the free queue.
         """
         max_age: i64 = max(EMPTY, self.now - GENERATIONS + self._num_early)
         if head is not None and 0 < head.block_id < len(self.ages):
-            # Where use grows, the front of the queue is younger than so many turnovers ago.
+            # While the use of the pool grows, the front of the queue is younger than that.
             oldest: i64 = max(EMPTY + 1, self.ages[head.block_id])
             max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // GENERATIONS)
             max_age = min(max_age, YOUNGEST)
         return max_age
 
     def _find_good_age(self) -> i64:
-        """The age of what has hardly been used since the free blocks last turned over."""
+        """Return the age below which a block was hardly used since the last turnover of the free blocks."""
         return max(EMPTY, self.now - GENERATIONS + GENERATIONS // 8)
 
     def _find_idle_age(self) -> i64:
-        """The age of what was not used in the last quarter of a turnover of the free blocks."""
+        """Return the age below which a block was unused in the last quarter turnover of the free blocks."""
         return max(EMPTY, self.now - GENERATIONS // 4)
 
     def sweep(self, num_blocks: int, max_age: int) -> list[int]:
-        """Up to `num_blocks` free ids in long pieces, none used later than `max_age`, at the sweeping hand.
+        """Find up to `num_blocks` free ids in long pieces, no age above `max_age`, from the hand onwards.
 
         Returns:
-            The pieces as [first, end, first, end, ...], disjoint; none shorter than 8 blocks unless it is
-            the last that is needed. Fewer blocks than asked for, or none, are an answer.
+            The pieces as [first, end, first, end, ...], disjoint; each has at least 8 blocks, except the last
+            one if fewer are needed. May be fewer blocks than requested, or none.
 
-        The hand goes round by id, as a clock's: what was taken together comes up together again, as old as
-        everything beside it, so that both runs and eviction order survive. O(num_blocks), at most a bounded
-        number of bytes.
+        The hand moves through the ids in a circle, like a clock's: blocks taken together come up together
+        again, with the same age as their neighbours, so that both runs and the eviction order last. Cost:
+        O(num_blocks), within a fixed number of bytes.
         """
         ages = self.ages
         num_all: i64 = len(ages)
@@ -189,7 +196,7 @@ class FreeRunIndex(FreeAges):
                     position += 1
                 length: i64 = position - start
                 if position == size and start > 0 and length < need and at + size < num_all:
-                    position = start  # it may go on in the next window
+                    position = start  # the piece may continue in the next window
                     break
                 if length > 0 and length >= min(need, _MIN_PIECE):
                     pieces.append(at + start)
@@ -200,46 +207,50 @@ class FreeRunIndex(FreeAges):
         self._hand = at
         return pieces
 
-    def find_run(self, num_blocks: int) -> int | None:
-        """The first id of `num_blocks` consecutive free ones, or None; where, `placement` says."""
+    def find_run(self, num_blocks: int) -> BlockId | None:
+        """Return the first id of `num_blocks` consecutive free ids by `placement`, or None."""
         if self.placement == "first_fit":
             place = self.ages.translate(ANY_AGE).find(ANY_AGE[1:2] * num_blocks)
-            return None if place < 0 else place
+            return None if place < 0 else cast(BlockId, place)
         if self.placement == "buddy":
             if self.buddies is None:
                 self.buddies = BuddySystem()
-            place = self.buddies.find_run(num_blocks, self.ages, self._find_good_age(), KEPT)
-            if place:
-                return place
+            first = self.buddies.find_run(num_blocks, self.ages, self._find_good_age(), RETAINED)
+            if first:
+                return first
         return self.find_oldest_run(num_blocks)
 
-    def find_fragment(self) -> int:
-        """The id of a block of the smallest chunk that is old enough for it; 0 for none.
+    def find_fragment(self) -> BlockId:
+        """Return the id of a block of the smallest chunk that is old enough; 0 for none.
 
-        Of a pool that was not asked for a run yet always 0: it has no chunks.
+        Always 0 before the first request for a run, since there are no chunks yet.
         """
         if self.buddies is None:
-            return 0
+            return cast(BlockId, 0)
         return self.buddies.find_single(self.ages, self._find_idle_age())
 
-    def find_oldest_run(self, num_blocks: int) -> int | None:
-        """The first id of `num_blocks` consecutive free ones whose content is old, or None.
+    def find_oldest_run(self, num_blocks: int) -> BlockId | None:
+        """Return the first id of `num_blocks` consecutive free ids with old content, or None.
 
-        Looks from where the last search ended, round by id, and takes the place whose youngest block was used
-        longest ago: of all in the runs that it meets, up to 16, and the first that has hardly been used since
-        the free blocks last turned over is good enough. In a run it tries the places at a multiple of the
-        next power of two, so that a run's tail and its neighbours stay whole, and its two ends; of equally
-        old places the first of these. A call looks at 131,072 ids at most, and the next one goes on from
-        there: in a larger pool None does not say that there is no run.
+        Searches the ids in a circle, from the end of the last search, and returns the place whose youngest
+        block was used longest ago, among the first 16 places that it finds. A place that was hardly used
+        since the last turnover of the free blocks ends the search. In each free run it tries the multiples of
+        the next power of two, so that the rest of the run stays whole, and both ends; the first of equally
+        old places wins. A call scans at most 131,072 ids, and the next call continues from there: in a larger
+        pool None does not prove that there is no run.
         """
         n: i64 = num_blocks
         num_all: i64 = len(self.ages)
+        is_whole: bool = num_all <= _MAX_SCANS * _MAX_SCAN
+        # If the loop below is not compiled, methods of bytes detect faster that there is no run.
+        if not COMPILED and is_whole and ANY_AGE[1:2] * num_blocks not in self.ages.translate(ANY_AGE):
+            return None
         slot: i64 = 1
         while slot < n:
             slot *= 2
         good: i64 = self._find_good_age()
         best: i64 = 0
-        best_age: i64 = KEPT + 1
+        best_age: i64 = RETAINED + 1
         num_places: i64 = 0
         at = self._hand if self._hand < num_all else 1
         left: i64 = min(num_all + n - 2, _MAX_SCANS * _MAX_SCAN)
@@ -248,7 +259,7 @@ class FreeRunIndex(FreeAges):
             size: i64 = len(data)
             last: i64 = n - 1
             while last < size and num_places < _MAX_PLACES and best_age > good:
-                # Backwards from where a run would end: _MAX_PLACES ids are jumped over.
+                # Backwards from where a run would end: ids before the last one in use are skipped.
                 low: i64 = last - n
                 position: i64 = last
                 while position > low and data[position] != IN_USE:
@@ -277,7 +288,7 @@ class FreeRunIndex(FreeAges):
                     if age < best_age:
                         best = at + place
                         best_age = age
-                    if age < KEPT:
+                    if age < RETAINED:
                         num_places += 1
                     if turn == 0 and place + slot + n <= end:
                         place += slot
@@ -288,9 +299,12 @@ class FreeRunIndex(FreeAges):
             left -= size
             if at + size >= num_all:
                 at = 1
-            else:  # a run may begin in this part and end in the next one
+            else:  # a run may begin in this part of the ids and end in the next one
                 at += max(1, size - n + 1)
                 if left > 0:
                     left += n - 1
-        self._hand = best + n if best else at
-        return best or None
+        if best:
+            self._hand = best + n
+        elif not is_whole:
+            self._hand = at
+        return cast(BlockId, best) if best else None

@@ -1,4 +1,4 @@
-"""`RunBlockPool`: a block pool that hands out consecutive ids where it can, and on request nothing else."""
+"""`RunBlockPool`: a block pool that prefers consecutive ids, and can allocate runs."""
 
 from kv_pool.contiguous.run_pool_core import DEFAULT_RUN_LENGTH, RunPoolCore
 from kv_pool.contiguous.run_pool_state import DEFAULT_EARLY_SHARE
@@ -9,7 +9,7 @@ __all__ = ["DEFAULT_EARLY_SHARE", "DEFAULT_RUN_LENGTH", "RunBlockPool"]
 
 # Never compiled, for the reasons that `BlockPool` has; every method runs compiled in `RunPoolCore`.
 class RunBlockPool(RunPoolCore, BlockPool):
-    """A `BlockPool` that knows its free runs of consecutive block ids, and prefers them.
+    """A `BlockPool` that indexes its free runs of consecutive block ids, and prefers them.
 
         >>> from kv_pool.contiguous.run_pool import RunBlockPool
         >>> pool = RunBlockPool(32, True, 16)
@@ -22,16 +22,16 @@ class RunBlockPool(RunPoolCore, BlockPool):
         [2, 3]
 
     Args:
-        early_share: `get_new_blocks` may take, for the sake of a run, what is not next in eviction order
-            but among the first of so large a share of the queue, 0 to 1. At 0 it takes exactly what a
-            `BlockPool` takes.
-        placement: where a run is taken: "oldest" at the cost of the oldest cached blocks, "buddy" in an
-            aligned chunk of the next power of two (`BuddySystem`), "first_fit" at the lowest ids.
-        Others: as of `BlockPool`.
+        early_share: to form runs, `get_new_blocks` may take blocks from the first part of the free queue
+            instead of strictly in eviction order; this is the size of that part, 0 to 1. At 0 it takes
+            exactly the blocks that a `BlockPool` takes.
+        placement: where to take a run: "oldest" evicts the oldest cached blocks, "buddy" uses an aligned
+            chunk of the next power of two (`BuddySystem`), "first_fit" the lowest ids.
 
     Attributes:
-        run_index: which ids are free; derived, `rebuild_index()` makes it anew.
-        epoch: how many times ids have been exchanged; an id that was read at another epoch may have moved.
+        run_index: the index of free ids, derived from the free queue; `rebuild_index()` restores it.
+        epoch: how many times ids have been exchanged; ids read at another epoch may be stale.
 
-    Runs serve transfers, offloading and shrinking. Attention kernels do not care.
+    The other arguments are those of `BlockPool`. Runs speed up transfers, offloading and shrinking. Attention
+    kernels do not depend on them.
     """

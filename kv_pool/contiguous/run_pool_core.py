@@ -1,11 +1,12 @@
-"""`RunPoolCore`: a block pool and the index of its free runs, kept in step. Use `RunBlockPool`."""
+"""`RunPoolCore`: a block pool that keeps the index of its free runs up to date. Use `RunBlockPool`."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final, cast
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.ages import KEPT
+from kv_pool.contiguous.ages import RETAINED
 from kv_pool.contiguous.free_ages import note_moved
 from kv_pool.contiguous.run_pool_state import RunPoolState
 from kv_pool.contiguous.run_taking import take_chosen, take_in_order
@@ -18,75 +19,80 @@ from kv_pool.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
 )
+from kv_pool.ids import BlockId
 
 DEFAULT_RUN_LENGTH = 16
+
+_ANYWHERE: Final = cast(BlockId, 0)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RunPoolCore(RunPoolState):
     """See `RunBlockPool`."""
 
-    # ---- taking ----------------------------------------------------------------------------------
+    # ---- allocating ------------------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """As `BlockPool.get_new_blocks`, in runs of consecutive ids as long as they can be had cheaply.
+        """Like `BlockPool.get_new_blocks`, but prefer runs of consecutive ids where that is cheap.
 
-        No block is evicted for a run that is not among the first `early_share` of the free queue, as far as
-        ages are known. What does not come in runs is taken in eviction order.
+        To form runs, it evicts only blocks among the first `early_share` of the free queue, as far as ages
+        tell. It takes the remaining blocks in eviction order.
         """
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
-        return take_in_order(self, 0, num_blocks, None)
+        return take_in_order(self, _ANYWHERE, num_blocks, None)
 
     def take_onto(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock]:
-        return take_in_order(self, 0, num_blocks, onto)
+        return take_in_order(self, _ANYWHERE, num_blocks, onto)
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
-        """As `get_new_blocks`, but the ids next after `block`'s come first, if they are free and old enough.
+        """Like `get_new_blocks`, but prefer the ids directly after `block`'s if they are free and old enough.
 
-        For a sequence that grows, or one that goes on after its cached prefix.
+        For a sequence that grows, or that continues after its cached prefix.
         """
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
         if not isinstance(block, KVCacheBlock):
             refuse_type("block", block, "KVCacheBlock")
-        return take_in_order(self, block.block_id + 1, num_blocks, None)
+        return take_in_order(self, cast(BlockId, block.block_id + 1), num_blocks, None)
 
     def take_onto_after(
         self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int
     ) -> list[KVCacheBlock]:
-        """As `get_new_blocks_after`; the blocks are appended to `blocks` in the same step."""
-        return take_in_order(self, block.block_id + 1, num_blocks, blocks)
+        """Like `get_new_blocks_after`, but append the blocks to `blocks` in the same step."""
+        return take_in_order(self, cast(BlockId, block.block_id + 1), num_blocks, blocks)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
 
-        Where, the pool's placement says (`FreeRunIndex.find_run`). Nothing is taken beyond `num_blocks`.
+        The pool's placement chooses the ids (`FreeRunIndex.find_run`).
 
         Returns:
-            The blocks, each with ref_cnt 1 and no hash; None when the free blocks are too scattered, with
-            nothing changed: compaction helps then. In a pool of more than 131,072 blocks None can also mean
-            that this call did not come to the right place; the next one looks further.
+            The blocks, each with ref_cnt 1 and no hash. None, with nothing changed, if the free blocks are
+            too fragmented; compaction helps. In a pool of more than 131,072 blocks None may also mean that
+            this call has not reached the right ids; the next call continues the search.
         Raises:
             OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
-            Whatever a reuse watcher raises; all blocks are back in the queue.
+            Any exception of a reuse watcher; all blocks are back in the queue.
         Cost: a bounded search and O(num_blocks).
         """
         return self._take_run(None, num_blocks, False)
 
-    def take_run_onto(self, blocks: list[KVCacheBlock], num_blocks: int, spares_kept: bool = False) -> bool:
-        """As `get_new_run`; the run is appended to `blocks` in the same step, see `take_onto`.
+    def take_run_onto(
+        self, blocks: list[KVCacheBlock], num_blocks: int, avoids_retained: bool = False
+    ) -> bool:
+        """Like `get_new_run`, but append the run to `blocks` in the same step, see `take_onto`.
 
         Args:
-            spares_kept: a run with a block of a band above the default one counts as none.
+            avoids_retained: do not take a run with a block of a band above the default one.
         Returns:
-            False, with nothing changed: no run was found.
+            Whether a run was taken; if False, nothing has changed.
         """
-        return self._take_run(blocks, num_blocks, spares_kept) is not None
+        return self._take_run(blocks, num_blocks, avoids_retained) is not None
 
     def _take_run(
-        self, onto: list[KVCacheBlock] | None, num_blocks: int, spares_kept: bool
+        self, onto: list[KVCacheBlock] | None, num_blocks: int, avoids_retained: bool
     ) -> list[KVCacheBlock] | None:
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
@@ -105,7 +111,7 @@ class RunPoolCore(RunPoolState):
             if index.is_stale:
                 self.rebuild_index()
             first = index.find_run(num_blocks)
-            if first is None or (spares_kept and KEPT in index.ages[first : first + num_blocks]):
+            if first is None or (avoids_retained and RETAINED in index.ages[first : first + num_blocks]):
                 return None
             taken = list(self.blocks[first : first + num_blocks])
             try:
@@ -117,13 +123,13 @@ class RunPoolCore(RunPoolState):
                 raise
             if not index.is_stale:
                 return taken
-            # The index is right next time, so that this ends.
+            # The rebuilt index is right, so the second round ends the loop.
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._take_listed(as_list("blocks", blocks), None)
 
     def take_listed_onto(self, blocks: list[KVCacheBlock], listed: list[KVCacheBlock]) -> None:
-        """As `take_blocks(listed)`; they are appended to `blocks` in the same step, see `take_onto`."""
+        """Like `take_blocks(listed)`, but append the blocks to `blocks` in the same step, see `take_onto`."""
         self._take_listed(listed, blocks)
 
     def _take_listed(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
@@ -149,7 +155,7 @@ class RunPoolCore(RunPoolState):
             self._follow(error, was_stale)
             raise
 
-    # ---- giving back -----------------------------------------------------------------------------
+    # ---- freeing ---------------------------------------------------------------------------------
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         listed = as_list("ordered_blocks", ordered_blocks)
@@ -157,8 +163,8 @@ class RunPoolCore(RunPoolState):
             free_all(self, listed, False)
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self.block_owner, num_free, self.enable_caching, False)
-            if self._placement is not None:
-                self._placement.place(listed)
+            if self._band_policy is not None:
+                self._band_policy.place(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -169,15 +175,15 @@ class RunPoolCore(RunPoolState):
         is_freed = False
         freed = ordered_blocks
         try:
-            if self._placement is not None:
+            if self._band_policy is not None:
                 freed = ordered_blocks.copy()
             free_all(self, ordered_blocks, False)
             is_freed = True
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(ordered_blocks, self.block_owner, num_free, self.enable_caching, False)
             ordered_blocks.clear()
-            if self._placement is not None:
-                self._placement.place(freed)
+            if self._band_policy is not None:
+                self._band_policy.place(freed)
         except BaseException as error:
             if is_freed:
                 ordered_blocks.clear()
@@ -192,16 +198,16 @@ class RunPoolCore(RunPoolState):
             unpin_all(self, listed, on_reuse)
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self.block_owner, num_free, True, True)
-            if self._placement is not None:
-                self._placement.place(listed)
+            if self._band_policy is not None:
+                self._band_policy.place(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
             self._follow(error, was_stale)
             raise
 
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        listed = as_ints("block_ids", block_ids)
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
+        listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
         try:
             super().evict_blocks(listed)
             for block_id in listed:
@@ -238,7 +244,7 @@ class RunPoolCore(RunPoolState):
             raise
 
     def merge_bands(self) -> None:
-        """As `BlockPool.merge_bands`. O(number of blocks)."""
+        """Like `BlockPool.merge_bands`, and rebuild the index. O(number of blocks)."""
         try:
             super().merge_bands()
             self.rebuild_index()
@@ -246,25 +252,25 @@ class RunPoolCore(RunPoolState):
             self.rebuild_index()
             raise
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     def get_fragmentation_rate(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
-        """Share of the possible runs that is lost to scattering, 0 to 1. O(number of blocks).
+        """Return the share of possible free runs that is lost to fragmentation, 0 to 1. O(number of blocks).
 
-        Of runs of `run_length`, or of what fewer free blocks allow, see `fragmentation`.
+        Counts runs of `run_length`, or shorter ones if fewer blocks are free, see `fragmentation`.
         """
         if not isinstance(run_length, int):
             run_length = as_int("run_length", run_length)
         return fragmentation.get_fragmentation_rate(self.list_free_runs(), run_length)
 
     def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
-        """U(run_length): share of the free blocks that cannot serve a run of it, 0 to 1. O(all blocks)."""
+        """Return U(run_length), the share of free blocks unusable for runs of it, 0 to 1. O(all blocks)."""
         if not isinstance(run_length, int):
             run_length = as_int("run_length", run_length)
         return fragmentation.get_unusable_share(self.list_free_runs(), run_length)
 
     def count_runs(self, run_length: int) -> int:
-        """How many disjoint runs of `run_length` the free blocks make. O(number of blocks)."""
+        """Return how many disjoint runs of `run_length` the free blocks form. O(number of blocks)."""
         if not isinstance(run_length, int):
             run_length = as_int("run_length", run_length)
         if run_length < 1:
@@ -272,15 +278,15 @@ class RunPoolCore(RunPoolState):
         return sum(length // run_length for length in self.list_free_runs())
 
     def list_free_runs(self) -> list[int]:
-        """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
+        """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return self.run_index.list_runs()
 
-    # ---- other ids, other sizes ------------------------------------------------------------------
+    # ---- changing ids and size -------------------------------------------------------------------
 
-    def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As `BlockPool.swap_block_ids`; a new epoch begins.
+    def swap_block_ids(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Like `BlockPool.swap_block_ids`; starts a new epoch.
 
-        A metrics collector with a method `on_ids_swapped` is called with the pairs.
+        If the metrics collector has a method `on_ids_swapped`, calls it with the pairs.
         """
         listed = as_pairs(pairs)
         try:
@@ -318,7 +324,8 @@ class RunPoolCore(RunPoolState):
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids; they are the next to be taken. O(blocks).
 
-        The engine's storage must have room for them already.
+        The engine's storage must already be large enough.
+
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
         """
@@ -331,10 +338,12 @@ class RunPoolCore(RunPoolState):
     def shrink(self, num_blocks: int) -> None:
         """Remove the `num_blocks` blocks with the highest ids, all of which must be free. O(blocks).
 
-        A cached block is evicted, and its reuse watcher is called.
+        Evicts the cached blocks among them and calls their reuse watchers.
+
         Raises:
-            InvalidArgumentError: negative, or no null block would be left. Nothing has changed.
-            InvalidBlockError: one of them is in use: move it out of the way with `plan_drain`. Nothing has
+            InvalidArgumentError: `num_blocks` is negative, or no null block would be left. Nothing has
+                changed.
+            InvalidBlockError: one of them is in use: move it out of the range with `plan_drain`. Nothing has
                 changed.
         """
         if not isinstance(num_blocks, int):

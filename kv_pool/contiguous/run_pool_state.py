@@ -1,10 +1,10 @@
-"""`RunPoolState`: a block pool and the index of its free runs; the files that change both import this one."""
+"""`RunPoolState`: a block pool with the index of its free runs; base of the modules that change both."""
 
 from collections.abc import Callable
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.ages import EMPTY, KEPT
+from kv_pool.contiguous.ages import EMPTY, RETAINED
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.core.clock import read_clock
 from kv_pool.core.eviction_order import DEFAULT_BAND
@@ -19,11 +19,11 @@ from kv_pool.errors import (
 DEFAULT_EARLY_SHARE = 0.2
 
 
-# Each call changes the pool first, all or nothing, and then the index, which can be rebuilt from the pool.
-# Whatever interrupts a call therefore ends in a rebuild.
+# Each call first changes the pool, all or nothing, and then the index, which can be rebuilt from the pool. An
+# interrupted call therefore ends with a rebuild.
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RunPoolState(BlockPoolCore):
-    """A pool whose index is rebuilt after whatever interrupts a call."""
+    """A pool that rebuilds its index after an interrupted call."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class RunPoolState(BlockPoolCore):
         self.rebuild_index()
 
     def rebuild_index(self) -> None:
-        """Rebuild the index from the free queue, such as after an edit of the queue by hand. O(blocks)."""
-        self.run_index.is_stale = True  # until it is done
+        """Rebuild the index from the free queue, such as after a direct change of the queue. O(blocks)."""
+        self.run_index.is_stale = True  # until the rebuild is complete
         if self._unfinished:
             self._recover()
         free = [
@@ -77,27 +77,27 @@ class RunPoolState(BlockPoolCore):
         ]
         self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
         if self.eviction_order.is_open:
-            num_ordered = 0  # blocks of the default band and those above it, which are last in the queue
+            num_ordered = 0  # blocks of the default band and higher ones, which are last in the queue
             for band, blocks in self.eviction_order.list_bands():
                 ours = [block for block in blocks if block.owner is self.block_owner]
                 if band >= DEFAULT_BAND:
                     num_ordered += len(ours)
                 if band > DEFAULT_BAND:
-                    self.run_index.note_moved(ours, KEPT)
+                    self.run_index.note_moved(ours, RETAINED)
             self.run_index.note_moved(free[: len(free) - num_ordered], EMPTY + 1)
         self.run_index.is_stale = False
 
     def _follow(self, error: BaseException, was_stale: bool) -> None:
-        """Bring the index, which is marked as stale, in line with the pool after a call that raised."""
+        """Make the index, which is marked as stale, consistent with the pool after a call that raised."""
         if (
             isinstance(error, KVPoolError)
             and not was_stale
             and self.metrics_collector is None
-            and self.colder_tiers is None
+            and self.lower_tiers is None
             and not self.reuse_watchers
         ):
             self.run_index.is_stale = False
-            return  # a refusal, with nothing changed
+            return  # a refusal has changed nothing
         self.rebuild_index()
-        if self._placement is not None and not isinstance(error, KVPoolError):
-            self._placement.recover()
+        if self._band_policy is not None and not isinstance(error, KVPoolError):
+            self._band_policy.recover()

@@ -1,4 +1,4 @@
-"""Takes free blocks in runs of consecutive ids, as far as that costs nothing; else in eviction order."""
+"""Functions that take free blocks in runs of consecutive ids where that is cheap, else in eviction order."""
 
 from kv_pool.contiguous.run_index import FreeRunIndex
 from kv_pool.contiguous.run_pool_state import RunPoolState
@@ -7,12 +7,13 @@ from kv_pool.core.taking import take_listed
 from kv_pool.errors import (
     InvalidBlockError,
 )
+from kv_pool.ids import BlockId
 
 
 def take_in_order(
-    pool: RunPoolState, next_id: int, num_blocks: int, onto: list[KVCacheBlock] | None
+    pool: RunPoolState, next_id: BlockId, num_blocks: int, onto: list[KVCacheBlock] | None
 ) -> list[KVCacheBlock]:
-    """Take blocks in runs, by preference from `next_id` on (0 for anywhere), or else in eviction order."""
+    """Take blocks in runs, preferably from `next_id` on (0: anywhere), else in eviction order."""
     index = pool.run_index
     least = 0 if next_id else 1  # a block alone is no run
     try:
@@ -39,18 +40,23 @@ def take_in_order(
 
 
 def take_in_runs(
-    pool: RunPoolState, index: FreeRunIndex, next_id: int, num_blocks: int, onto: list[KVCacheBlock] | None
+    pool: RunPoolState,
+    index: FreeRunIndex,
+    next_id: BlockId,
+    num_blocks: int,
+    onto: list[KVCacheBlock] | None,
 ) -> list[KVCacheBlock] | None:
-    """Take `num_blocks` blocks in long runs, by preference from `next_id` on; see `FreeRunIndex.choose`.
+    """Take `num_blocks` blocks in long runs, from `next_id` on if free: see `FreeRunIndex.choose_and_mark`.
 
-    Return None, with nothing taken, if fewer blocks are free, or if the index was wrong; it `is_stale` then.
+    Return None, with nothing taken, if fewer blocks are free, or if the index was wrong and now `is_stale`.
+
     Raises:
         As `take_blocks`. Nothing was taken; the index is stale.
     """
     if num_blocks > pool.free_block_queue.num_free_blocks:
         return None
     try:
-        chosen = index.choose(pool.blocks, pool.free_block_queue, next_id, num_blocks)
+        chosen = index.choose_and_mark(pool.blocks, pool.free_block_queue, next_id, num_blocks)
     except BaseException:
         index.is_stale = True
         raise
@@ -64,7 +70,7 @@ def take_in_runs(
 def take_fragment(
     pool: RunPoolState, index: FreeRunIndex, onto: list[KVCacheBlock] | None
 ) -> list[KVCacheBlock] | None:
-    """Take one block of a small chunk, to spare the large ones; None, with nothing taken, for none."""
+    """Take one block of a small chunk, to keep large chunks whole; return None if there is none."""
     if index.is_stale:
         pool.rebuild_index()
     block_id = index.find_fragment()
@@ -79,10 +85,10 @@ def take_fragment(
 def take_chosen(
     pool: RunPoolState, index: FreeRunIndex, chosen: list[KVCacheBlock], onto: list[KVCacheBlock] | None
 ) -> None:
-    """Take blocks that the index counts as in use already; if they were not all free, it is stale.
+    """Take blocks that the index already counts as in use; mark it stale if they were not all free.
 
     Raises:
-        Whatever a reuse watcher raises, or interrupts it. Nothing was taken; the index is stale.
+        Any exception of a reuse watcher, or an interrupt. Nothing was taken; the index is stale.
     """
     may_call_others = len(pool.reuse_watchers) > 0
     try:

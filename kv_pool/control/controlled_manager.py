@@ -1,4 +1,4 @@
-"""`ControlledManager`: a `KVCacheManager` with its engine's lock, as operators and defragmenters see it."""
+"""`ControlledManager`: a `KVCacheManager` with its engine's lock, for operators and defragmenters."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import ControlError
+from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_sequences import ManagerSequences
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from kv_pool.storage.block_storage import BlockStorage
 
 _WITHOUT_RUNS = (
-    "blocks are moved in a RunBlockPool only, and this manager has a {}: make it with KVCacheManager("
-    "RunBlockPool(...))"
+    "only the blocks of a RunBlockPool can be moved, and this manager has a {}: create it with "
+    "KVCacheManager(RunBlockPool(...))"
 )
 
 
 class ControlledManager:
-    """A manager for `ControlServer`, `Defragmenter` and `LiveNode`.
+    """A manager as the pool of `ControlServer`, `Defragmenter` and `LiveNode`.
 
         pool = ControlledManager(manager, storage=storage, lock=lock, on_moved=remap_tables)
         with ControlServer(pool):
@@ -42,15 +43,15 @@ class ControlledManager:
                     engine.step()
 
     Args:
-        storage: the bytes of the blocks, which compaction and migration move. Without one nothing migrates.
-        copy: copies the bytes of blocks in a compaction, the null block's slot being free for its use;
-            `storage.apply_moves` by default, which has scratch blocks of its own.
-        lock: the engine holds it from `allocate_slots` until the step's bytes are in the blocks, and whenever
-            it calls the manager; reentrant. None for a new one.
-        on_moved: called with a `Relocation` when ids have changed, with the lock held: remap tables of ids
-            there, such as a `BatchBlockTable`. Without it nothing is moved.
-        requests: the scheduler's requests by id, for their numbers of tokens; read with the lock held.
-        run_length: what `get_fragmentation_rate` is about.
+        storage: the bytes of the blocks, which compaction and migration move. None disables migration.
+        copy: copies the bytes of blocks in a compaction; it may overwrite the slot of the null block.
+            Default: `storage.apply_moves`, which has its own scratch blocks.
+        lock: a reentrant lock. The engine holds it from `allocate_slots` until the step's bytes are in the
+            blocks, and whenever it calls the manager. None for a new lock.
+        on_moved: called with a `Relocation` after ids have changed, with the lock held. It remaps tables of
+            block ids, such as a `BatchBlockTable`. None disables compaction.
+        requests: the scheduler's requests by id, for their token counts; read with the lock held.
+        run_length: length in blocks of the runs that `get_fragmentation_rate` counts.
 
     Attributes:
         manager, block_pool, lock, run_length, device_id: as given.
@@ -66,11 +67,11 @@ class ControlledManager:
         copy: CopyBlocks | None = None,
         lock: AbstractContextManager[object] | None = None,
         on_moved: Callable[[Relocation], object] | None = None,
-        requests: Mapping[str, SchedulableRequest] | None = None,
+        requests: Mapping[RequestId, SchedulableRequest] | None = None,
         run_length: int = DEFAULT_RUN_LENGTH,
         device_id: int = 0,
     ) -> None:
-        # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
+        # Compaction uses NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
 
         check_type("manager", manager, KVCacheManager)
@@ -83,23 +84,23 @@ class ControlledManager:
         self._copies_by_storage = copy is None and storage is not None
         self._copy = storage.apply_moves if copy is None and storage is not None else copy
         self._on_moved = on_moved
-        self._requests: Mapping[str, SchedulableRequest] = {} if requests is None else requests
+        self._requests: Mapping[RequestId, SchedulableRequest] = {} if requests is None else requests
         self._num_moved_blocks = 0
 
     def get_sequences(self) -> ManagerSequences:
-        """Return the requests as a `PoolSite` moves them.
+        """Return the requests as the sequences of a `PoolSite`.
 
         Raises:
-            ControlError: there is no storage.
+            ControlError: the manager was given without a storage.
         """
         if self._storage is None:
-            raise ControlError("requests migrate with their bytes; give ControlledManager the storage")
+            raise ControlError("migration moves the bytes of requests; pass a storage to ControlledManager")
         return ManagerSequences(self.manager, self._storage, self.lock)
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------
 
     def get_statistics(self) -> PoolStatistics:
-        """Return what the pool holds; the manager times no calls. O(number of blocks)."""
+        """Return statistics without latencies: the manager times no calls. O(number of blocks)."""
         with self.lock:
             known = read_statistics(
                 self.block_pool, block_size=self.manager.block_size, run_length=self.run_length
@@ -114,7 +115,7 @@ class ControlledManager:
             )
 
     def get_layout(self) -> PoolLayout:
-        """Return what each block is and where the runs of requests lie. O(number of blocks)."""
+        """Return the state of each block and the runs of requests. O(number of blocks)."""
         with self.lock:
             return read_layout(
                 self.block_pool,
@@ -125,41 +126,41 @@ class ControlledManager:
             )
 
     def describe_sequences(self) -> SequenceList:
-        """Return a report of each request, in the order of admission; those without tables come last."""
+        """Return a report of each request, in the order of admission; requests without tables come last."""
         with self.lock:
-            fixed_ids = set(self.block_pool.holds.list_fixed_ids())
+            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
             reports = []
             for request_id in self.manager.list_request_ids():
                 blocks = [block for row in self._list_rows(request_id) for block in row if not block.is_null]
-                num_fixed = sum(block.block_id in fixed_ids for block in blocks)
-                reports.append(self._report(request_id, len(blocks), num_fixed))
-            for request_id in self.manager.taken_out:
+                num_immovable = sum(block.block_id in immovable_ids for block in blocks)
+                reports.append(self._report(request_id, len(blocks), num_immovable))
+            for request_id in self.manager.detached_requests:
                 if not self.manager.holds_blocks(request_id):
                     reports.append(self._report(request_id, 0, 0))
             return SequenceList(reports)
 
     def get_free_blocks(self) -> int:
-        """Return how many blocks are free, cached ones included."""
+        """Return the number of free blocks, cached ones included."""
         with self.lock:
             return self.manager.get_num_free_blocks()
 
-    def list_victims(self, num_blocks: int) -> list[str]:
-        """Return the requests that go first for `num_blocks` more: those admitted last, the last one first.
+    def list_victims(self, num_blocks: int) -> list[RequestId]:
+        """Return the requests to evict for `num_blocks` more free blocks, the last admitted first.
 
-        All that may go where they would not suffice. Requests that a migration or a swap has stay.
+        All that may be evicted if they do not suffice. Requests in a migration or a swap are not returned.
         """
         num_blocks = as_int("num_blocks", num_blocks)
-        victims: list[str] = []
+        victims: list[RequestId] = []
         for report in reversed(self.describe_sequences().sequences):
             if num_blocks <= 0:
                 break
-            if report.num_blocks and not report.is_migrating:
-                victims.append(str(report.sequence_id))
+            if report.num_blocks and not report.is_in_transit:
+                victims.append(RequestId(str(report.sequence_id)))
                 num_blocks -= report.num_blocks
         return victims
 
     def get_fragmentation_rate(self) -> float:
-        """Return the share of the possible runs of `run_length` that is lost to scattering, 0 to 1."""
+        """Return the share of the possible runs of `run_length` that scattering makes impossible, 0 to 1."""
         with self.lock:
             return read_fragmentation_rate(self.block_pool, self.run_length)
 
@@ -168,32 +169,32 @@ class ControlledManager:
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
     ) -> int:
-        """Bring blocks in use together, as `GPUKVPool.defragment`, between two steps of the engine.
+        """Move blocks in use together between two steps of the engine, as `GPUKVPool.defragment` does.
 
-        Pinned, held and watched blocks stay. By default nothing is evicted, in a full cache either.
+        Blocks under a hold stay in place. By default nothing is evicted, even if the cache is full.
 
         Returns:
-            How many blocks changed their id; `on_moved` was called for each round of moves.
+            The number of blocks whose id changed; `on_moved` was called for each round of moves.
         Raises:
             ControlError: the pool has no runs, or the manager was given without `on_moved` or a way to copy.
                 Nothing has changed.
-            CopyFailedError: a round of moves broke off, see `compaction.apply_moves`. Requests have their
-                bytes; of blocks that were changing places the cached ones may be evicted.
+            CopyFailedError: a round of moves failed, see `compaction.apply_moves`. Requests still have
+                their bytes; cached blocks that were being exchanged may be evicted.
         """
         pool, copy, on_moved = self.block_pool, self._copy, self._on_moved
         if not isinstance(pool, RunBlockPool):
             raise ControlError(_WITHOUT_RUNS.format(type(pool).__name__))
         if copy is None or on_moved is None:
             raise ControlError(
-                "blocks are not moved without their bytes and their tables; give ControlledManager a storage "
-                "and on_moved"
+                "moving blocks requires their bytes and a way to remap tables; pass storage and on_moved to "
+                "ControlledManager"
             )
 
         def note_moved(relocation: Relocation) -> None:
             self._num_moved_blocks += len(relocation.moves)
             on_moved(relocation)
 
-        scratch_ids: Sequence[int] = compaction.NULL_BLOCK_SLOT
+        scratch_ids: Sequence[BlockId] = compaction.NULL_BLOCK_SLOT
         if self._copies_by_storage and self._storage is not None:
             scratch_ids = self._storage.scratch_ids
         with self.lock:
@@ -210,20 +211,20 @@ class ControlledManager:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _list_rows(self, request_id: str) -> list[list[KVCacheBlock]]:
+    def _list_rows(self, request_id: RequestId) -> list[list[KVCacheBlock]]:
         return [
-            self.manager.get_table(request_id, group_id).blocks
+            self.manager.get_table(request_id, GroupId(group_id)).blocks
             for group_id in range(len(self.manager.groups))
         ]
 
-    def _report(self, request_id: str, num_blocks: int, num_fixed: int) -> SequenceReport:
+    def _report(self, request_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         request = self._requests.get(request_id)
         return SequenceReport(
             request_id,
             num_blocks,
             None,
             None,
-            request_id in self.manager.taken_out,
+            request_id in self.manager.detached_requests,
             None if request is None else request.num_computed_tokens,
-            num_fixed,
+            num_immovable,
         )

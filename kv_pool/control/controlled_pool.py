@@ -1,4 +1,4 @@
-"""`ControlledPool`: what a control socket asks of a pool, whichever face the pool has."""
+"""`ControlledPool`: the protocol of a pool that a control socket can serve."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -10,9 +10,10 @@ from kv_pool.reports.statistics import PoolStatistics
 
 
 class ControlledPool(Protocol):
-    """A `GPUKVPool`, a `ControlledManager`, or the pool of a running vLLM engine. Each call is of one moment.
+    """A `GPUKVPool`, a `ControlledManager`, or the pool of a running vLLM engine.
 
-    A face that cannot do what is asked raises ControlError with the reason and the way out.
+    Each call is atomic. A pool that does not support an operation raises ControlError with the reason and the
+    way out.
     """
 
     @property
@@ -21,25 +22,25 @@ class ControlledPool(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """The lock that every call which changes the pool holds; reentrant."""
+        """The reentrant lock held by every call that changes the pool."""
 
     @property
     def run_length(self) -> int:
-        """What `get_fragmentation_rate` is about."""
+        """Length in blocks of the runs that `get_fragmentation_rate` counts."""
 
     def get_statistics(self) -> PoolStatistics:
-        """Counts, shares and times."""
+        """Return counts, shares and latencies."""
 
     def get_layout(self) -> PoolLayout:
-        """What each block is."""
+        """Return the state of each block."""
 
     def describe_sequences(self) -> SequenceList:
-        """The sequences, or requests, that hold blocks."""
+        """Return the sequences, or requests, that have blocks."""
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the possible runs of `run_length` that is lost to scattering, 0 to 1."""
+        """Return the share of the possible runs of `run_length` that scattering makes impossible, 0 to 1."""
 
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
     ) -> int:
-        """Move blocks; returns how many changed their id. See `GPUKVPool.defragment`."""
+        """Compact the pool and return how many blocks changed their id. See `GPUKVPool.defragment`."""

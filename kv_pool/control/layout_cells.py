@@ -1,4 +1,4 @@
-"""A pool's layout as the cells of a memory map, with its legend and colours, however it is drawn then."""
+"""The cells, legend and colours of a memory map, for every way of drawing it."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,10 +15,10 @@ Numbers = NDArray[np.integer[Any]]
 
 
 class CellKind(IntEnum):
-    """What a cell shows.
+    """The content of a cell.
 
-    Free blocks lie in a run, which is `PoolLayout.run_length` blocks or longer, or in a shorter stretch. The
-    runs of sequences are IN_USE and IN_USE_NEXT by turns.
+    A free stretch of `PoolLayout.run_length` blocks or more is a RUN, a shorter one SHORT. Consecutive runs
+    of sequences alternate between IN_USE and IN_USE_NEXT.
     """
 
     NULL = 0
@@ -28,20 +28,20 @@ class CellKind(IntEnum):
     CACHED_RUN = 4
     IN_USE = 5
     IN_USE_NEXT = 6
-    PINNED = 7
+    IMMOVABLE = 7
 
 
 COLOURS = {
     CellKind.NULL: "#3C4043",
     CellKind.IN_USE: "#0B559F",
     CellKind.IN_USE_NEXT: "#3F8FD2",
-    CellKind.PINNED: "#D1340C",
+    CellKind.IMMOVABLE: "#D1340C",
     CellKind.CACHED_RUN: "#F6D27A",
     CellKind.CACHED_SHORT: "#D99A1C",
     CellKind.EMPTY_RUN: "#E3E7EB",
     CellKind.EMPTY_SHORT: "#A9B1BA",
 }
-"""Told apart by people who see no red or no green, too: what differs in hue differs in brightness."""
+"""Distinguishable with red-green colour blindness: colours also differ in brightness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ class LayoutCells:
 
     Attributes:
         blocks_per_cell: a power of two; the last cell may have fewer.
-        kinds: a `CellKind` each. Of several blocks a cell shows what most are, but held in place if any is.
-        is_joined: the cell goes on with the run of the cell before it.
+        kinds: a `CellKind` per cell. A cell of several blocks shows the kind of most of them, or IMMOVABLE if
+            any is held in place.
+        is_joined: whether the cell continues the run of the cell before it.
     """
 
     blocks_per_cell: int
@@ -61,10 +62,10 @@ class LayoutCells:
 
 @dataclass(frozen=True, slots=True)
 class LegendLine:
-    """What some kinds of cells mean, and how many blocks they are about; no kinds for a remark.
+    """The meaning of some kinds of cells and the number of their blocks. A remark has no kinds.
 
     Attributes:
-        share: of the pool's blocks; 0 for the null block, which is none of them.
+        share: fraction of the pool's blocks; 0 for the null block, which is not counted among them.
     """
 
     kinds: tuple[CellKind, ...]
@@ -78,7 +79,7 @@ class LegendLine:
 
 
 def make_cells(layout: PoolLayout, max_cells: int) -> LayoutCells:
-    """Divide a layout into at most `max_cells` cells, of as few blocks each as that takes.
+    """Divide a layout into at most `max_cells` cells, with as few blocks per cell as possible.
 
     Raises:
         InvalidArgumentError: `max_cells` is below 1.
@@ -92,7 +93,7 @@ def make_cells(layout: PoolLayout, max_cells: int) -> LayoutCells:
         blocks_per_cell *= 2
     if blocks_per_cell > 1:
         kinds, is_joined = _gather(kinds, is_joined, blocks_per_cell)
-    # Every other run of a sequence gets the other shade.
+    # Every second run of a sequence gets the other shade.
     is_used = kinds >= CellKind.IN_USE
     is_odd = np.cumsum(is_used & ~is_joined) % 2 == 0
     kinds[is_odd & (kinds == CellKind.IN_USE)] = CellKind.IN_USE_NEXT
@@ -100,16 +101,16 @@ def make_cells(layout: PoolLayout, max_cells: int) -> LayoutCells:
 
 
 def make_legend(layout: PoolLayout, cells: LayoutCells) -> list[LegendLine]:
-    """What there is to be told apart in these cells of a layout, most important first, counted in blocks.
+    """Return the legend of these cells, most important kind first, counted in blocks.
 
-    What there is none of is left out.
+    Kinds that do not occur are left out.
     """
     counts = np.bincount(_classify(layout)[0], minlength=len(CellKind)).tolist()
     long = f"in free runs of {layout.run_length} or more"
     short = "in shorter free stretches"
     lines: list[tuple[tuple[CellKind, ...], str]] = [
         ((CellKind.IN_USE, CellKind.IN_USE_NEXT), "in use"),
-        ((CellKind.PINNED,), "in use, held in place"),
+        ((CellKind.IMMOVABLE,), "in use, held in place"),
         ((CellKind.CACHED_RUN,), f"cached, {long}"),
         ((CellKind.CACHED_SHORT,), f"cached, {short}"),
         ((CellKind.EMPTY_RUN,), f"empty, {long}"),
@@ -124,12 +125,14 @@ def make_legend(layout: PoolLayout, cells: LayoutCells) -> list[LegendLine]:
         legend.append(LegendLine((CellKind.NULL,), "the null block, id 0", 1, 0.0))
     num_shared = int(np.count_nonzero(np.frombuffer(layout.holders, np.uint8) > 1))
     if num_shared:
-        legend.append(LegendLine((), "held by several sequences", num_shared, num_shared / layout.num_blocks))
+        legend.append(
+            LegendLine((), "shared by several sequences", num_shared, num_shared / layout.num_blocks)
+        )
     return legend
 
 
 def describe_runs(layout: PoolLayout) -> str:
-    """How long the runs of sequences are."""
+    """Return one line on the number and mean length of the runs of sequences."""
     if not any(layout.holders):
         return "no runs of sequences"
     kinds, is_joined = _classify(layout)
@@ -140,12 +143,12 @@ def describe_runs(layout: PoolLayout) -> str:
 
 
 def describe_pool(layout: PoolLayout) -> str:
-    """Which pool a map shows."""
+    """Return one line on the pool that a map shows."""
     return f"{layout.num_blocks:,} blocks of {layout.block_size} tokens on device {layout.device_id}"
 
 
 def describe_use(layout: PoolLayout) -> str:
-    """How full a pool is, and how scattered what is free."""
+    """Return one line on how full and how fragmented a pool is."""
     free_share = layout.num_free / layout.num_blocks
     return (
         f"{1 - free_share:.1%} in use, {free_share:.1%} free, "
@@ -154,14 +157,14 @@ def describe_use(layout: PoolLayout) -> str:
 
 
 def describe_cell(cells: LayoutCells) -> str:
-    """What one cell stands for."""
+    """Return one line on what one cell stands for."""
     if cells.blocks_per_cell == 1:
         return "one cell = one block"
     return f"one cell = {cells.blocks_per_cell:,} blocks: what most of them are, but held in place if any is"
 
 
 def _classify(layout: PoolLayout) -> tuple[Numbers, Flags]:
-    """For each block its kind, in one shade, and whether it goes on with the run of the one before."""
+    """Return each block's kind, in one shade, and whether it continues the run of the block before it."""
     states = np.frombuffer(layout.states, np.uint8)
     is_free = (states == BlockState.EMPTY) | (states == BlockState.CACHED)
     is_first = is_free.copy()
@@ -176,9 +179,9 @@ def _classify(layout: PoolLayout) -> tuple[Numbers, Flags]:
 
 
 def _gather(kinds: Numbers, is_joined: Flags, blocks_per_cell: int) -> tuple[Numbers, Flags]:
-    """The same for cells of several blocks."""
+    """Merge blocks into cells of several blocks; otherwise as `_classify`."""
     num_cells = -(-len(kinds) // blocks_per_cell)
-    padded = np.zeros(num_cells * blocks_per_cell, np.uint8)  # beyond the end as if null
+    padded = np.zeros(num_cells * blocks_per_cell, np.uint8)  # cells beyond the end count as null
     padded[: len(kinds)] = kinds
     by_cell = padded.reshape(num_cells, blocks_per_cell)
 
@@ -186,7 +189,7 @@ def _gather(kinds: Numbers, is_joined: Flags, blocks_per_cell: int) -> tuple[Num
         counts: Numbers = np.count_nonzero(np.isin(by_cell, kinds), axis=1)
         return counts
 
-    num_used = count(CellKind.IN_USE, CellKind.PINNED)
+    num_used = count(CellKind.IN_USE, CellKind.IMMOVABLE)
     num_cached = count(CellKind.CACHED_SHORT, CellKind.CACHED_RUN)
     num_empty = count(CellKind.EMPTY_SHORT, CellKind.EMPTY_RUN)
     num_long = count(CellKind.CACHED_RUN, CellKind.EMPTY_RUN)
@@ -194,9 +197,9 @@ def _gather(kinds: Numbers, is_joined: Flags, blocks_per_cell: int) -> tuple[Num
     gathered = np.where(num_cached >= num_empty, CellKind.CACHED_SHORT, CellKind.EMPTY_SHORT).astype(np.uint8)
     gathered += 2 * num_long >= num_free
     gathered[num_used >= num_free] = CellKind.IN_USE
-    gathered[count(CellKind.PINNED) > 0] = CellKind.PINNED
+    gathered[count(CellKind.IMMOVABLE) > 0] = CellKind.IMMOVABLE
     gathered[num_used + num_free == 0] = CellKind.NULL
-    # Two cells are joined where the blocks on both sides of the border are, and are what the cells show.
+    # Two cells are joined if the blocks on both sides of the border are, and match what the cells show.
     shows_use = gathered >= CellKind.IN_USE
     firsts = by_cell[:, 0] >= CellKind.IN_USE
     lasts = by_cell[:, -1] >= CellKind.IN_USE
@@ -210,4 +213,4 @@ _KIND_BY_STATE = np.zeros(len(BlockState), np.uint8)
 _KIND_BY_STATE[BlockState.EMPTY] = CellKind.EMPTY_SHORT  # one more in a run
 _KIND_BY_STATE[BlockState.CACHED] = CellKind.CACHED_SHORT
 _KIND_BY_STATE[BlockState.IN_USE] = CellKind.IN_USE
-_KIND_BY_STATE[BlockState.PINNED] = CellKind.PINNED
+_KIND_BY_STATE[BlockState.IMMOVABLE] = CellKind.IMMOVABLE

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_CELLS = 16_385
-"""16,384 blocks and the null block; in pictures of more a cell is several blocks."""
+"""16,384 blocks and the null block; in larger pools a cell stands for several blocks."""
 
-# Everything is placed in pixels of the PNG, so that cells begin and end at whole ones.
+# All positions are in pixels of the PNG, so that cells begin and end at whole pixels.
 _DPI = 128
 _MAX_MAP_WIDTH, _MAX_MAP_HEIGHT, _MAX_CELL = 1_216, 900, 56
 _LEFT, _TOP, _BOTTOM = 92, 178, 40
@@ -37,7 +37,7 @@ _TEXT, _DIM = "#202124", "#5F6368"
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where the cells of a picture are, in pixels from its upper left corner."""
+    """The positions of a picture's cells, in pixels from its upper left corner."""
 
     num_cells: int
     num_columns: int
@@ -57,17 +57,17 @@ class Grid:
 
     @property
     def gap(self) -> int:
-        """Between cells of different runs, and between rows."""
+        """Pixels between cells of different runs, and between rows."""
         return 1 + self.cell_size // 12
 
     def find_corner(self, cell: int) -> tuple[int, int]:
-        """The upper left corner of a cell, the gap before it included."""
+        """Return the upper left corner (x, y) of a cell, the gap before it included."""
         row, column = divmod(cell, self.num_columns)
         return _LEFT + column * self.cell_size, _TOP + row * self.cell_size
 
 
 def make_grid(num_cells: int) -> Grid:
-    """Rows of a power of two of cells, so that aligned slots lie below each other; rather wide than high."""
+    """Return a grid that is wider than high. Rows are a power of two long, so that aligned slots line up."""
     num_columns = 1
     while 5 * num_columns * num_columns < 4 * num_cells:
         num_columns *= 2
@@ -77,18 +77,18 @@ def make_grid(num_cells: int) -> Grid:
 
 
 def check_can_draw(path: str) -> None:
-    """Raise DrawingError if `draw_layout` could not draw to `path`."""
+    """Raise DrawingError if `draw_layout` cannot draw to `path`."""
     obstacle = find_drawing_obstacle(path)
     if obstacle is not None:
-        raise DrawingError(f"{path}: can not write the picture: {obstacle}")
+        raise DrawingError(f"{path}: cannot write the picture: {obstacle}")
 
 
 def draw_layout(layout: PoolLayout, path: str) -> None:
     """Draw a memory map to an image file (.png, .svg, .pdf). The same layout gives the same SVG.
 
-    Block ids go from left to right, row by row. There is no gap inside a run.
+    Block ids go from left to right, row by row. Cells of one run have no gap between them.
     Raises:
-        DrawingError: matplotlib is not installed, or the file can not be written.
+        DrawingError: matplotlib is not installed, or the file cannot be written.
     Cost: O(number of blocks), and about a second.
     """
     check_can_draw(path)
@@ -105,7 +105,7 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
     ]
     width = _LEFT + grid.width + _LEGEND_GAP + _LEGEND_WIDTH
     height = _TOP + max(grid.height, (len(legend) + 3) * _LEGEND_STEP) + _BOTTOM
-    # Text stays text, and nothing in the file says when or where it was drawn.
+    # Text stays text, and the file records neither time nor place of drawing.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kv_pool"}):
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor="white")
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
@@ -118,7 +118,7 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
         try:
             figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
         except (OSError, ValueError) as error:
-            raise DrawingError(f"{path}: can not write the picture: {error}") from error
+            raise DrawingError(f"{path}: cannot write the picture: {error}") from error
 
 
 def _draw_title(axes: "Axes", layout: PoolLayout) -> None:
@@ -127,7 +127,7 @@ def _draw_title(axes: "Axes", layout: PoolLayout) -> None:
 
 
 def _draw_shares(axes: "Axes", grid: Grid, legend: list[LegendLine]) -> None:
-    """One bar over the width of the map, for the whole pool."""
+    """Draw one bar for the whole pool, as wide as the map."""
     from matplotlib.patches import Rectangle
 
     start = float(_LEFT)
@@ -139,7 +139,7 @@ def _draw_shares(axes: "Axes", grid: Grid, legend: list[LegendLine]) -> None:
 
 
 def _draw_scale(axes: "Axes", grid: Grid, blocks_per_cell: int) -> None:
-    """The id that a row begins with, and by how much ids grow along it."""
+    """Draw the first id of each row, and the offsets of ids along it."""
     row_step = _find_step(grid.num_rows, grid.cell_size, 30)
     for row in range(0, grid.num_rows, row_step):
         first_id = row * grid.num_columns * blocks_per_cell
@@ -154,7 +154,7 @@ def _draw_scale(axes: "Axes", grid: Grid, blocks_per_cell: int) -> None:
 
 
 def _draw_cells(axes: "Axes", grid: Grid, cells: LayoutCells) -> None:
-    """One collection for each kind, and in it one path for each row."""
+    """Draw one collection per kind, with one path per row."""
     from matplotlib.collections import PathCollection
     from matplotlib.path import Path as Outline
 
@@ -183,7 +183,7 @@ def _draw_cells(axes: "Axes", grid: Grid, cells: LayoutCells) -> None:
 
 
 def _find_bars(grid: Grid, cells: LayoutCells) -> Iterator[tuple[CellKind, int, int]]:
-    """Cells of one kind, joined and in one row: the kind, the first one, how many."""
+    """Yield stretches of joined cells of one kind and row, as (kind, first cell, number of cells)."""
     kinds, is_joined = cells.kinds.tolist(), cells.is_joined.tolist()
     first = 0
     for cell in range(1, len(kinds) + 1):
@@ -218,7 +218,7 @@ def _draw_legend(axes: "Axes", x: int, legend: list[LegendLine], remarks: list[s
 
 
 def _find_step(number: int, size: int, distance: int) -> int:
-    """The least power of two of cells that is so many pixels wide."""
+    """Return the smallest power of two of cells that is at least `distance` pixels wide."""
     step = 1
     while step < number and step * size < distance:
         step *= 2

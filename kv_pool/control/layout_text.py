@@ -1,4 +1,4 @@
-"""A pool's memory map for a terminal: painted, or in signs where there are no colours."""
+"""A pool's memory map for a terminal: painted, or in signs if there are no colours."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -21,7 +21,7 @@ from kv_pool.control.layout_cells import (
 from kv_pool.reports import PoolLayout
 
 _PAINT = dict.fromkeys(CellKind, "█")
-# Dots are scattered, lines are runs; the more ink, the more is in the block.
+# Dots are short stretches, lines are runs. A fuller block has a denser sign.
 _SIGNS = {
     CellKind.NULL: "0",
     CellKind.EMPTY_SHORT: ".",
@@ -30,7 +30,7 @@ _SIGNS = {
     CellKind.CACHED_RUN: "=",
     CellKind.IN_USE: "█",
     CellKind.IN_USE_NEXT: "▓",
-    CellKind.PINNED: "P",
+    CellKind.IMMOVABLE: "P",
 }
 _ASCII_SIGNS = {**_SIGNS, CellKind.IN_USE: "#", CellKind.IN_USE_NEXT: "%"}
 _STYLES = {kind: Style(color=colour) for kind, colour in COLOURS.items()}
@@ -42,7 +42,7 @@ _MIN_LINES, _LINES_IN_FILES = 8, 32
 
 
 class Look(Enum):
-    """How cells are told apart: by colours, two rows in a line; by signs; by those that ASCII has."""
+    """How cells are drawn: by colours with two rows per line, by signs, or by ASCII signs."""
 
     PAINTED = "painted"
     SIGNS = "signs"
@@ -54,7 +54,7 @@ class Look(Enum):
 
 
 def choose_look(console: Console) -> Look:
-    """The one that this console can show."""
+    """Return the richest look that this console can show."""
     if console.color_system in ("256", "truecolor") and not console.no_color:
         return Look.PAINTED
     return Look.ASCII if console.options.ascii_only else Look.SIGNS
@@ -64,7 +64,7 @@ def print_layout(layout: PoolLayout, console: Console, num_columns: int | None =
     """Print a memory map that fits on one screen, with its legend.
 
     Args:
-        num_columns: cells in a row; None for the greatest power of two for which there is room.
+        num_columns: cells in a row; None for the greatest power of two that fits.
     Raises:
         InvalidArgumentError: `num_columns` is below 1.
     """
@@ -79,9 +79,9 @@ def print_layout(layout: PoolLayout, console: Console, num_columns: int | None =
 
 
 def make_text(layout: PoolLayout, look: Look, num_columns: int, num_lines: int) -> Text:
-    """A memory map of at most so many lines, and its legend.
+    """Return a memory map of at most `num_lines` lines, and its legend.
 
-    Block ids go from left to right, row by row; where cells are painted there are two rows in a line.
+    Block ids go from left to right, row by row. A painted map has two rows per line.
     Raises:
         InvalidArgumentError: `num_columns` is below 1.
     Cost: O(number of blocks).
@@ -110,7 +110,7 @@ def make_text(layout: PoolLayout, look: Look, num_columns: int, num_lines: int) 
 
 
 def _paint(text: Text, upper: list[CellKind], lower: list[CellKind]) -> None:
-    """Two rows in one line, the second perhaps shorter."""
+    """Append two rows as one line; the lower row may be shorter."""
     whole = list(zip(upper, lower, strict=False))
     for (above, below), pairs in groupby(whole):
         style = Style(color=COLOURS[above], bgcolor=COLOURS[below])
@@ -125,5 +125,5 @@ def _write(text: Text, row: list[CellKind], look: Look) -> None:
 
 
 def _measure_ids(layout: PoolLayout) -> int:
-    """How wide the ids are that rows begin with."""
+    """Return the width of the ids at the beginning of rows."""
     return len(f"{layout.num_blocks:,}")

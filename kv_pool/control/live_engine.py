@@ -12,20 +12,21 @@ from kv_pool.control.settings_pool import make_pool
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import PoolExhaustedError
+from kv_pool.ids import BlockId, RequestId, SequenceId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import find_victim
 from kv_pool.protocol import BlockAllocationRequest
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.storage.block_storage import BlockStorage
 
-OnEvicted = Callable[[str], object]
+OnEvicted = Callable[[RequestId], object]
 
 
 class LiveEngine(Protocol):
-    """The blocks of requests, as `LiveReplay` uses them; called with the pool's lock held.
+    """The operations of a pool that `LiveReplay` uses; called with the pool's lock held.
 
     Attributes:
-        pool: for `ControlServer`, `LiveNode` and `Defragmenter`.
+        pool: the pool that `ControlServer`, `LiveNode` and `Defragmenter` use.
     """
 
     @property
@@ -34,44 +35,44 @@ class LiveEngine(Protocol):
     def block_pool(self) -> BlockPoolCore: ...
 
     def get_free_blocks(self) -> int:
-        """Count the blocks that a request can take."""
+        """Return the number of blocks that a request can allocate."""
 
-    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[int]] | None:
-        """Give a request blocks for its tokens.
+    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
+        """Allocate blocks for the tokens of a request.
 
         Returns:
-            How many blocks are hits, and the ids of the others; None if there is no room, and nothing has
+            The number of hit blocks, and the ids of the others. None if too few blocks are free; nothing has
             changed.
         """
 
-    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[int] | None:
-        """Add `num_blocks` blocks, for `num_tokens` more tokens; evict other requests where there is no room.
+    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[BlockId] | None:
+        """Add `num_blocks` blocks for `num_tokens` more tokens; evict other requests if too few are free.
 
         Returns:
-            The ids of these blocks; None while a migration holds the blocks that could be evicted.
+            The ids of the new blocks; None while a migration holds the blocks that could be evicted.
         """
 
-    def cache(self, request: ReplayRequest, tells_tokens: bool) -> None:
-        """Let the request's full blocks be found."""
+    def cache(self, request: ReplayRequest, includes_tokens: bool) -> None:
+        """Register the request's full blocks in the prefix cache."""
 
-    def list_ids(self, request: ReplayRequest) -> list[int]:
-        """List the ids of the request's blocks, head first."""
+    def list_ids(self, request: ReplayRequest) -> list[BlockId]:
+        """Return the ids of the request's blocks, first block first."""
 
     def finish(self, request: ReplayRequest) -> None:
-        """Give the request's blocks back."""
+        """Release the request's blocks."""
 
-    def take_over(self, request: ReplayRequest) -> None:
-        """The request has come from another node, with its blocks."""
+    def on_arrived(self, request: ReplayRequest) -> None:
+        """Add a request that has arrived from another node with its blocks."""
 
-    def give_up(self, request_id: str) -> None:
-        """The request is at another node now."""
+    def on_departed(self, request_id: RequestId) -> None:
+        """Forget a request that has moved to another node."""
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Return what has happened to cached blocks since the last call."""
+        """Return the events of cached blocks since the last call."""
 
 
 class PoolEngine:
-    """Requests as sequences of a `GPUKVPool`, by number."""
+    """The requests as sequences of a `GPUKVPool`; the sequence id is the request's number."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class PoolEngine:
         self.pool = make_pool(
             settings,
             storage=storage,
-            on_evicted=lambda sequence_id, block_ids: on_evicted(str(sequence_id)),
+            on_evicted=lambda sequence_id, block_ids: on_evicted(RequestId(str(sequence_id))),
             enable_kv_cache_events=enable_events,
         )
         self.block_pool: BlockPoolCore = self.pool.block_pool
@@ -92,34 +93,34 @@ class PoolEngine:
     def get_free_blocks(self) -> int:
         return self.pool.get_free_blocks()
 
-    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[int]] | None:
-        sequence_id = int(request.request_id)
+    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
+        sequence_id = _get_sequence_id(request)
         num_hashes = min(len(request.block_hashes), request.max_hit_tokens // self.pool.block_size)
         num_hits = len(self.pool.claim_prefix(sequence_id, request.block_hashes[:num_hashes]))
         return num_hits, self.pool.allocate(BlockAllocationRequest(num_blocks - num_hits, sequence_id))
 
-    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[int] | None:
+    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[BlockId] | None:
         try:
-            return self.pool.allocate(BlockAllocationRequest(num_blocks, int(request.request_id)))
+            return self.pool.allocate(BlockAllocationRequest(num_blocks, _get_sequence_id(request)))
         except PoolExhaustedError:
-            if not self.block_pool.holds.list_fixed_ids():
+            if not self.block_pool.holds.list_immovable_ids():
                 raise
             return None
 
-    def cache(self, request: ReplayRequest, tells_tokens: bool) -> None:
-        token_ids = request.all_token_ids if tells_tokens else None
-        self.pool.cache_prefix(int(request.request_id), request.block_hashes, token_ids)
+    def cache(self, request: ReplayRequest, includes_tokens: bool) -> None:
+        token_ids = request.all_token_ids if includes_tokens else None
+        self.pool.cache_prefix(_get_sequence_id(request), request.block_hashes, token_ids)
 
-    def list_ids(self, request: ReplayRequest) -> list[int]:
-        return self.pool.blocks_of(int(request.request_id))
+    def list_ids(self, request: ReplayRequest) -> list[BlockId]:
+        return self.pool.blocks_of(_get_sequence_id(request))
 
     def finish(self, request: ReplayRequest) -> None:
-        self.pool.free_sequence(int(request.request_id))
+        self.pool.free_sequence(_get_sequence_id(request))
 
-    def take_over(self, request: ReplayRequest) -> None:
+    def on_arrived(self, request: ReplayRequest) -> None:
         pass
 
-    def give_up(self, request_id: str) -> None:
+    def on_departed(self, request_id: RequestId) -> None:
         pass
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -127,9 +128,9 @@ class PoolEngine:
 
 
 class ManagerEngine:
-    """Requests of a `KVCacheManager` over a pool with runs.
+    """The requests of a `KVCacheManager` over a `RunBlockPool`.
 
-    Where no block is free for a token, another request gives its blocks up: the one that was admitted last.
+    If no block is free for a token, the request that was admitted last is evicted.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ManagerEngine:
         )
         self.manager = KVCacheManager(pool)
         self.block_pool: BlockPoolCore = pool
-        self._requests: dict[str, ReplayRequest] = {}
+        self._requests: dict[RequestId, ReplayRequest] = {}
         self._on_evicted = on_evicted
         self.pool = ControlledManager(
             self.manager,
@@ -164,7 +165,7 @@ class ManagerEngine:
     def get_free_blocks(self) -> int:
         return self.manager.get_num_free_blocks()
 
-    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[int]] | None:
+    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
         prefix = self.manager.get_computed_blocks(request, request.max_hit_tokens)
         num_new_tokens = request.num_tokens - prefix.num_tokens
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
@@ -174,27 +175,27 @@ class ManagerEngine:
         num_hits = len(prefix.blocks[0])
         return num_hits, self.list_ids(request)[num_hits:]
 
-    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[int] | None:
+    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[BlockId] | None:
         while True:
             added = self.manager.allocate_slots(request, num_tokens, delay_cache_blocks=True)
             if added is not None:
                 return [block.block_id for block in added[0]]
             others = [name for name in self.manager.list_request_ids() if name != request.request_id]
             if not others:
-                if not self.block_pool.holds.list_fixed_ids():
+                if not self.block_pool.holds.list_immovable_ids():
                     raise PoolExhaustedError(
                         f"request {request.request_id} asked for {num_blocks} blocks, "
-                        f"{self.get_free_blocks()} are free, and no other request has any"
+                        f"{self.get_free_blocks()} are free, and no other request has blocks"
                     )
                 return None
             evicted = self._requests[find_victim(others)]
             self.finish(evicted)
             self._on_evicted(evicted.request_id)
 
-    def cache(self, request: ReplayRequest, tells_tokens: bool) -> None:
+    def cache(self, request: ReplayRequest, includes_tokens: bool) -> None:
         self.manager.cache_blocks(request, request.num_tokens)
 
-    def list_ids(self, request: ReplayRequest) -> list[int]:
+    def list_ids(self, request: ReplayRequest) -> list[BlockId]:
         return self.manager.get_block_ids(request.request_id)
 
     def finish(self, request: ReplayRequest) -> None:
@@ -202,11 +203,11 @@ class ManagerEngine:
         request.num_computed_tokens = 0
         del self._requests[request.request_id]
 
-    def take_over(self, request: ReplayRequest) -> None:
+    def on_arrived(self, request: ReplayRequest) -> None:
         request.num_computed_tokens = request.num_tokens
         self._requests[request.request_id] = request
 
-    def give_up(self, request_id: str) -> None:
+    def on_departed(self, request_id: RequestId) -> None:
         del self._requests[request_id]
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -214,9 +215,13 @@ class ManagerEngine:
             return self.manager.take_events()
 
 
+def _get_sequence_id(request: ReplayRequest) -> SequenceId:
+    return SequenceId(int(request.request_id))
+
+
 def _copy_nothing(moves: object) -> None:
-    """There are no bytes in the blocks."""
+    """Do nothing: the blocks have no bytes."""
 
 
 def _remap_nothing(relocation: object) -> None:
-    """Ids are read from the manager's tables whenever they are needed."""
+    """Do nothing: ids are read from the manager's tables whenever they are needed."""

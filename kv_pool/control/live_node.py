@@ -1,4 +1,4 @@
-"""`LiveNode`: a pool that other nodes can reach, and what it can be asked and told to do."""
+"""`LiveNode`: a pool that other nodes can reach, and the commands that it carries out."""
 
 import logging
 import socket
@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.offload_hook import OffloadHook
+from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
-from kv_pool.control.node_secret import find_secret
+from kv_pool.control.node_secret import load_or_create_secret
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.errors import (
     InvalidArgumentError,
@@ -23,6 +23,7 @@ from kv_pool.errors import (
     PoolExhaustedError,
     UnknownSequenceError,
 )
+from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
@@ -36,7 +37,13 @@ from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.migration.sequences import Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
-from kv_pool.migration.topology import Topology, find_nearness, read_topology
+from kv_pool.migration.topology import (
+    ExcludedNode,
+    Topology,
+    describe_other_kind,
+    find_nearness,
+    read_topology,
+)
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.replay.capacity import parse_rate
 from kv_pool.storage.block_storage import BlockStorage
@@ -44,7 +51,7 @@ from kv_pool.threads import start_thread, submit
 
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _ASK_TIMEOUT_S = 2.0
-_SECONDS_BETWEEN_OFFLOADS = 0.1
+_SECONDS_BETWEEN_CHECKS = 0.1
 _MAX_ASKED_AT_ONCE = 16
 _SHOWN_IDS = 10
 
@@ -58,24 +65,24 @@ def _make_backend(name: str, storage: BlockStorage) -> TransferBackend:
         return NixlBackend(storage)
     if name == "tcp":
         return TcpBackend(storage)
-    raise InvalidArgumentError(f"there is no backend {name!r}; there are tcp and nixl")
+    raise InvalidArgumentError(f"unknown backend {name!r}; known are tcp and nixl")
 
 
 class LiveNode:
-    """A pool, or a manager, as a node: its migrator, the nodes that it knows, and how near they are.
+    """A pool or a manager as a node: its migrator, the nodes that it knows, and their distances.
 
         with LiveNode(pool, ServeSettings(name="a")) as node:
             node.migrate(7, "b")
 
     Args:
-        settings: with a name; what is said there of nodes.
-        owner: the engine over the pool, see `SequenceOwner`; None for none.
+        settings: the name of the node, which is required, and the options about nodes.
+        owner: the engine that owns the sequences, if any; see `SequenceOwner`.
 
     Attributes:
-        migrator, topology, offload_hook: what it is made of. With an `offload_threshold` a thread calls the
-            hook's `keep_free`.
+        migrator, topology, migration_hook: the parts of the node. With a `migration_threshold`, a thread
+            calls `keep_free` of the hook.
     Raises:
-        InvalidArgumentError: settings that can not be meant, or no secret.
+        InvalidArgumentError: the settings are invalid, or there is no secret.
     """
 
     def __init__(
@@ -87,7 +94,8 @@ class LiveNode:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if settings.name is None:
-            raise InvalidArgumentError("a node has a name; give it one with --name")
+            raise InvalidArgumentError("a node needs a name; pass --name")
+        name = NodeName(settings.name)
         self.pool = pool
         self._clock = clock
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
@@ -95,16 +103,16 @@ class LiveNode:
         for text in settings.peer:
             known = parse_peer(text)
             peers.add(known.name, known.address)
-        secret = find_secret(settings.secret_file)
+        secret = load_or_create_secret(settings.secret_file)
         sequences: Sequences = PoolSequences(pool) if isinstance(pool, GPUKVPool) else pool.get_sequences()
         site = PoolSite(sequences, owner=owner)
         self._site = site
-        self._locations: dict[str, NodeLocation] = {}
+        self._locations: dict[NodeName, NodeLocation] = {}
         self._registry = NodeRegistry(clock)
         self.migrator = Migrator(
-            settings.name,
+            name,
             site,
-            backends=[_make_backend(name, site.storage) for name in settings.backend or ["tcp"]],
+            backends=[_make_backend(kind, site.storage) for kind in settings.backend or ["tcp"]],
             secret=secret,
             listen=settings.listen or _DEFAULT_LISTEN,
             peers=peers,
@@ -121,24 +129,25 @@ class LiveNode:
         self._announcer: Announcer | None = None
         if settings.registry is not None:
             is_address = ":" in settings.registry
-            address = settings.registry if is_address else peers.get_address(settings.registry)
-            self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, settings.name))
-        self._offload_threshold = settings.offload_threshold
-        self.offload_hook = OffloadHook(self.topology, ask_timeout_s=_ASK_TIMEOUT_S)
-        self.offload_hook.use(pool, self.migrator)
+            address = settings.registry if is_address else peers.get_address(NodeName(settings.registry))
+            self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, name))
+        self._migration_threshold = settings.migration_threshold
+        self.migration_hook = MigrationHook(self.topology, ask_timeout_s=_ASK_TIMEOUT_S)
+        self.migration_hook.use(pool, self.migrator)
         self._stopping = threading.Event()
-        self._offloading: threading.Thread | None = None
+        self._migrating: threading.Thread | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "LiveNode":
         with ExitStack() as stack:
-            stack.callback(self._join)  # last: the migrator cancels what the thread waits for
+            # Runs last: the migrator cancels the migrations that the thread waits for.
+            stack.callback(self._join)
             node = stack.enter_context(self.migrator)
             self._registry.keep(KnownNode(node.name, node.address, node.location))
             if self._announcer is not None:
                 stack.enter_context(self._announcer)
-            if self._offload_threshold:
-                self._offloading = start_thread(f"kv_pool {node.name} offloads", self._offload)
+            if self._migration_threshold:
+                self._migrating = start_thread(f"kv_pool {node.name} migrates", self._migrate_excess)
                 stack.callback(self._stopping.set)
             self._stack = stack.pop_all()
         return self
@@ -150,53 +159,60 @@ class LiveNode:
 
     def migrate(
         self,
-        sequence_id: int | str | None,
-        target: str | None,
+        sequence_id: SequenceId | RequestId | None,
+        target: NodeName | None,
         *,
         is_move: bool = True,
         max_bytes_per_s: float = 0.0,
         backend: str = "",
     ) -> MigrationStatus:
-        """Begin to migrate a sequence, after asking the target whether it has room.
+        """Start to migrate a sequence, after asking the target whether enough blocks are free.
 
         Args:
-            sequence_id: None for the newest: the highest id; of requests, the one admitted last.
-            target: None for the node that is reached cheapest of those with room, by the topology.
-            backend: how the target reads the bytes, by name; "" for what the source prefers.
+            sequence_id: None for the newest: the highest sequence id, or the request that was admitted last.
+            target: name of the target node. None for the cheapest node, by the topology, with enough free
+                blocks, the same kind of pool and the same layout of blocks.
+            backend: name of the backend with which the target reads the bytes; "" for the source's first.
         Raises:
-            UnknownSequenceError: it holds no blocks; names some that do.
-            PoolExhaustedError: the target, or each known node, has no room for it; names why.
-            InvalidArgumentError: a backend that this node does not offer.
-            PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target can not have it.
-            In all cases nothing has changed. Waits for the target's answer.
+            UnknownSequenceError: the sequence has no blocks; the message names some that have.
+            PoolExhaustedError: the target, or each known node, has too few free blocks or cannot take the
+                sequence; the message says why.
+            InvalidArgumentError: this node does not offer the backend, or the target's pool is of another
+                kind (`GPUKVPool` or `KVCacheManager`).
+            PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target cannot take it.
+            In all cases nothing has changed.
+        Blocks until the target has answered.
         """
         held = {one.sequence_id: one.num_blocks for one in self.pool.describe_sequences().sequences}
         ids = list(held)
         if sequence_id is None:
             if not ids:
-                raise UnknownSequenceError(f"no sequence holds blocks on node {self.migrator.name}")
+                raise UnknownSequenceError(f"no sequence has blocks on node {self.migrator.name}")
             sequence_id = max((one for one in ids if isinstance(one, int)), default=ids[-1])
         sequence_id = self._site.sequences.as_id(sequence_id)
         num_blocks = held.get(sequence_id, 0)
         if not num_blocks:
             more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
             raise UnknownSequenceError(
-                f"sequence {sequence_id} holds no blocks on node {self.migrator.name}; these do: "
+                f"sequence {sequence_id} has no blocks on node {self.migrator.name}; these have: "
                 f"{', '.join(map(str, ids[-_SHOWN_IDS:])) or 'none'}{more}"
             )
         if backend and backend not in self.migrator.describe().backends:
             raise InvalidArgumentError(
-                f"node {self.migrator.name} has no backend {backend!r}; it is read by "
+                f"node {self.migrator.name} has no backend {backend!r}; it offers "
                 f"{', '.join(self.migrator.describe().backends)}"
             )
         if target is None:
             target = self._choose_target(sequence_id, num_blocks)
         there = self._ask(target)
         self.migrator.site.layout.check_same(there.layout, f"node {target!r}")
+        other_kind = describe_other_kind(self._site.sequences.kind, there)
+        if other_kind:
+            raise InvalidArgumentError(f"node {target} cannot take sequence {sequence_id}: {other_kind}")
         if there.num_free_blocks < num_blocks:
             raise PoolExhaustedError(
-                f"node {target} has no room for sequence {sequence_id}: {there.num_free_blocks} of "
-                f"{there.num_blocks} blocks are free there, {num_blocks} are needed"
+                f"node {target} has too few free blocks for sequence {sequence_id}: {num_blocks} are needed, "
+                f"{there.num_free_blocks} of {there.num_blocks} are free"
             )
         migration = self.migrator.migrate(
             SequenceSubject(sequence_id),
@@ -207,25 +223,37 @@ class LiveNode:
         )
         return migration.get_status()
 
-    def _choose_target(self, sequence_id: int | str, num_blocks: int) -> str:
-        """The cheapest known node with room. Raises PoolExhaustedError."""
+    def _choose_target(self, sequence_id: SequenceId | RequestId, num_blocks: int) -> NodeName:
+        """Return the cheapest known node that can take the sequence.
+
+        Raises:
+            PoolExhaustedError: no node can; the message gives the reason for each.
+        """
         nodes = []
         silent = []
         for peer in self.list_peers().peers:
             if peer.error:
-                silent.append(f"{peer.name}: no, {peer.error}")
+                silent.append(ExcludedNode(peer.name, peer.error))
             else:
                 nodes.append(self._ask(peer.name))
         layout = self.migrator.site.layout
         num_bytes = num_blocks * layout.block_bytes
-        ranking = self.topology.rank(self.migrator.location, num_bytes, num_blocks, nodes, layout=layout)
+        ranking = self.topology.rank(
+            self.migrator.location,
+            num_bytes,
+            num_blocks,
+            nodes,
+            layout=layout,
+            sequence_kind=self._site.sequences.kind,
+        )
         if not ranking.targets:
-            why = "; ".join([*ranking.describe().splitlines(), *silent])
-            raise PoolExhaustedError(f"no node takes sequence {sequence_id}: {why}")
+            ranking.excluded.extend(silent)
+            why = "; ".join(ranking.describe().splitlines())
+            raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
         return ranking.targets[0].name
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
-        """All that are known, or one. Raises InvalidArgumentError where that is not known."""
+        """Return all known migrations, or one. Raises InvalidArgumentError if the id is unknown."""
         if migration_id is not None:
             return MigrationList(
                 self.migrator.name, [self.migrator.find_migration(migration_id).get_status()]
@@ -233,16 +261,16 @@ class LiveNode:
         return MigrationList(self.migrator.name, self.migrator.list_migrations())
 
     def cancel(self, migration_id: str) -> MigrationStatus:
-        """Give one up, if it is not too late. Raises InvalidArgumentError where it is not known."""
+        """Cancel a migration, unless it is too late. Raises InvalidArgumentError if the id is unknown."""
         migration = self.migrator.find_migration(migration_id)
         migration.cancel()
         return migration.get_status()
 
     def list_peers(self) -> PeerList:
-        """The nodes that this one knows, asked all at once. Waits for their answers, 2 s at most.
+        """Ask all known nodes at the same time and return their reports. Takes up to 2 s.
 
         Raises:
-            OutOfThreadsError: the system starts no thread to ask them. Nothing has changed.
+            OutOfThreadsError: the system cannot start a thread for the requests. Nothing has changed.
         """
         self._learn_peers()
         known = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
@@ -252,14 +280,14 @@ class LiveNode:
         return PeerList(self.migrator.name, self.migrator.address, reports)
 
     def _join(self) -> None:
-        if self._offloading is not None:
-            self._offloading.join()
+        if self._migrating is not None:
+            self._migrating.join()
 
-    def _offload(self) -> None:
-        while not self._stopping.wait(_SECONDS_BETWEEN_OFFLOADS):
-            if self.pool.get_free_blocks() < self._offload_threshold:
+    def _migrate_excess(self) -> None:
+        while not self._stopping.wait(_SECONDS_BETWEEN_CHECKS):
+            if self.pool.get_free_blocks() < self._migration_threshold:
                 self._learn_peers()
-                self.offload_hook.keep_free(self._offload_threshold)
+                self.migration_hook.keep_free(self._migration_threshold)
 
     def _report(self, known: KnownNode) -> PeerReport:
         started = self._clock()
@@ -277,7 +305,7 @@ class LiveNode:
             (self._clock() - started) * 1000,
         )
 
-    def _ask(self, name: str) -> NodeDescription:
+    def _ask(self, name: NodeName) -> NodeDescription:
         self._learn_peers()
         started = self._clock()
         there = self.migrator.ask(name, _ASK_TIMEOUT_S)
@@ -293,7 +321,7 @@ class LiveNode:
             )
 
     def _learn_from(self, status: MigrationStatus) -> None:
-        """The topology learns from what has been read here."""
+        """Pass the measured speed of a migration into this node to the topology; log a failed one."""
         if status.phase is MigrationPhase.DONE and status.direction == "in":
             there = self._locations.get(status.peer, NodeLocation())
             nearness = find_nearness(self.migrator.location, there)

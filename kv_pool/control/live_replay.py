@@ -1,4 +1,4 @@
-"""`LiveReplay`: a trace's requests go through a pool in real time, so that there is something to look at."""
+"""`LiveReplay`: run the requests of a trace through a pool in real time."""
 
 import time
 from collections import deque
@@ -18,12 +18,13 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.replay.replay_request import ReplayRequest, RequestState
+from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
+from kv_pool.replay.replay_request import ReplayRequest, ReplayRequestState
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
 
 STEP_S = 0.05
-"""Seconds from one step of the imagined engine to the next."""
+"""Seconds from one step of the simulated engine to the next."""
 
 _MAX_WAITING = 256
 _MS_BETWEEN_ROUNDS = 1000.0
@@ -31,13 +32,13 @@ _MS_BETWEEN_ROUNDS = 1000.0
 
 @dataclass
 class _Running:
-    """A request that holds blocks.
+    """A request that has blocks.
 
     Attributes:
-        num_blocks: held.
-        computed_s: when its prompt is computed and it begins to generate.
-        num_generated: tokens since then.
-        is_suspended: it is on its way to another node.
+        num_blocks: number of its blocks.
+        computed_s: time at which its prompt is computed and it starts to generate.
+        num_generated: tokens generated since then.
+        is_suspended: whether it is being migrated to another node.
     """
 
     request: ReplayRequest
@@ -49,13 +50,13 @@ class _Running:
 
 
 class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
-    """A running request on its way to another live replay.
+    """The state of a running request that migrates to another live replay.
 
     Attributes:
-        prefill_left_s: until its prompt is computed; below 0 since then.
+        prefill_left_s: seconds until its prompt is computed; negative afterwards.
     """
 
-    request: RequestState
+    request: ReplayRequestState
     num_generated: int
     prefill_left_s: float
     is_cached: bool
@@ -63,12 +64,12 @@ class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class LiveProgress:
-    """How a live replay is doing, since it began.
+    """The progress of a live replay since its start.
 
     Attributes:
-        num_preempted: how often a running request lost its blocks to another.
-        num_given_up, num_taken_over: requests that went to other nodes, and that came from them.
-        requests_per_s: finished ones.
+        num_preempted: how often a running request lost its blocks to another one.
+        num_moved_out, num_moved_in: requests moved to other nodes, and requests received from them.
+        requests_per_s: finished requests per second.
     """
 
     seconds: float
@@ -76,36 +77,36 @@ class LiveProgress:
     num_running: int
     num_finished: int
     num_preempted: int
-    num_given_up: int
-    num_taken_over: int
+    num_moved_out: int
+    num_moved_in: int
     requests_per_s: float
 
 
 class LiveReplay:
-    """An imagined engine that serves a trace's requests in real time, for ever: the trace begins anew.
+    """A simulated engine that serves the requests of a trace in real time and repeats the trace for ever.
 
         arrive -> waiting -> prefill -> decode, block by block -> free
                      ^___________________|  evicted by a request that grows
 
-    There is no KV in the blocks; their ids, references, hashes and moves are a real pool's. With a node's
-    name in the settings they have bytes nevertheless, made of the blocks' hashes: these are checked when a
-    request has come from another node, and again when it has ended. It is a `SequenceOwner`, so requests that
-    migrate go on generating where they come to; a name makes their ids different from other nodes'.
+    No model computes KV; the ids, references, hashes and moves of the blocks are real. If the settings name a
+    node or tiers, the blocks have bytes derived from their hashes. These are checked when a request arrives
+    from another node, and when it ends. The replay is a `SequenceOwner`: a migrated request continues to
+    generate on its new node. The name of the node keeps request ids distinct between nodes.
 
-    A request is admitted when all its prompt's blocks are free, shared ones counted as well, and one more for
-    each request that runs. When `_MAX_WAITING` requests wait, the next ones arrive later than the trace says.
+    A request is admitted if enough blocks are free for its whole prompt, shared blocks included, plus one for
+    each running request. While `_MAX_WAITING` requests wait, new ones arrive later than the trace says.
 
     Args:
-        publisher: gets the pool's events after each step. Their tokens are those that stand for a request:
-            a hash id, once for each token that it covers; zeros for what was generated. None: no events.
-        clock: seconds.
+        publisher: gets the pool's events after each step. Their tokens are placeholders: each prompt token is
+            the hash id that covers it, each generated token is 0. None: no events.
+        clock: returns seconds.
     Attributes:
-        pool, defragmenter: what the engine runs on. The pool may be asked from any thread.
-        tiers: where blocks go that the pool takes anew; None for nowhere.
+        pool, defragmenter: the parts that the engine uses. The pool may be queried from any thread.
+        tiers: the lower tiers to which evicted blocks are offloaded; None without tiers.
     Raises:
-        TraceError: the trace cannot be read; from `run`, too, for a line further on.
-        InvalidArgumentError: settings that cannot be meant; from `run`, if no request fits into the pool.
-        CorruptedPoolError: from `run`: a block held other bytes than it should.
+        TraceError: the trace cannot be read; `run` raises it for a later line.
+        InvalidArgumentError: the settings are invalid; `run` raises it if no request fits into the pool.
+        CorruptedPoolError: raised by `run` if a block has wrong bytes.
     """
 
     def __init__(
@@ -138,31 +139,31 @@ class LiveReplay:
         trace = Trace(
             settings.trace, block_size=settings.trace_block_size, timestamp_unit=settings.timestamp_unit
         )
-        first_number = 1 if settings.name is None else find_first_number(settings.name)
-        self._requests = read_for_ever(trace, settings.block_size, settings.blocks, first_number)
+        first_number = 1 if settings.name is None else find_first_number(NodeName(settings.name))
+        self._requests = repeat_requests(trace, settings.block_size, settings.blocks, first_number)
         self._coming = next(self._requests)
         self._waiting: deque[ReplayRequest] = deque()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[RequestId, _Running] = {}
         self._prefill_free_s = self._began_s
         self._num_finished = 0
         self._num_preempted = 0
-        self._num_given_up = 0
-        self._num_taken_over = 0
-        self._wrong: list[int] = []
+        self._num_moved_out = 0
+        self._num_moved_in = 0
+        self._wrong: list[BlockId] = []
 
     def run(self, stop: Event) -> None:
-        """Step by step until `stop` is set."""
+        """Run steps until `stop` is set."""
         while not stop.wait(STEP_S):
             self.step()
 
     def step(self) -> None:
-        """One step of the engine: who has come, who generates, who may begin; compaction; events."""
+        """Run one step of the engine: arrivals, decoding, admission, compaction, events."""
         now_s = self._clock()
-        # Nothing comes or goes in between: what a step takes has its bytes when the step ends.
+        # The lock spans the step, so that other threads see no allocated block without its bytes.
         with self.pool.lock:
             self._receive(now_s)
             for request_id in list(self._running):
-                # It may have been evicted in this very step.
+                # An earlier request of this step may have evicted it.
                 if request_id in self._running:
                     self._generate(request_id, now_s)
             self._admit(now_s)
@@ -181,8 +182,8 @@ class LiveReplay:
             num_running=len(self._running),
             num_finished=self._num_finished,
             num_preempted=self._num_preempted,
-            num_given_up=self._num_given_up,
-            num_taken_over=self._num_taken_over,
+            num_moved_out=self._num_moved_out,
+            num_moved_in=self._num_moved_in,
             requests_per_s=self._num_finished / seconds if seconds else 0.0,
         )
 
@@ -207,13 +208,13 @@ class LiveReplay:
                 return
             self._waiting.popleft()
             num_hits, new_ids = admitted
-            num_hits += self._read_back(request, num_hits, num_hashes, new_ids)
+            num_hits += self._onboard(request, num_hits, num_hashes, new_ids)
             num_new_tokens = request.num_tokens - num_hits * self._block_size
             started_s = max(now_s, self._prefill_free_s)
             self._prefill_free_s = started_s + num_new_tokens / self._rates.prefill_tokens_per_s
             self._running[request.request_id] = _Running(request, num_blocks, self._prefill_free_s)
 
-    def _generate(self, request_id: str, now_s: float) -> None:
+    def _generate(self, request_id: RequestId, now_s: float) -> None:
         running = self._running[request_id]
         request = running.request
         if now_s < running.computed_s or running.is_suspended:
@@ -222,10 +223,10 @@ class LiveReplay:
         num_due = min(num_due, request.num_output_left)
         num_more = -(-(request.num_tokens + num_due) // self._block_size) - running.num_blocks
         if num_more > 0:
-            # Others may lose their blocks to this one; it fits if all of them do.
+            # May evict other requests. If all of them are evicted, this one fits.
             new_ids = self._engine.grow(request, num_due, num_more)
             if new_ids is None:
-                return  # try again when the migration is over
+                return  # retry after the migration
             self._write(request, running.num_blocks, new_ids)
             running.num_blocks += num_more
         num_full = len(request.block_hashes)
@@ -241,96 +242,104 @@ class LiveReplay:
             del self._running[request_id]
             self._num_finished += 1
 
-    # ---- going to other nodes, and coming from them: `SequenceOwner` --------------------------------
+    # ---- migration: `SequenceOwner` -----------------------------------------------------------------
 
-    def describe(self, sequence_id: int | str) -> bytes:
-        running = self._running[str(sequence_id)]
+    def describe(self, sequence_id: SequenceId | RequestId) -> bytes:
+        running = self._running[_as_request_id(sequence_id)]
         left_s = running.computed_s - self._clock()
         return msgspec.msgpack.encode(
             _SequenceState(running.request.get_state(), running.num_generated, left_s, running.is_cached)
         )
 
-    def list_token_ids(self, sequence_id: int | str) -> list[int]:
-        return [] if self._publisher is None else self._running[str(sequence_id)].request.all_token_ids
+    def list_token_ids(self, sequence_id: SequenceId | RequestId) -> list[int]:
+        if self._publisher is None:
+            return []
+        return self._running[_as_request_id(sequence_id)].request.all_token_ids
 
-    def suspend(self, sequence_id: int | str) -> None:
-        self._running[str(sequence_id)].is_suspended = True
+    def suspend(self, sequence_id: SequenceId | RequestId) -> None:
+        self._running[_as_request_id(sequence_id)].is_suspended = True
 
-    def resume(self, sequence_id: int | str) -> None:
-        running = self._running[str(sequence_id)]
+    def resume(self, sequence_id: SequenceId | RequestId) -> None:
+        running = self._running[_as_request_id(sequence_id)]
         running.is_suspended = False
-        if running.num_generated:  # it has not generated meanwhile, and does not catch up
+        if running.num_generated:  # it generated nothing meanwhile, and does not catch up
             running.computed_s = self._clock() - running.num_generated / self._rates.decode_tokens_per_s
 
-    def give_up(self, sequence_id: int | str, target: str) -> None:
-        del self._running[str(sequence_id)]
-        self._engine.give_up(str(sequence_id))
-        self._num_given_up += 1
+    def on_departed(self, sequence_id: SequenceId | RequestId, target: NodeName) -> None:
+        del self._running[_as_request_id(sequence_id)]
+        self._engine.on_departed(_as_request_id(sequence_id))
+        self._num_moved_out += 1
 
-    def expect(self, sequence_id: int | str, num_blocks: int, state: bytes) -> None:
+    def expect(self, sequence_id: SequenceId | RequestId, num_blocks: int, state: bytes) -> None:
         arriving = self._decode(state)
         request = arriving.request
         num_needed = -(-(request.num_tokens + request.num_output_left) // self._block_size)
-        is_ours = str(request.number) == str(sequence_id) and request.block_size == self._block_size
+        is_ours = (
+            str(request.number) == _as_request_id(sequence_id) and request.block_size == self._block_size
+        )
         if not is_ours or num_blocks < -(-request.num_tokens // self._block_size):
             raise InvalidArgumentError(
-                f"sequence {sequence_id} with {num_blocks} blocks is said to be request {request.number} "
+                f"sequence {sequence_id} with {num_blocks} blocks does not match request {request.number} "
                 f"with {request.num_tokens} tokens in blocks of {request.block_size}"
             )
         if num_needed > self._num_blocks:
             raise InvalidArgumentError(
                 f"sequence {sequence_id} will need {num_needed} blocks, the pool has {self._num_blocks}"
             )
-        if any(waiting.request_id == str(sequence_id) for waiting in self._waiting):
+        if any(waiting.request_id == _as_request_id(sequence_id) for waiting in self._waiting):
             raise InvalidArgumentError(f"sequence {sequence_id} is here already: it waits for blocks")
 
-    def take_over(self, sequence_id: int | str, state: bytes) -> None:
+    def on_arrived(self, sequence_id: SequenceId | RequestId, state: bytes) -> None:
         arriving = self._decode(state)
         now_s = self._clock()
         computed_s = now_s + arriving.prefill_left_s
         if arriving.num_generated:
             computed_s = now_s - arriving.num_generated / self._rates.decode_tokens_per_s
         request = ReplayRequest.from_state(arriving.request)
-        self._engine.take_over(request)
+        self._engine.on_arrived(request)
         num_blocks = len(self._engine.list_ids(request))
-        self._running[str(sequence_id)] = _Running(
+        self._running[_as_request_id(sequence_id)] = _Running(
             request, num_blocks, computed_s, arriving.num_generated, arriving.is_cached
         )
-        self._num_taken_over += 1
+        self._num_moved_in += 1
         self._note_wrong(request.request_id)
 
     def _decode(self, state: bytes) -> _SequenceState:
         try:
             return msgspec.msgpack.decode(state, type=_SequenceState)
         except UNDECODABLE as error:
-            raise InvalidArgumentError(f"this is no request of a live replay: {error}") from error
+            raise InvalidArgumentError(
+                f"this is not the state of a live replay's request: {error}"
+            ) from error
 
     # ---- bytes -----------------------------------------------------------------------------------
 
-    def _write(self, request: ReplayRequest, start: int, block_ids: list[int]) -> None:
-        """Give the request's blocks from a place on the bytes that they will be checked for."""
+    def _write(self, request: ReplayRequest, start: int, block_ids: list[BlockId]) -> None:
+        """Fill blocks of the request, from its `start`-th block on, with the bytes of their hashes."""
         if self._contents is not None:
             if self.tiers is not None:
-                self.tiers.cache.store_pending()  # these blocks hold what they held before until now
+                self.tiers.cache.flush_evicted()  # before the evicted contents are overwritten
             names = [request.name_block(start + at) for at in range(len(block_ids))]
             self._contents.write(block_ids, names)
 
-    def _read_back(self, request: ReplayRequest, num_hits: int, num_hashes: int, block_ids: list[int]) -> int:
-        """Fill blocks that come after hits: from tiers as far as these have them, and what is left anew.
+    def _onboard(
+        self, request: ReplayRequest, num_hits: int, num_hashes: int, block_ids: list[BlockId]
+    ) -> int:
+        """Fill the blocks after the hits: onboard them from tiers as far as possible, then write the others.
 
         Returns:
-            How many were in tiers.
+            The number of onboarded blocks.
         """
         num_read = 0
         if self.tiers is not None:
             self.tiers.note_hits(num_hits)
             keys = self.tiers.find(request.block_hashes[num_hits:num_hashes])
             if keys:
-                num_read = self.tiers.read_back(keys, block_ids[: len(keys)])
+                num_read = self.tiers.onboard(keys, block_ids[: len(keys)])
         self._write(request, num_hits + num_read, block_ids[num_read:])
         return num_read
 
-    def _note_wrong(self, request_id: str) -> None:
+    def _note_wrong(self, request_id: RequestId) -> None:
         if self._contents is not None:
             request = self._running[request_id].request
             block_ids = self._engine.list_ids(request)
@@ -339,27 +348,33 @@ class LiveReplay:
 
     def _check_contents(self) -> None:
         if self._wrong:
-            raise CorruptedPoolError(f"the blocks {self._wrong[:20]} do not hold what they should")
+            raise CorruptedPoolError(f"the bytes of blocks {self._wrong[:20]} do not match their hashes")
 
-    def _requeue(self, request_id: str) -> None:
-        """What it has generated is kept; it is computed anew, but for what is still cached then."""
+    def _requeue(self, request_id: RequestId) -> None:
+        """Put an evicted request back at the head of the queue. It keeps its generated tokens."""
         self._waiting.appendleft(self._running.pop(request_id).request)
         self._num_preempted += 1
 
 
-def find_first_number(name: str) -> int:
-    """The first request's number on a node of this name: another one's numbers are others, as a rule.
+def _as_request_id(sequence_id: SequenceId | RequestId) -> RequestId:
+    """Return the id of a request, which a `GPUKVPool` knows by its number."""
+    return RequestId(str(sequence_id))
 
-    A million requests have room between this and the next; of ten thousand names two may have the same.
+
+def find_first_number(name: NodeName) -> int:
+    """Return the number of the first request on the node with this name.
+
+    One of 9,999 starting numbers, a million apart, chosen by a hash of the name. Two names may collide.
     """
     return (crc32(name.encode()) % 9_999 + 1) * 1_000_000 + 1
 
 
-def read_for_ever(
+def repeat_requests(
     trace: Trace, block_size: int, num_blocks: int, first_number: int = 1
 ) -> Iterator[ReplayRequest]:
-    """The requests of a trace in the order they arrive, then again a second later, and so on; each with an id
-    of its own, from `first_number` on. Those that would not fit into `num_blocks` alone are left out.
+    """Yield the requests of a trace in order of arrival, and repeat the trace a second after its end.
+
+    Each request gets a new id, from `first_number` on. Requests larger than `num_blocks` are skipped.
 
     Raises:
         TraceError: a line cannot be read.

@@ -1,4 +1,4 @@
-"""`LiveTiers`: colder homes for the blocks of a live replay, and what comes back from them."""
+"""`LiveTiers`: the lower tiers of a live replay."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
@@ -21,16 +21,16 @@ _DISK_BLOCKS_PER_BLOCK = 10
 
 
 class LiveTiers:
-    """The tiers that the settings name, below a pool with bytes. Everything is called with the pool's lock.
+    """The lower tiers of a pool, as named in the settings. Call its methods with the pool's lock held.
 
     Args:
         storage: the bytes of the pool's blocks.
-        lock: the pool's.
-        settings: with `host_tier`, `disk_tier`, or both.
-        enable_events: what tiers gain and lose is told among the pool's events.
+        lock: the lock of the pool, reentrant.
+        settings: `host_tier`, `disk_tier`, or both are set.
+        enable_events: whether the pool's events include the blocks that tiers store and remove.
 
     Raises:
-        TierError, LayoutMismatchError: the folder can not be used, or holds other blocks.
+        TierError, LayoutMismatchError: the folder cannot be used, or contains blocks of another layout.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LiveTiers:
         enable_events: bool,
     ) -> None:
         if storage is None:
-            raise InvalidArgumentError("tiers keep the bytes of blocks, and this pool has no storage")
+            raise InvalidArgumentError("tiers store the bytes of blocks, and this pool has no storage")
         self._lock = lock
         tiers: list[Tier] = []
         if settings.host_tier:
@@ -56,17 +56,21 @@ class LiveTiers:
         self._hits = dict.fromkeys([MEDIUM_GPU, *(tier.medium for tier in tiers)], 0)
 
     def find(self, block_hashes: Sequence[BlockHash]) -> list[BlockHashWithGroupId]:
-        """Keys of the longest part of these hashes, from the first one on, that tiers have. Only looks."""
+        """Return the keys of the longest prefix of these hashes that tiers contain. Changes nothing."""
         keys = []
         for block_hash in block_hashes:
-            key = make_block_hash_with_group_id(block_hash, 0)
+            key = make_block_hash_with_group_id(block_hash, GroupId(0))
             if self.cache.find_tier(key) is None:
                 break
             keys.append(key)
         return keys
 
-    def read_back(self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[int]) -> int:
-        """Read blocks into blocks of the pool; how many of them, from the first one on, are as they were."""
+    def onboard(self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]) -> int:
+        """Onboard blocks into blocks of the pool.
+
+        Returns:
+            The number of blocks onboarded before the first failure; those after it are to be recomputed.
+        """
         levels = [self.cache.find_tier(key) for key in keys]
         failed = set(self.cache.load(keys, block_ids))
         num_good = next((at for at, key in enumerate(keys) if key in failed), len(keys))
@@ -75,20 +79,20 @@ class LiveTiers:
         return num_good
 
     def note_hits(self, num_blocks: int) -> None:
-        """So many blocks of a request were on the device."""
+        """Count `num_blocks` hits of a request in the pool itself."""
         self._hits[MEDIUM_GPU] += num_blocks
 
-    def prefetch(self, owner: str, block_hashes: Sequence[BlockHash]) -> None:
-        """A request waits: let what it will need be read from disk meanwhile."""
+    def prefetch(self, owner: RequestId, block_hashes: Sequence[BlockHash]) -> None:
+        """Start to read from disk the blocks that a waiting request will need."""
         self.cache.prefetch(owner, self.find(block_hashes))
 
     def get_report(self) -> TierList:
-        """What each tier holds, and what requests have started with."""
+        """Return the contents of each tier, and the hits by medium. Takes the lock itself."""
         with self._lock:
             return TierList(dict(self._hits), self.cache.get_statistics(), self.cache.num_dropped)
 
     def close(self) -> None:
-        """Store what is pending, and close the tiers; what is on disk stays there."""
+        """Flush pending blocks and close the tiers; blocks on disk stay there. Takes the lock itself."""
         with self._lock:
             self.cache.flush()
             self.cache.close()

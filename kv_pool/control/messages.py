@@ -1,4 +1,4 @@
-"""What goes over the control socket: one JSON object a line, a command there, its reply back.
+"""The messages of the control socket: one JSON object per line, a command and then its reply.
 
 | command | fields | result |
 |---|---|---|
@@ -13,8 +13,8 @@
 | `{"command": "peers"}` | | `PeerList` |
 | `{"command": "tiers"}` | | `TierList` |
 
-A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": ...}` with the name of one of
-`kv_pool.errors`. Several commands may go over one connection, one after another.
+A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": ...}` with the name of an error
+of `kv_pool.errors`. A connection carries any number of commands, one after another.
 """
 
 from typing import Annotated, TypeVar
@@ -25,6 +25,7 @@ from kv_pool.control.node_reports import MigrationList, PeerList, TierList
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
+from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.status import MigrationStatus
 from kv_pool.reports.holds import HoldList
 from kv_pool.reports.layout import PoolLayout
@@ -37,13 +38,13 @@ _Result = TypeVar("_Result")
 
 
 class StatsCommand(msgspec.Struct, frozen=True, tag_field="command", tag="stats", forbid_unknown_fields=True):
-    """Asks for `PoolStatistics`."""
+    """A request for `PoolStatistics`."""
 
 
 class DefragCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="defrag", forbid_unknown_fields=True
 ):
-    """Has the pool compacted; see `GPUKVPool.defragment`."""
+    """A request to compact the pool; see `GPUKVPool.defragment`."""
 
     max_moves: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -52,28 +53,28 @@ class DefragCommand(
 class LayoutCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="layout", forbid_unknown_fields=True
 ):
-    """Asks for `PoolLayout`."""
+    """A request for `PoolLayout`."""
 
 
 class SequencesCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="sequences", forbid_unknown_fields=True
 ):
-    """Asks for the sequences that hold blocks."""
+    """A request for the sequences that have blocks."""
 
 
 class HoldsCommand(msgspec.Struct, frozen=True, tag_field="command", tag="holds", forbid_unknown_fields=True):
-    """Asks which holds keep blocks, or one block, in place."""
+    """A request for the holds on all blocks, or on one block."""
 
-    block_id: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    block_id: Annotated[BlockId, msgspec.Meta(ge=0)] | None = None
 
 
 class MigrateCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="migrate", forbid_unknown_fields=True
 ):
-    """Has a migration begun; see `LiveNode.migrate`. Not waited for: ask with `MigrationsCommand`."""
+    """A request to start a migration; see `LiveNode.migrate`. `MigrationsCommand` returns its progress."""
 
-    target: str | None = None
-    sequence_id: int | str | None = None
+    target: NodeName | None = None
+    sequence_id: SequenceId | RequestId | None = None
     is_move: bool = True
     max_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     backend: str = ""
@@ -82,7 +83,7 @@ class MigrateCommand(
 class MigrationsCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="migrations", forbid_unknown_fields=True
 ):
-    """Asks for the node's migrations, or for one of them."""
+    """A request for the node's migrations, or for one of them."""
 
     migration_id: str | None = None
 
@@ -90,17 +91,17 @@ class MigrationsCommand(
 class CancelCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="cancel", forbid_unknown_fields=True
 ):
-    """Has a migration given up, if it is not too late."""
+    """A request to cancel a migration, unless it is too late."""
 
     migration_id: str
 
 
 class PeersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="peers", forbid_unknown_fields=True):
-    """Asks for the nodes that the node knows; each is asked for its room."""
+    """A request for the nodes that the node knows; it asks each of them for its free blocks."""
 
 
 class TiersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="tiers", forbid_unknown_fields=True):
-    """Asks for the pool's tiers."""
+    """A request for the statistics of the pool's tiers."""
 
 
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
@@ -128,13 +129,13 @@ COMMAND_NAMES = (
 
 
 class DefragReport(msgspec.Struct, frozen=True):
-    """What a compaction did.
+    """The result of a compaction.
 
     Attributes:
-        moved_blocks: how many changed their id.
-        time_ms: what it took, waiting for the pool included.
-        fragmentation_rate_before, fragmentation_rate_after: `PoolStatistics.fragmentation_rate` of the
-            moments before and after, in between which others may have taken and given back blocks.
+        moved_blocks: number of blocks whose id changed.
+        time_ms: duration, including the wait for the lock of the pool.
+        fragmentation_rate_before, fragmentation_rate_after: `PoolStatistics.fragmentation_rate` before and
+            after. Between the two, other threads may have allocated and released blocks.
     """
 
     moved_blocks: int
@@ -168,15 +169,15 @@ class _Reply(msgspec.Struct):
 
 
 def encode_command(command: Command) -> bytes:
-    """A line, with its end. Raises InvalidArgumentError for text that has no form in JSON."""
+    """Return a command as one line. Raises InvalidArgumentError for text that JSON cannot represent."""
     try:
         return msgspec.json.encode(command) + b"\n"
     except UNENCODABLE as error:
-        raise InvalidArgumentError(f"this command can not be sent: {error}") from error
+        raise InvalidArgumentError(f"this command cannot be sent: {error}") from error
 
 
 def decode_command(line: bytes) -> Command:
-    """The command in a line. Raises ControlError for what is none, with what would be one."""
+    """Return the command in a line. Raises ControlError for any other line, with the valid form."""
     try:
         name = msgspec.json.decode(line, type=_Name).command
         if name not in COMMAND_NAMES:
@@ -190,19 +191,19 @@ def decode_command(line: bytes) -> Command:
 
 
 def encode_result(result: Result) -> bytes:
-    """The reply of a command that did what it should; a line.
+    """Return the reply to a command that succeeded, as one line.
 
     Raises:
-        InvalidArgumentError: it has no form in JSON, such as a name with a lone surrogate.
+        InvalidArgumentError: JSON cannot represent the result, such as a name with a lone surrogate.
     """
     try:
         return msgspec.json.encode({"result": result}) + b"\n"
     except UNENCODABLE as error:
-        raise InvalidArgumentError(f"the reply can not be sent: {error}") from error
+        raise InvalidArgumentError(f"the reply cannot be sent: {error}") from error
 
 
 def encode_error(error: Exception) -> bytes:
-    """The reply of a command that raised this; a line. What is no error of ours goes as ControlError."""
+    """Return the reply to a command that raised `error`, as one line. Foreign errors become ControlError."""
     name, message = find_error_name(error), str(error)
     if name is None:
         name, message = ControlError.__name__, f"the pool raised {type(error).__name__}: {message}"
@@ -211,11 +212,11 @@ def encode_error(error: Exception) -> bytes:
 
 
 def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
-    """The result in a reply.
+    """Return the result in a reply.
 
     Raises:
-        KVPoolError: the one that the reply tells of.
-        ControlError: this is no reply.
+        KVPoolError: the error that the reply reports.
+        ControlError: the line is not a reply.
     """
     try:
         reply = msgspec.json.decode(line, type=_Reply)
@@ -223,6 +224,6 @@ def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
             return msgspec.json.decode(reply.result, type=result_type)
     except UNDECODABLE as error:
         raise ControlError(
-            f"the answer is not one of this version of kv_pool: {error}. Is another version served?"
+            f"the reply is not one of this version of kv_pool: {error}. Does the server run another version?"
         ) from error
     raise ERRORS_BY_NAME.get(reply.error, ControlError)(reply.message)

@@ -1,21 +1,22 @@
-"""What a node says of its peers, migrations and tiers over the control socket."""
+"""Reports over the control socket: a node's peers and migrations, a pool's tiers."""
 
 import msgspec
 
+from kv_pool.ids import NodeName
 from kv_pool.migration.status import MigrationStatus
 from kv_pool.tiers.tier import TierStatistics
 
 
 class PeerReport(msgspec.Struct, frozen=True):
-    """Another node, as it has just answered.
+    """Another node and its latest answer.
 
     Attributes:
-        nearness: the smallest place that it shares with this one.
-        round_trip_ms: from the question to its answer; 0 where there was none.
-        error: why it could not be asked; "" if it could.
+        nearness: the smallest location that both nodes share.
+        round_trip_ms: from request to answer; 0 without an answer.
+        error: why there is no answer; "" if there is one.
     """
 
-    name: str
+    name: NodeName
     address: str
     nearness: str = ""
     num_free_blocks: int = 0
@@ -27,24 +28,24 @@ class PeerReport(msgspec.Struct, frozen=True):
 class PeerList(msgspec.Struct, frozen=True):
     """A node and the nodes that it knows."""
 
-    name: str
+    name: NodeName
     address: str
     peers: list[PeerReport]
 
 
 class MigrationList(msgspec.Struct, frozen=True):
-    """Migrations of a node that run, and the last that have ended, oldest first."""
+    """The running migrations of a node and the last ones that ended, oldest first."""
 
-    name: str
+    name: NodeName
     migrations: list[MigrationStatus]
 
 
 class TierList(msgspec.Struct, frozen=True):
-    """The tiers of a pool, warmest first, and where the prefixes of requests were found.
+    """The tiers of a pool, fastest first, and the media in which prefixes of requests were hit.
 
     Attributes:
-        hit_blocks: by medium, GPU for the pool itself.
-        num_dropped: blocks that no tier got, when the pool took them anew.
+        hit_blocks: hit blocks by medium; GPU is the pool itself.
+        num_dropped: evicted blocks that were offloaded to no tier.
     """
 
     hit_blocks: dict[str, int]

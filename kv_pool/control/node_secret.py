@@ -1,4 +1,4 @@
-"""The secret of the nodes that one user runs on one machine: made when it is first needed."""
+"""The secret shared by the nodes of one user on one machine, created when it is first needed."""
 
 import os
 from pathlib import Path
@@ -10,16 +10,16 @@ from kv_pool.migration.secret import load_secret, write_secret_file
 
 
 def get_default_secret_path() -> Path:
-    """Beside the control sockets, in a folder that only its owner can enter."""
+    """Return the default path: beside the control sockets, in a folder that only its owner can enter."""
     return get_default_folder() / "secret"
 
 
-def find_secret(path: str | None) -> bytes:
-    """What is in the file; for None in the default one, which is made if there is none.
+def load_or_create_secret(path: str | None) -> bytes:
+    """Return the secret in a file; for None in the default file, which is created if it does not exist.
 
     Raises:
-        InvalidArgumentError: no such file, or one that others can read; see `load_secret`.
-        ControlError: there can be no default file: its folder is somebody else's.
+        InvalidArgumentError: the file does not exist, or other users can read it; see `load_secret`.
+        ControlError: the folder of the default file belongs to another user.
     """
     if path is not None:
         return load_secret(path)
@@ -31,7 +31,7 @@ def find_secret(path: str | None) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Make the file in one step: of two nodes that begin at once, both use what the first one has made."""
+    """Create the file atomically: if two nodes start at the same time, both use the first one's file."""
     draft = path.with_name(f"{path.name}.{token_hex(4)}")
     write_secret_file(draft)
     try:
@@ -39,6 +39,6 @@ def _make_secret(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise InvalidArgumentError(f"{path}: can not make the secret of nodes: {error.strerror}") from error
+        raise InvalidArgumentError(f"{path}: cannot create the secret of nodes: {error.strerror}") from error
     finally:
         draft.unlink()

@@ -1,4 +1,4 @@
-"""`ServeSettings`: what `kv-pool serve` serves, from its options and a TOML file; each declared once."""
+"""`ServeSettings`: the settings of `kv-pool serve`, from its options and a TOML file."""
 
 import tomllib
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _TIERS = "Tiers"
 
 @describe_options
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pool and the replay that keeps it busy.
+    """The settings of a served pool, its replay, its node and its tiers.
 
     Attributes:
-        network, rack, host, device: where the node is. By default the host's own name, and as device what
-            `migration.machine.name_device` finds; network and rack no machine tells of itself.
+        network, rack, host, device: the location of the node. Defaults: the name of the host, and the device
+            that `migration.machine.name_device` finds; network and rack are unknown unless they are set.
     """
 
     trace: Annotated[
@@ -37,15 +37,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     blocks: Annotated[_Count, Option("Capacity in blocks.", aliases=("kv_pool_size",))] = 10_000
     block_size: Annotated[_Count, Option("Tokens per block.", aliases=("kv_block_size",))] = 128
     manager: Annotated[
-        bool, Option("Serve a KVCacheManager, as engines with a scheduler have it, not a GPUKVPool.")
+        bool, Option("Serve a KVCacheManager, which engines with a scheduler use, not a GPUKVPool.")
     ] = False
-    run_length: Annotated[_Count, Option("Fragmentation is about runs of so many blocks.")] = (
+    run_length: Annotated[_Count, Option("Length in blocks of the runs that fragmentation counts.")] = (
         DEFAULT_RUN_LENGTH
     )
     enable_defragmentation: Annotated[
         bool,
         Option(
-            "Compact the pool while it runs. So it is, unless --config says otherwise.",
+            "Compact the pool while it runs. Default: on; --config can turn it off.",
             panel=_DEFRAG,
             flags=("--enable-defragmentation",),
         ),
@@ -56,36 +56,41 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Option("Compact above this fragmentation rate; 1 for never.", panel=_DEFRAG),
     ] = 0.1
     defrag_interval: Annotated[
-        float, msgspec.Meta(ge=0), Option("Seconds between two looks at the rate.", panel=_DEFRAG)
+        float, msgspec.Meta(ge=0), Option("Seconds between two checks of the rate.", panel=_DEFRAG)
     ] = 1.0
     defrag_moves: Annotated[_Count, Option("Blocks moved per step of the engine.", panel=_DEFRAG)] = 64
     max_evictions: Annotated[
         int,
         msgspec.Meta(ge=0),
-        Option("Cached blocks that such a step may lose instead of moving them.", panel=_DEFRAG),
+        Option("Cached blocks that a step may evict instead of moving them.", panel=_DEFRAG),
     ] = 0
-    speedup: Annotated[float, msgspec.Meta(gt=0), Option("Requests come so much faster.")] = 1.0
+    speedup: Annotated[
+        float, msgspec.Meta(gt=0), Option("Factor by which requests arrive faster than in the trace.")
+    ] = 1.0
     trace_block_size: Annotated[_Count | None, TRACE_BLOCK_SIZE] = None
-    timestamp_unit: Annotated[Literal["ms", "s"], Option("Of the trace: ms or s.")] = "ms"
+    timestamp_unit: Annotated[Literal["ms", "s"], Option("Unit of the trace's timestamps: ms or s.")] = "ms"
     duration: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None, Option("Seconds. Default: until Ctrl-C.")
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        Option("Stop after this many seconds. Default: run until Ctrl-C."),
     ] = None
-    socket: Annotated[str | None, Option("The control socket. Default: this user's own.")] = None
+    socket: Annotated[str | None, Option("Path of the control socket. Default: a socket of this user.")] = (
+        None
+    )
     name: Annotated[
         str | None,
-        Option("Make the pool a node of this name: sequences can move from it and to it.", panel=_NODES),
+        Option("Make the pool a node with this name; sequences can migrate to it and from it.", panel=_NODES),
     ] = None
     block_bytes: Annotated[
         _Count,
         Option(
-            "Of each block of a node, or of a pool with tiers; the bytes are made up.",
+            "Bytes per block of a node, or of a pool with tiers. The contents are made up.",
             panel=_NODES,
         ),
     ] = 4096
     listen: Annotated[
         str | None,
         Option(
-            "Where other nodes reach it; port 0 for a free one. Default: 127.0.0.1:0.",
+            "Address at which other nodes reach this node; port 0 for a free port. Default: 127.0.0.1:0.",
             metavar="HOST:PORT",
             panel=_NODES,
         ),
@@ -96,7 +101,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nodes: Annotated[
         str | None,
         Option(
-            "A TOML file with other nodes ([[peers]]) and what it costs to reach them ([links.rack]).",
+            "A TOML file that lists other nodes ([[peers]]) and the speed of links ([links.rack]).",
             metavar="FILE",
             panel=_NODES,
         ),
@@ -104,7 +109,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     registry: Annotated[
         str | None,
         Option(
-            "The node that tells who else is there. Default: this one, for others.",
+            "The node that keeps the list of all nodes. Default: this node.",
             metavar="NAME|HOST:PORT",
             panel=_NODES,
         ),
@@ -112,8 +117,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     secret_file: Annotated[
         str | None,
         Option(
-            "What all nodes know, 16 bytes or more. Default: a file of this user's, made when it is "
-            "needed, which does for nodes of one machine.",
+            "The secret shared by all nodes, 16 bytes or more. Default: a file of this user, created when "
+            "needed, for nodes on one machine.",
             metavar="FILE",
             panel=_NODES,
         ),
@@ -121,24 +126,24 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     backend: Annotated[
         list[str],
         Option(
-            "How other nodes read its blocks: tcp, or nixl for RDMA; may be repeated, the preferred one "
-            "first. Default: tcp.",
+            "How other nodes read the blocks of this node: tcp, or nixl for RDMA. May be repeated, the "
+            "preferred one first. Default: tcp.",
             panel=_NODES,
         ),
     ] = []
     max_rate: Annotated[
         str | None,
         Option(
-            "What the node reads in a second at most, such as 100MB/s. Default: no limit.",
+            "Maximum rate at which the node reads, such as 100MB/s. Default: no limit.",
             metavar="RATE",
             panel=_NODES,
         ),
     ] = None
-    offload_threshold: Annotated[
+    migration_threshold: Annotated[
         int,
         msgspec.Meta(ge=0),
         Option(
-            "Move sequences to nodes with room while fewer blocks than this are free; 0 for never.",
+            "Migrate sequences to other nodes while fewer blocks than this are free; 0 for never.",
             metavar="BLOCKS",
             panel=_NODES,
         ),
@@ -151,7 +156,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         msgspec.Meta(ge=0),
         Option(
-            "Keep so many blocks in host memory when the pool takes theirs anew.",
+            "Keep up to this many evicted blocks in host memory.",
             metavar="BLOCKS",
             panel=_TIERS,
         ),
@@ -159,14 +164,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     disk_tier: Annotated[
         str | None,
         Option(
-            "Keep blocks here when memory has no room for them; they outlive a restart.",
+            "Keep evicted blocks in this folder when host memory is full. They survive a restart.",
             metavar="FOLDER",
             panel=_TIERS,
         ),
     ] = None
     disk_tier_blocks: Annotated[
         _Count | None,
-        Option("How many. Default: ten times the pool's.", metavar="BLOCKS", panel=_TIERS),
+        Option("Capacity of the disk tier. Default: ten times the pool's.", metavar="BLOCKS", panel=_TIERS),
     ] = None
     publish: Annotated[str | None, PUBLISH] = None
     publish_replay: Annotated[str | None, PUBLISH_REPLAY] = None
@@ -179,23 +184,23 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def has_tiers(self) -> bool:
-        """Are there colder homes for blocks?"""
+        """Whether the pool has lower tiers."""
         return bool(self.host_tier) or self.disk_tier is not None
 
     @property
     def has_bytes(self) -> bool:
-        """Do blocks need bytes: for other nodes, or for tiers?"""
+        """Whether blocks need bytes, for other nodes or for tiers."""
         return self.name is not None or self.has_tiers
 
 
 def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:
-    """The settings of a TOML file, overridden by those that are given and not None.
+    """Return the settings of a TOML file, overridden by the values in `given` that are not None.
 
-    Keys of the file are the fields of `ServeSettings`, at its top level, or other names of their options:
+    Keys of the file are the fields of `ServeSettings`, at its top level, or aliases of their options:
     `kv_pool_size` is `blocks`.
     Raises:
-        InvalidArgumentError: no such file, no TOML, an unknown key, or a value that cannot be meant; the
-            message names the file and the key.
+        InvalidArgumentError: the file does not exist or is not TOML, a key is unknown, or a value is
+            invalid; the message names the file and the key.
     """
     from_file = {} if config is None else _read_file(config)
     from_command = _resolve({name: value for name, value in given.items() if value is not None}, "")
@@ -205,13 +210,15 @@ def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSetti
 
 
 def check_is_node(settings: ServeSettings) -> None:
-    """Raise InvalidArgumentError where something is said of a node that has no name."""
+    """Raise InvalidArgumentError if an option about nodes is set without a name."""
     if settings.name is None:
         defaults = ServeSettings()
         about_node = ("listen", "peer", "nodes", "registry", "secret_file", "backend", "max_rate")
-        for key in (*about_node, "offload_threshold"):
+        for key in (*about_node, "migration_threshold"):
             if getattr(settings, key) != getattr(defaults, key):
-                raise InvalidArgumentError(f"{key} is about a node, and a node has a name; give name, too")
+                raise InvalidArgumentError(
+                    f"{key} is an option of nodes, and a node needs a name; set name, too"
+                )
 
 
 def _read_file(config: str) -> dict[str, object]:
@@ -219,14 +226,14 @@ def _read_file(config: str) -> dict[str, object]:
         with open(open_regular(config), "rb") as file:
             found = tomllib.load(file)
     except OSError as error:
-        raise InvalidArgumentError(f"{config}: can not read the settings: {error.strerror}") from error
+        raise InvalidArgumentError(f"{config}: cannot read the settings: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{config}: this is no TOML: {error}") from error
+        raise InvalidArgumentError(f"{config}: this is not TOML: {error}") from error
     return _resolve(found, f"{config}: ")
 
 
 def _resolve(found: dict[str, object], where: str) -> dict[str, object]:
-    """Values by the names of fields. Raises InvalidArgumentError: an unknown name, or two of one field."""
+    """Return values by field name. Raises InvalidArgumentError for an unknown name, or two of one field."""
     known = ServeSettings.__struct_fields__
     values: dict[str, object] = {}
     for key, value in found.items():

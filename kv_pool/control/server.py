@@ -1,4 +1,4 @@
-"""`ControlServer`: a running pool answers on a Unix socket that only its owner can open."""
+"""`ControlServer`: serve a running pool on a Unix socket that only its owner can open."""
 
 import asyncio
 import os
@@ -36,6 +36,7 @@ from kv_pool.control.node_reports import TierList
 from kv_pool.control.socket_lock import lock_socket
 from kv_pool.control.socket_path import make_folder, resolve_path
 from kv_pool.errors import ControlError, OutOfThreadsError
+from kv_pool.ids import NodeName
 from kv_pool.migration.workers import Workers
 from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.threads import start_thread
@@ -47,32 +48,31 @@ _BACKLOG = 128
 
 
 class ControlServer:
-    """Serves one pool to `kv-pool stats`, `defrag`, `layout` and the like, from a thread of its own.
+    """A server of one pool for `kv-pool stats`, `defrag`, `layout` and so on, in its own thread.
 
         with ControlServer(pool):
             engine.run()
 
     Args:
         pool: a `GPUKVPool`, a `ControlledManager`, or another `ControlledPool`.
-        path: of the socket; None for `socket_path.get_default_path()`, with the node's name in it if there is
-            a node.
-        node: the pool as a node, for `kv-pool migrate` and `peers`; it runs. None: the pool is none.
-        node_name: for the default path, where the pool is no node.
-        why_no_node: completes the refusal of `kv-pool migrate` where the pool is no node.
-        tiers: says what `kv-pool tiers` shows, such as `LiveTiers.get_report`; None: the pool has no tiers.
-        guard: entered around each command that is about the pool. A lock that the engine holds during its
-            step, where a compaction must not come between its reading block ids and its using them.
-        timeout_s: how long a client may take to send the rest of a command, or to read its reply.
-        max_clients: connected at once; others are turned away.
+        path: path of the socket; None for `socket_path.get_default_path()` of the node, if there is one.
+        node: the running node of the pool, for `kv-pool migrate` and `peers`; None if the pool is not a node.
+        node_name: name in the default path of a pool that is not a node.
+        why_no_node: end of the error message for `kv-pool migrate` if the pool is not a node.
+        tiers: returns the report for `kv-pool tiers`, such as `LiveTiers.get_report`; None without tiers.
+        guard: entered around each command that concerns the pool, such as a lock that the engine holds during
+            a step. It keeps a compaction from running between the engine's reading and using block ids.
+        timeout_s: seconds a client may take to send the rest of a command, or to read its reply.
+        max_clients: maximum number of connections; further ones are refused.
     Raises:
-        ControlError: there can be no such socket.
+        ControlError: the path cannot be a socket's.
 
-    A compaction changes block ids: serve a pool whose engine hears of moves (`on_moved`), or reads the ids
-    of its sequences anew.
+    A compaction changes block ids. The engine of the pool must update its tables (`on_moved`), or read the
+    ids of its sequences again after each compaction.
 
-    Commands about the pool are carried out one after another; those to a node, which may wait for others, in
-    threads of their own, and without the guard. What a client sends, or leaves half sent, costs others
-    nothing, and what goes wrong is its reply; see `messages` for both.
+    Pool commands run one at a time, under the guard. Node commands may wait for other nodes; they run in
+    threads of their own, without the guard. A bad or incomplete command does not affect other clients; its
+    error is the reply. See `messages` for the format.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class ControlServer:
         path: str | Path | None = None,
         *,
         node: "LiveNode | None" = None,
-        node_name: str | None = None,
-        why_no_node: str = "start it with kv-pool serve --name, or give ControlServer a LiveNode",
+        node_name: NodeName | None = None,
+        why_no_node: str = "start it with kv-pool serve --name, or pass a LiveNode to ControlServer",
         tiers: Callable[[], TierList] | None = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
@@ -114,15 +114,16 @@ class ControlServer:
         self.stop()
 
     def start(self) -> None:
-        """Listen; when this returns, clients can connect.
+        """Start to listen; clients can connect as soon as this returns.
 
         Raises:
-            ControlError: another server listens there, something is there that is no socket, or there can be
-                none. Nothing has changed, but for a folder that was made.
-            OutOfThreadsError: the system starts no thread. The same.
+            ControlError: the server runs already, another server listens at the path, a file that is not a
+                socket is there, or no socket can be created.
+            OutOfThreadsError: the system cannot start a thread.
+            In both cases nothing has changed, except that the folder may have been created.
         """
         if self._thread is not None:
-            raise ControlError(f"this server listens already, at {self.path}")
+            raise ControlError(f"this server already listens at {self.path}")
         listener = self._listen()
         is_running = threading.Event()
         try:
@@ -138,18 +139,19 @@ class ControlServer:
             self._thread = None
             self._remove_socket()
             listener.close()
-            raise ControlError(f"{self.path}: can not serve there: {failure}") from failure
+            raise ControlError(f"{self.path}: cannot serve there: {failure}") from failure
 
     def stop(self) -> None:
-        """Hang up on all clients and remove the socket. A command that is under way comes to its end.
+        """Finish the command that runs, close all connections and remove the socket.
 
-        Not to be called while holding the guard: that command may wait for it.
+        Do not call it while holding the guard: the running command may wait for it.
         """
         if self._thread is None or self._loop is None or self._stopping is None:
             return
         self._remove_socket()
         self._loop.call_soon_threadsafe(self._stopping.set)
-        if self._thread is not threading.current_thread():  # in which the last reference to a pool may end
+        # The server's own thread may drop the last reference to a pool.
+        if self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None
 
@@ -162,27 +164,29 @@ class ControlServer:
             with lock_socket(self.path, self._timeout_s):
                 self._make_room()
                 listener.bind(os.fspath(self.path))
-                # Nobody can connect before listen().
+                # Clients cannot connect before listen().
                 os.chmod(self.path, 0o600)
                 self._inode = self.path.lstat().st_ino
                 listener.listen(_BACKLOG)
             listener.setblocking(False)
         except OSError as error:
             listener.close()
-            raise ControlError(f"{self.path}: can not listen there: {error.strerror}") from error
+            raise ControlError(f"{self.path}: cannot listen there: {error.strerror}") from error
         except BaseException:
             listener.close()
             raise
         return listener
 
     def _make_room(self) -> None:
-        """Remove the socket of a server that is gone. Raises ControlError for anything else."""
+        """Remove the socket of a dead server. Raises ControlError if anything else is at the path."""
         try:
             found = self.path.lstat()
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise ControlError(f"{self.path} is no socket and stays as it is; name another with --socket")
+            raise ControlError(
+                f"{self.path} is not a socket and was left unchanged; choose another path with --socket"
+            )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(self._timeout_s)
             try:
@@ -191,9 +195,10 @@ class ControlServer:
                 self.path.unlink()
                 return
             except BlockingIOError:
-                pass  # So many are connecting that there is no room for one more.
+                pass  # The queue of connections is full: a server listens.
         raise ControlError(
-            f"a pool is served at {self.path} already; stop its server, or name another socket with --socket"
+            f"a pool is served at {self.path} already; stop its server, or choose another socket "
+            "with --socket"
         )
 
     def _remove_socket(self) -> None:
@@ -206,7 +211,7 @@ class ControlServer:
     def _run(self, listener: socket.socket, is_running: threading.Event) -> None:
         try:
             asyncio.run(self._serve(listener, is_running))
-        except OSError as error:  # such as no handle for the loop
+        except OSError as error:  # such as no file descriptor for the event loop
             if is_running.is_set():
                 raise
             self._failure = error
@@ -230,29 +235,30 @@ class ControlServer:
         task = asyncio.current_task()
         assert task is not None
         self._clients[task] = writer
-        # So that drain() waits until the reply is sent, and nothing is lost below.
+        # Makes drain() wait until the whole reply is sent, so that abort() below loses nothing.
         writer.transport.set_write_buffer_limits(0)
         try:
             if len(self._clients) > self._max_clients:
-                raise ControlError(f"{self._max_clients} clients are connected already; try again later")
+                raise ControlError(f"{self._max_clients} clients are already connected; try again later")
             while line := await self._read_line(reader):
                 await self._send(writer, await self._answer(line))
         except ControlError as error:
             with suppress(OSError):
                 await self._send(writer, encode_error(error))
         except OSError:
-            pass  # The client is gone, or does not read.
+            pass  # The client has disconnected, or does not read.
         finally:
             del self._clients[task]
             writer.transport.abort()
 
     async def _read_line(self, reader: asyncio.StreamReader) -> bytes:
-        """The next command; b"" at the end.
+        """Return the next command; b"" at the end of the stream.
 
         Raises:
-            ControlError: it is too long, or does not go on. Where the next one begins is not known.
+            ControlError: the command is too long, or its rest does not arrive in time. The start of the next
+                command is then unknown.
         """
-        # A client may be silent between two commands, but not within one.
+        # The timeout applies within a command, not between two.
         first = await reader.read(1)
         if first in (b"", b"\n"):
             return first
@@ -260,9 +266,9 @@ class ControlServer:
             async with asyncio.timeout(self._timeout_s):
                 return first + await reader.readline()
         except TimeoutError as error:
-            raise ControlError(f"the rest of a command did not come within {self._timeout_s} s") from error
+            raise ControlError(f"the rest of a command did not arrive within {self._timeout_s} s") from error
         except ValueError as error:
-            raise ControlError(f"a command has {MAX_COMMAND_BYTES} bytes at most") from error
+            raise ControlError(f"a command has at most {MAX_COMMAND_BYTES} bytes") from error
 
     async def _send(self, writer: asyncio.StreamWriter, reply: bytes) -> None:
         async with asyncio.timeout(self._timeout_s):
@@ -279,14 +285,14 @@ class ControlServer:
                 with self._guard:
                     result = self._carry_out(command)
             return encode_result(result)
-        except Exception as error:  # A pool's callback may raise anything; the server goes on.
+        except Exception as error:  # A pool's callback may raise anything; the server continues.
             return encode_error(error)
 
     def _carry_out_at_node(self, command: NodeCommand) -> Result:
         node = self._node
         if node is None:
             raise ControlError(
-                f"the pool at {self.path} is no node, so nothing migrates: {self._why_no_node}"
+                f"the pool at {self.path} is not a node, so migration is not available: {self._why_no_node}"
             )
         match command:
             case MigrateCommand():
@@ -317,7 +323,7 @@ class ControlServer:
                 if self._tiers is None:
                     raise ControlError(
                         f"the pool at {self.path} has no tiers: start it with kv-pool serve --host-tier "
-                        "BLOCKS, --disk-tier FOLDER, or both"
+                        "BLOCKS, --disk-tier FOLDER, or both; or pass tiers to ControlServer"
                     )
                 return self._tiers()
             case StatsCommand():
@@ -334,7 +340,7 @@ def defragment(
     max_evictions: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DefragReport:
-    """Compact the pool and say what came of it. Raises as `GPUKVPool.defragment`."""
+    """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
     started = clock()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)

@@ -10,7 +10,7 @@ from kv_pool.control.serve_settings import ServeSettings, read_settings
 
 
 def open_pool(config: str, **options: Any) -> tuple[GPUKVPool, Defragmenter]:
-    """Return the pool that a TOML file describes, and what compacts it between steps.
+    """Return the pool that a TOML file describes, and its defragmenter.
 
         # pool.toml                             pool, defragmenter = open_pool("pool.toml", storage=storage)
         kv_pool_size = 10000                    ...
@@ -18,11 +18,11 @@ def open_pool(config: str, **options: Any) -> tuple[GPUKVPool, Defragmenter]:
         defrag_threshold = 0.2
         defrag_interval = 60
 
-    One file does for `kv-pool serve --config` and for an engine; keys about a trace and about nodes are read
-    and not used here.
+    The same file works for `kv-pool serve --config` and for an engine; this function checks but ignores the
+    keys about traces and nodes.
 
     Args:
-        options: of `GPUKVPool`, such as `storage` and `on_moved`; they win over the file.
+        options: arguments of `GPUKVPool`, such as `storage` and `on_moved`; they override the file.
     Raises:
         InvalidArgumentError: as `read_settings`.
     """
@@ -32,7 +32,7 @@ def open_pool(config: str, **options: Any) -> tuple[GPUKVPool, Defragmenter]:
 
 
 def make_pool(settings: ServeSettings, **options: Any) -> GPUKVPool:
-    """Return a pool of these sizes; see `open_pool`."""
+    """Return a pool with these settings; see `open_pool`."""
     named: dict[str, Any] = {"run_length": settings.run_length}
     return GPUKVPool(settings.blocks, settings.block_size, **(named | options))
 
@@ -40,7 +40,7 @@ def make_pool(settings: ServeSettings, **options: Any) -> GPUKVPool:
 def make_defragmenter(
     settings: ServeSettings, pool: Defragmentable, clock: Callable[[], float] = monotonic
 ) -> Defragmenter:
-    """Return what compacts a pool by these settings."""
+    """Return a defragmenter of `pool` with these settings."""
     return Defragmenter(
         pool,
         threshold=settings.compaction_threshold,

@@ -1,4 +1,4 @@
-"""`lock_socket`: one server at a time looks for another at a socket's path, and makes its own there."""
+"""`lock_socket`: let one server at a time check a socket's path and create its socket there."""
 
 import errno
 import fcntl
@@ -21,27 +21,27 @@ def lock_socket(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Iterator[None]:
-    """Hold a lock that belongs to the socket at `path`; of two servers that replace a dead one's socket, one
-    would be lost.
+    """Hold the lock of the socket at `path` within a `with` block.
 
-    The lock is on a file beside the socket, `.NAME.lock`, which only this user can open. A lock on the folder
-    could be held by every user who can read the folder.
+    Without it, two servers that replace a dead server's socket could remove each other's. The lock is on a
+    file beside the socket, `.NAME.lock`, that only this user can open; any user with read access could lock
+    the folder itself.
 
     Args:
-        timeout_s: to wait for another process of this user that holds it.
-        clock, sleep: seconds.
+        timeout_s: seconds to wait for another process of this user that holds the lock.
+        clock, sleep: in seconds.
     Raises:
-        ControlError: the file belongs to another user or cannot be made, or the time is over.
+        ControlError: the file belongs to another user or cannot be created, or the wait timed out.
     """
     name = f".{path.name}.lock"
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         place = path.parent / name
-        give_up_s = clock() + timeout_s
+        deadline_s = clock() + timeout_s
         while (lock := _take_lock(folder, place)) is None:
-            if clock() > give_up_s:
+            if clock() > deadline_s:
                 raise ControlError(
-                    f"{place}: another server of yours holds it; end that, or name another socket"
+                    f"{place}: another server of yours holds this lock; stop it, or choose another socket"
                 )
             sleep(_PAUSE_S)
         try:
@@ -60,7 +60,7 @@ def _take_lock(folder: int, place: Path) -> int | None:
         lock = open_private(place.name, os.O_RDWR | os.O_CREAT, folder)
     except OSError as error:
         raise ControlError(
-            f"{place}: can not be locked: {error.strerror}. Remove it, or name a socket with --socket in "
+            f"{place}: cannot be locked: {error.strerror}. Remove it, or choose a socket with --socket in "
             "a folder that only you can write to"
         ) from error
     try:

@@ -1,8 +1,8 @@
-"""Checks of arguments: a wrong type raises `InvalidTypeError` with the argument's name.
+"""Check arguments: a wrong type raises `InvalidTypeError` with the argument's name.
 
-In compiled modules the declared types of arguments are checked before a call reaches its function, and an
-`int` accepts NumPy's integers; in plain Python the function checks them itself. Both use this module, as do
-checks of what no declared type expresses.
+In compiled modules, the declared types of arguments are checked before a call reaches its function, and
+`int` accepts NumPy integers. In plain Python, the function checks them itself. Both use this module, also for
+checks that declared types cannot express.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 
 
 def refuse_type(name: str, value: object, expected: str) -> NoReturn:
-    """Raise `InvalidTypeError`. `expected` is a type's name, or several, joined by "or"."""
+    """Raise `InvalidTypeError`. `expected` is a type's name, or several joined by "or"."""
     types = [one.rpartition(".")[2] for one in expected.split(" or ")]
     raise InvalidTypeError(f"{name} is of type {type(value).__name__}; expected {' or '.join(types)}")
 
@@ -25,16 +25,16 @@ def check_type(name: str, value: object, expected: type) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise `InvalidTypeError` unless the value is a number that a float can hold, NumPy's included."""
+    """Raise `InvalidTypeError` unless the value is a real number; NumPy numbers are accepted."""
     if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
         refuse_type(name, value, "float")
 
 
 def as_int(name: str, value: Any) -> int:
-    """Return an integer of any type, such as NumPy's, as an int.
+    """Return an integer of any type, such as a NumPy integer, as an int.
 
     Raises:
-        InvalidTypeError: it is not an integer.
+        InvalidTypeError: the value is not an integer.
     """
     if isinstance(value, int):
         return value
@@ -46,10 +46,15 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_small_int(name: str, value: Any, expected: str) -> int:
-    """As `as_int`, below 2**62: compiled code keeps such an integer without an object of its own."""
+    """Return an integer as an int in -2**62..2**62-1, which compiled code stores unboxed.
+
+    Raises:
+        InvalidTypeError: the value is not an integer.
+        InvalidArgumentError: the value is out of range.
+    """
     number = as_int(name, value)
     if not -(2**62) <= number < 2**62:
-        raise InvalidArgumentError(f"{name} is {number}; pass an int where it is this large")
+        raise InvalidArgumentError(f"{name} is {number}; a number this large must be a Python int")
     return number
 
 
@@ -57,7 +62,7 @@ def as_list(name: str, values: Iterable[Any]) -> list[Any]:
     """Return the list itself, or a new list of the elements of another iterable.
 
     Raises:
-        InvalidTypeError: it is not iterable.
+        InvalidTypeError: the value is not iterable, or is a str.
     """
     if isinstance(values, list):
         return values
@@ -71,7 +76,7 @@ def as_list(name: str, values: Iterable[Any]) -> list[Any]:
 
 
 def as_list_of(name: str, values: Iterable[Any], expected: type) -> list[Any]:
-    """As `as_list`, all elements of which are instances of `expected`."""
+    """Return `as_list(...)` after checking that all elements are instances of `expected`."""
     listed = as_list(name, values)
     for position, value in enumerate(listed):
         if type(value) is not expected and not isinstance(value, expected):
@@ -80,7 +85,7 @@ def as_list_of(name: str, values: Iterable[Any], expected: type) -> list[Any]:
 
 
 def as_ints(name: str, values: Iterable[Any]) -> list[int]:
-    """Return integers of any type as a new list of ints."""
+    """Return integers of any type as a new list of ints. Raises: as `as_int`."""
     return [
         value if isinstance(value, int) else as_int(f"{name}[{position}]", value)
         for position, value in enumerate(as_list(name, values))

@@ -1,37 +1,39 @@
-"""`KVCacheBlock`: what the pool knows about one block of KV slots."""
+"""`KVCacheBlock`: the pool's metadata about one block of KV slots."""
 
-from typing import Any
+from typing import Any, Final, cast
 from weakref import ref
 
 from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.errors import InvalidBlockError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
+
+SENTINEL_ID: Final = cast(BlockId, -1)
+"""The `block_id` of the sentinels and markers of the free queue."""
 
 
-# Compiled, a block has no cyclic-GC header (`acyclic`): a million of them cost a collection nothing.
-# The price is that no reference cycle may run through blocks for good. The two places that could make
-# one are the free links, which `FreeKVCacheBlockQueue.__del__` undoes, and the way back to the pool,
-# which is a weak reference.
+# A compiled block has no cyclic-GC header (`acyclic`), so a million blocks add nothing to a collection.
+# In return, a reference cycle through blocks is never collected. Cycles are possible in two places: the
+# free links, which `FreeKVCacheBlockQueue.__del__` clears, and the reference to the pool, which is weak.
 @mypyc_attr(acyclic=True)
 class KVCacheBlock:
-    """Metadata of one block of `block_size` KV token slots; the bytes live in the engine's tensors.
+    """The metadata of one block of `block_size` KV token slots. The bytes are in the engine's tensors.
 
     Attributes:
         block_id: index into the KV tensors and into `BlockPool.blocks`; -1 for queue sentinels.
-        ref_cnt: how many requests hold the block; 0 exactly while the block is in the free queue.
-        block_hash: key under which the block is found by prefix; None when it is not cached.
+        ref_cnt: number of references to the block; 0 exactly while the block is in the free queue.
+        block_hash: key under which the block is found by prefix; None if it is not cached.
         block_hash_num_tokens: tokens from the start of the sequence that the hash covers.
-        generation: advances when the block is reused, and when `evict_blocks` reports its content wrong; a
-            reference from outside is to the same content as long as the number is the same.
-        prev_free_block, next_free_block: neighbours in the free queue; None when not linked.
+        generation: advances when the block is reused, and when `evict_blocks` invalidates its content. While
+            the number is unchanged, so is the content.
+        prev_free_block, next_free_block: neighbours in the free queue; None if not linked.
         is_null: True for the pool's block 0, which stands for "no KV here" in a block table.
-        pool: the pool that made the block, None for a bare block (or once its pool is gone).
-        key, num_key_tokens: `block_hash` and `block_hash_num_tokens` (-1 for None), without a call.
+        pool: the pool that made the block; None for a bare block, or after its pool was deleted.
+        key, num_key_tokens: plain attributes behind `block_hash` and `block_hash_num_tokens` (-1 for None).
         owner: a weak reference to `pool`, one object for all of its blocks, or None.
-        retention_id: the number under which a retention knows the block; 0 for none.
+        retention_id: the integer handle under which a retention knows the block; 0 for none.
 
-    Blocks compare by identity, are hashable, and can not be weakly referenced.
+    Blocks compare by identity, are hashable, and cannot be weakly referenced.
 
     States (`linked` = in the free queue):
 
@@ -61,7 +63,7 @@ class KVCacheBlock:
 
     def __init__(
         self,
-        block_id: int,
+        block_id: BlockId,
         ref_cnt: int = 0,
         _block_hash: Any = None,
         _block_hash_num_tokens: int | None = None,
@@ -71,29 +73,30 @@ class KVCacheBlock:
         *,
         pool: Any = None,
     ) -> None:
-        self.block_id: i32 = block_id
+        # In this order the compiled fields leave no gaps, and a block takes 88 bytes.
         self.ref_cnt: i32 = ref_cnt
-        # The key as bytes; Any, since vLLM's callers put in whatever they can tell apart.
+        self.generation: i32 = 0
+        # The key as bytes; declared Any, because vLLM's callers also set other types.
         self.key: Any = _block_hash
-        # -1 for unknown: a native number, so that caching a block allocates none.
+        # -1 for unknown: a native integer, so that caching a block allocates no int object.
         self.num_key_tokens: i32 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
-        # Written by the pool only. -1, or the prefix map's entry for the primary key is this block alone, and
-        # the number is the id of the block that held the next part of the sequence when this one was last
-        # cached, 0 if none did: a guess that saves a walk through the map, and is checked before it is used.
+        # Written by the pool only. 0 or more if the prefix map's entry for the primary key is this block,
+        # bare; the number is then the id of the block that was cached after this one in its sequence (0 for
+        # none): a guess that saves a map lookup, and is checked before it is used. Otherwise -1.
         self._next_cached_id: i32 = -1
         self.prev_free_block: KVCacheBlock | None = prev_free_block
         self.next_free_block: KVCacheBlock | None = next_free_block
         self.is_null: bool = is_null
-        # Written by a retention: under which number it knows the block, 0 if it does not. A hash given to the
-        # block since then makes the number negative: what was said of the block's content is void.
+        # Written by a retention: its handle for the block, 0 for none. Giving the block a new hash makes the
+        # number negative: the retention's record is then about content that the block no longer holds.
         self.retention_id: i32 = 0
-        self.generation: i32 = 0
+        self.block_id: BlockId = block_id
         # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
         self.owner: Any = None if pool is None else ref(pool)
 
     @property
     def block_hash(self) -> Any:
-        return self.key  # bytes or None; Any, or compiled code would refuse what an engine put there
+        return self.key  # bytes or None; Any, so that compiled code accepts other types set by an engine
 
     @property
     def _block_hash(self) -> Any:
@@ -121,7 +124,7 @@ class KVCacheBlock:
         return None if owner is None else owner()
 
     def set_block_hash(self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None) -> None:
-        """Give a hash to a block that has none.
+        """Set the hash of a block that has none.
 
         Raises:
             InvalidBlockError: the block already carries a hash or a token count. Nothing has changed.
@@ -137,7 +140,7 @@ class KVCacheBlock:
             self.retention_id = -self.retention_id
 
     def reset_hash(self) -> None:
-        """Forget hash and token count. The prefix map is not told; `BlockPool` does both together."""
+        """Clear hash and token count, but not the prefix map's entry. `BlockPool` clears both together."""
         self.key = None
         self.num_key_tokens = -1
         self._next_cached_id = -1

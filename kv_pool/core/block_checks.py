@@ -1,4 +1,4 @@
-"""Checks of the blocks that callers pass, and the errors for them."""
+"""Check the blocks that callers pass, and raise the errors about them."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -8,7 +8,7 @@ from kv_pool.errors import InvalidBlockError, InvalidTypeError
 
 
 def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
-    """Raise InvalidBlockError if `block` is another pool's; a bare or a null block is nobody's."""
+    """Raise InvalidBlockError if `block` belongs to another pool. Bare and null blocks are accepted."""
     if block.owner is not owner and block.owner is not None and not block.is_null:
         raise InvalidBlockError(
             f"block {block.block_id} belongs to another pool; {call} takes blocks of this one"
@@ -16,7 +16,7 @@ def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
 
 
 def raise_typed(error: BaseException, listed: Sequence[object], call: str) -> NoReturn:
-    """Raise `error`, or an InvalidTypeError where it came from an element that is not a block."""
+    """Raise `error`, or an InvalidTypeError if an element of `listed` is not a block."""
     if not isinstance(error, Exception):
         raise error
     for position, element in enumerate(listed):
@@ -28,14 +28,14 @@ def raise_typed(error: BaseException, listed: Sequence[object], call: str) -> No
 
 
 def raise_not_queued(block: KVCacheBlock) -> NoReturn:
-    """A block with ref_cnt 0 that the free queue does not have."""
+    """Raise the error for a block with ref_cnt 0 that is not in the free queue."""
     raise InvalidBlockError(
         f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
     )
 
 
 def raise_not_takeable(block: KVCacheBlock, owner: Any) -> NoReturn:
-    """A block that `take_blocks` does not take."""
+    """Raise the error for a block that `take_blocks` rejects."""
     if block.owner is not owner or block.is_null:
         raise InvalidBlockError(
             f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; "

@@ -1,4 +1,4 @@
-"""`BlockHasher`: the name of a prefix, so that two requests can find out they share it."""
+"""`BlockHasher`: hash token sequences block by block, so that equal prefixes have equal hashes."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ from kv_pool.ids import BlockHash, TokenIds
 HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
 
 MAX_EXTRA_KEYS_DEPTH = 32
-"""Containers inside each other that extra keys consist of at most; CBOR encoders recurse, and can crash."""
+"""The deepest nesting of containers in extra keys; CBOR encoders recurse and can crash on more."""
 
 _FLAT_TYPES = (str, int, float, bytes, bytearray, type(None))
 
@@ -26,29 +26,29 @@ _PROCESS_SEED = os.urandom(32).hex()
 
 
 class BlockHasher:
-    """Hashes token sequences block by block, each block over its parent's hash, tokens and extra keys.
+    """A hasher of token sequences: each block's hash covers its parent's hash, tokens and extra keys.
 
         >>> from kv_pool import BlockHasher
         >>> hasher = BlockHasher("sha256_cbor", block_size=4)
         >>> [block_hash.hex()[:8] for block_hash in hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8, 9])]
         ['58d0879d', 'e1bc2939']
 
-    Equal hashes stand for equal prefixes: same tokens, same extra keys, from the first token on.
+    Equal hashes mean equal prefixes: the same tokens and the same extra keys from the first token on.
 
     Args:
         algorithm:
-            `xxh3_128`: fast, 16 bytes. Not collision-resistant against an attacker with the seed, which is
-            therefore secret; each process draws its own, unless one is given.
-            `sha256`: 32 bytes, collision-resistant: the safe choice when tenants share a pool.
+            `xxh3_128`: fast, 16 bytes. Not collision-resistant against an attacker who knows the seed, so
+            keep the seed secret; by default each process draws a random one.
+            `sha256`: 32 bytes, collision-resistant: the safe choice if tenants share a pool.
             `sha256_cbor`: 32 bytes, byte for byte what vLLM 0.33 computes under that name; the same in
             every process and language.
-        seed: goes into the root of every chain. Default for `xxh3_128`: random, the same for all hashers of
-            a process (and of those it forks), so that they hash alike; other processes have another. For
-            `sha256`: fixed. For `sha256_cbor`: vLLM's own default (vLLM uses PYTHONHASHSEED's value when that
-            is set).
+        seed: part of the root of every chain. The default for `xxh3_128` is random per process: all hashers
+            of a process and of its forked children hash alike, other processes differ. For `sha256` it is
+            fixed. For `sha256_cbor` it is vLLM's default (vLLM uses the value of PYTHONHASHSEED if that is
+            set).
         block_size: tokens per hash, at least 1.
-        num_lookahead_tokens: each hash also covers so many tokens after its block, and is only made once they
-            are there (for drafters whose KV at a block's last position depends on them).
+        num_lookahead_tokens: number of tokens after its block that each hash also covers. A hash is made only
+            when they are known. For drafters whose KV at a block's last position depends on them.
 
     Attributes:
         root: the parent of every first block.
@@ -106,18 +106,18 @@ class BlockHasher:
         parent: BlockHash | None = None,
         extra_keys: Sequence[ExtraKeys | None] = (),
     ) -> list[BlockHash]:
-        """Hashes of the full blocks of `token_ids`, head first; a partial block at the end has none.
+        """Return the hashes of the full blocks of `token_ids`, head first. A partial last block has none.
 
         Args:
-            token_ids: any sequence of ints in 0..2**64-1, a numpy array included.
+            token_ids: any sequence of ints in 0..2**64-1, for example a numpy array.
             parent: hash of the block before the first token; None at the start of a sequence.
-            extra_keys: one entry per block, None for a block without; may be shorter. Each is nested
-                `MAX_EXTRA_KEYS_DEPTH` deep at most.
+            extra_keys: one entry per block, None for a block without extra keys; may be shorter. Each is
+                nested at most `MAX_EXTRA_KEYS_DEPTH` deep.
         Raises:
-            InvalidArgumentError: a token out of range (says which), a parent of the wrong length.
-                Or extra keys that are nested too deep, or text with a lone surrogate.
-            InvalidTypeError: a token that is not an integer, an extra key that CBOR has no form for.
-        Cost: packs all tokens in one pass, then one digest a block.
+            InvalidArgumentError: a token is out of range (the message names it), the parent has the wrong
+                length, extra keys are nested too deep, or text has a lone surrogate.
+            InvalidTypeError: a token is not an integer, or CBOR cannot encode an extra key.
+        Cost: one pass over all tokens, then one digest per block.
         """
         if parent is not None and not isinstance(parent, bytes):
             refuse_type("parent", parent, "bytes or None")
@@ -135,7 +135,7 @@ class BlockHasher:
         extras = self._make_extras(token_ids, len(pieces), extra_keys)
         num_extras = len(extras)
         if self.num_lookahead_tokens:
-            del pieces[num_extras:]  # those whose lookahead is not there yet
+            del pieces[num_extras:]  # blocks whose lookahead tokens are not known yet
         xxh3: Callable[[bytes, int], bytes] = xxhash.xxh3_128_digest
         is_xxh3 = self.algorithm == "xxh3_128"
         seed = self._xxh3_seed
@@ -155,7 +155,7 @@ class BlockHasher:
     def _make_extras(
         self, token_ids: Any, num_blocks: int, extra_keys: Sequence[ExtraKeys | None]
     ) -> Sequence[tuple[Any, ...] | None]:
-        """What goes into each block's hash besides parent and tokens; one entry per block to be hashed."""
+        """Return what each block's hash covers besides parent and tokens; one entry per block to hash."""
         num_lookahead = self.num_lookahead_tokens
         if not num_lookahead:
             return extra_keys
@@ -170,9 +170,9 @@ class BlockHasher:
         return extras
 
     def hash_request(self, request: CacheableRequest) -> list[BlockHash]:
-        """Hashes of the full blocks that `request.block_hashes` does not cover yet. Changes nothing.
+        """Return the hashes of the full blocks that `request.block_hashes` does not cover yet.
 
-        Appended tokens cost their own blocks only. The tokens of a partial block at the end are checked too.
+        Changes nothing. Hashes only the new blocks, and also checks the tokens of a partial last block.
         Raises: as `hash_blocks`.
         """
         unchecked: Any = request
@@ -195,7 +195,7 @@ class BlockHasher:
 def _encode(extra: tuple[Any, ...]) -> bytes:
     from cbor2 import CBOREncodeError, dumps
 
-    for key in extra:  # as a rule tuples of text and numbers
+    for key in extra:  # usually tuples of text and numbers
         is_flat = isinstance(key, tuple)
         if is_flat:
             for part in key:
@@ -208,10 +208,10 @@ def _encode(extra: tuple[Any, ...]) -> bytes:
         return dumps(extra, canonical=True)
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
-            f"extra keys (salt, adapter, multimodal identifiers) are no text that can be hashed: {error}"
+            f"extra keys (salt, adapter, multimodal identifiers) cannot be encoded as UTF-8: {error}"
         ) from error
     except (CBOREncodeError, TypeError) as error:
-        raise InvalidTypeError(f"extra keys can not be hashed: {error}") from error
+        raise InvalidTypeError(f"extra keys cannot be hashed: {error}") from error
 
 
 def _check_depth(extra: tuple[Any, ...]) -> None:
@@ -220,7 +220,7 @@ def _check_depth(extra: tuple[Any, ...]) -> None:
 
     level: dict[int, Any] = {0: extra}
     for _ in range(MAX_EXTRA_KEYS_DEPTH):
-        inner: dict[int, Any] = {}  # by identity: a container that is in several places is looked at once
+        inner: dict[int, Any] = {}  # by identity, so that a container in several places is checked once
         for one in level.values():
             parts: Iterable[Any] = ()
             if isinstance(one, (tuple, list, Sequence, Set)):
@@ -237,7 +237,7 @@ def _check_depth(extra: tuple[Any, ...]) -> None:
         level = inner
     raise InvalidArgumentError(
         f"extra keys (salt, adapter, multimodal identifiers) are nested more than {MAX_EXTRA_KEYS_DEPTH} "
-        f"deep; use text or a digest in place of the structure"
+        f"deep; use text or a digest instead of the structure"
     )
 
 
@@ -245,4 +245,4 @@ def _encode_seed(seed: str) -> bytes:
     try:
         return seed.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"the seed is no text that can be hashed: {error}") from error
+        raise InvalidArgumentError(f"the seed cannot be encoded as UTF-8: {error}") from error

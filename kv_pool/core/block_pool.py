@@ -1,4 +1,4 @@
-"""`BlockPool`: hands out blocks of KV slots and remembers which of them hold which prefix."""
+"""`BlockPool`: a pool of KV cache blocks with prefix caching."""
 
 from typing import NoReturn, SupportsIndex
 
@@ -6,10 +6,10 @@ from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 
 
-# Never compiled, so that a pool has a `__dict__`, can be weakly referenced (its blocks do that) and can be
-# subclassed and patched like any Python class, while every method runs compiled in the base class.
+# Never compiled: a pool needs a `__dict__` and weak references (its blocks hold one), and users may subclass
+# and patch it like any Python class. Its methods run compiled in the base class.
 class BlockPool(BlockPoolCore):
-    """Hands out blocks of KV slots and remembers which of them hold which prefix.
+    """A pool of KV cache blocks with prefix caching: it allocates, frees, caches and evicts blocks.
 
         >>> from kv_pool import BlockPool
         >>> pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
@@ -20,33 +20,37 @@ class BlockPool(BlockPoolCore):
         >>> pool.get_num_free_blocks()
         7
 
-    A free block keeps its hash until it is handed out again: free is not empty. Which block goes next is
-    the order of the free queue: least recently freed first, a request's tail before its head.
+    A free block keeps its hash until it is reused: free is not empty. Blocks are reused in the order of the
+    free queue: least recently freed first, a request's tail before its head.
 
     Args:
-        num_gpu_blocks: all blocks, block 0 included, which becomes the null block and is never handed out.
+        num_gpu_blocks: number of blocks, block 0 included. Block 0 becomes the null block and is never
+            allocated.
         enable_caching: False makes every freed block the next to be reused.
         hash_block_size: tokens per request hash; a group's block size is a multiple of it.
-        enable_kv_cache_events: append to `kv_event_queue` what happens to the prefix map.
-        metrics_collector: a `BlockObserver` that is told of every hand-out, hit and eviction.
+        enable_kv_cache_events: append an event to `kv_event_queue` for each change of the prefix map.
+        metrics_collector: a `BlockObserver` to notify of every allocation, hit and eviction.
         num_hash_lookahead_tokens: tokens after its block that a hash also covers; as in the `BlockHasher`.
-        medium: GPU, CPU or STORAGE; goes into the events.
-        event_types: the classes of the events, where the engine has its own.
-        use_int_block_hashes: events carry the last 8 bytes of a hash as an integer; False: all its bytes.
-        dense_events: each `BlockStored` has the tokens of its blocks and no others: where null or masked
-            blocks lie between them, there are several. Blocks of a group that one call evicts are in one
-            `BlockRemoved`. False, as in vLLM: one store, whose tokens span all, and a removal for each block.
+        medium: GPU, CPU or STORAGE, as the events report it.
+        event_types: event classes to use, if the engine has its own.
+        use_int_block_hashes: True: events carry the last 8 bytes of a hash as an integer. False: all its
+            bytes.
+        dense_events: True: each `BlockStored` carries the tokens of its own blocks only, so null or masked
+            blocks split a store into several events; the blocks of one group that a call evicts share one
+            `BlockRemoved`. False, as in vLLM: one store whose tokens span the whole range, and one removal
+            per block.
 
     Attributes:
         blocks: all blocks; a block's id is its index.
         free_block_queue: the free blocks in eviction order.
         cached_block_hash_to_block: the prefix map.
         null_block: block 0; stands for "no KV here" in a block table.
-        colder_tiers: who is told of cached blocks that are taken anew, before they lose their keys; None for
-            nobody. Set it before the pool is used.
-        num_evictions: how many keys blocks have lost, to reuse, eviction, a reset or a move; only grows.
+        lower_tiers: the `LowerTiers` to notify before cached blocks are reused and lose their keys, or
+            None. Set it before the pool is used.
+        num_evictions: number of keys that blocks have lost to reuse, eviction, a reset or a move; only
+            grows.
 
-    Not thread-safe: one scheduler thread calls it. Pools compare by identity.
+    Not thread-safe: only the scheduler thread may call it. Pools compare by identity.
     Contract: vLLM 0.33 `BlockPool`.
     """
 
@@ -62,7 +66,7 @@ class BlockPool(BlockPoolCore):
         refuse_copy(self)
 
     def __delattr__(self, name: str) -> None:
-        # mypyc (2.4) calls a compiled property's setter with a null pointer here, and crashes.
+        # For a compiled property, mypyc 2.4 would call the setter with a null pointer and crash.
         if name == "kv_event_queue":
-            raise AttributeError("kv_event_queue can not be deleted; take_events() empties it")
+            raise AttributeError("kv_event_queue cannot be deleted; take_events() empties it")
         super().__delattr__(name)

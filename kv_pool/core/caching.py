@@ -1,4 +1,4 @@
-"""`BlockCaching`: makes blocks findable: full blocks, partial ones, keys that move with a copy."""
+"""`BlockCaching`: make blocks findable by prefix: full blocks, partial blocks, and copies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from kv_pool.core.prefix_cache import PrefixCache
 from kv_pool.core.prefix_keys import add_keys, insert_key
 from kv_pool.core.stored_events import hashes_of, make_stored, make_stored_range, read_hashes
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -31,7 +31,7 @@ class BlockCaching(PrefixCache):
         num_cached_blocks: int,
         num_full_blocks: int,
         block_size: int,
-        kv_cache_group_id: int,
+        kv_cache_group_id: GroupId,
         block_mask: Sequence[Any] | None = None,
     ) -> None:
         """Make the request's blocks `[num_cached_blocks, num_full_blocks)` findable by their prefix.
@@ -47,16 +47,16 @@ class BlockCaching(PrefixCache):
                 the last fine hash inside it.
             block_mask: one flag per block of the range; False skips the block as if it were null.
 
-        Null and masked blocks are skipped. A block that is cached already is keyed anew if its old hash
-        covers fewer tokens (promotion; one `BlockRemoved`). Caches whatever `enable_caching` says.
-        With events on and a range that is not empty: exactly one `BlockStored`, after the removals; with
-        `dense_events`, one for each part of the range without skipped blocks.
+        Null and masked blocks are skipped. If a block is cached with a hash over fewer tokens, the new key
+        replaces its keys (promotion; one `BlockRemoved` per key). `enable_caching` is not checked. With
+        events on and a non-empty range: exactly one `BlockStored`, after the removals; with `dense_events`,
+        one for each part of the range without skipped blocks.
 
         Raises:
             InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
-            InvalidBlockError: a block is free, another pool's, or cached for as many tokens or more.
-            InvalidTypeError: not a block. In all cases, and when the request lacks what an event needs,
-                nothing has changed.
+            InvalidBlockError: a block is free, of another pool, or cached for as many tokens or more.
+            InvalidTypeError: an element is not a block. In all cases, and if the request lacks an attribute
+                that an event needs, nothing has changed.
         Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
         """
         if not isinstance(num_cached_blocks, int):
@@ -81,7 +81,8 @@ class BlockCaching(PrefixCache):
         num_blocks = num_full_blocks - num_cached_blocks
         if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
             raise InvalidArgumentError(
-                f"blocks {num_cached_blocks}..{num_full_blocks} of a table of {len(blocks)} blocks"
+                f"cannot cache blocks {num_cached_blocks}..{num_full_blocks} of a table of "
+                f"{len(blocks)} blocks"
             )
         if block_mask is not None and len(block_mask) != num_blocks:
             raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
@@ -106,8 +107,8 @@ class BlockCaching(PrefixCache):
                     )
                 if block.key is not None and not 0 <= block.num_key_tokens < num_tokens:
                     raise InvalidBlockError(
-                        f"block {block.block_id} is cached for {block.block_hash_num_tokens} tokens "
-                        f"already; only a hash over more than that replaces it, this one covers {num_tokens}"
+                        f"block {block.block_id} is already cached for {block.block_hash_num_tokens} tokens; "
+                        f"only a hash over more tokens replaces that, and this one covers {num_tokens}"
                     )
                 if not isinstance(block_hash, bytes):
                     raise InvalidTypeError(f"a block hash is a {type(block_hash).__name__}; hashes are bytes")
@@ -119,7 +120,8 @@ class BlockCaching(PrefixCache):
                 for position, block in enumerate(range_blocks)
             ]
 
-        # Built before anything changes, since it reads the request; appended after the removals.
+        # Build the events before anything changes, since that reads the request; append them after the
+        # removals.
         new_events: list[KVCacheEvent] | None = None
         if self.enable_kv_cache_events:
             stored: list[BlockHash | None] = [*hashes]
@@ -145,8 +147,8 @@ class BlockCaching(PrefixCache):
             self._unfinished = UNDO_CACHING
             self._recover()
             raise
-        if self.colder_tiers is not None:
-            self.colder_tiers.on_blocks_cached(
+        if self.lower_tiers is not None:
+            self.lower_tiers.on_blocks_cached(
                 request, range_blocks, hashes, num_cached_blocks, block_size, kv_cache_group_id
             )
 
@@ -155,12 +157,12 @@ class BlockCaching(PrefixCache):
         request: CacheableRequest,
         num_cached_blocks: int,
         block_size: int,
-        kv_cache_group_id: int,
+        kv_cache_group_id: GroupId,
     ) -> None:
-        """Announce the first `num_cached_blocks` blocks of the request again, as hit; nothing else changes.
+        """Emit an event that reports the request's first `num_cached_blocks` blocks as hit.
 
-        One `BlockStored` from the start of the sequence, every block counted; none with events off or for 0
-        blocks. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
+        One `BlockStored` from the start of the sequence, covering every block; none with events off or for 0
+        blocks. Changes nothing else. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
         """
         if not isinstance(num_cached_blocks, int):
             num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
@@ -179,27 +181,27 @@ class BlockCaching(PrefixCache):
         request: CacheableRequest,
         block: KVCacheBlock,
         num_tokens: int,
-        kv_cache_group_id: int,
+        kv_cache_group_id: GroupId,
         block_size: int,
         replace_existing_hashes: bool = False,
     ) -> BlockHashWithGroupId | None:
         """Make `block` findable by the request's first `num_tokens` tokens, which may end inside it.
 
         Args:
-            num_tokens: a multiple of `hash_block_size`, no more than the request has hashes for.
+            num_tokens: a multiple of `hash_block_size`, at most the tokens that the request has hashes for.
             block_size: tokens per block of this group, a multiple of `hash_block_size`.
-            replace_existing_hashes: the block holds other content now; its old keys go, however much they
-                cover.
+            replace_existing_hashes: the content of the block has changed; drop all its old keys.
         Returns:
             The key; None for the null block, which is never cached.
 
-        A block with a hash over fewer tokens is keyed anew (one `BlockRemoved` a key). Where its hash covers
-        as many or more, the new key becomes a secondary one: both find the block. With events on, a
-        `BlockStored` over the last `hash_block_size` tokens, unless the block had that key.
+        If the block's hash covers fewer tokens, the new key replaces its keys (one `BlockRemoved` per key).
+        If it covers as many or more, the new key becomes a secondary key, and the block is found under both.
+        With events on, emits a `BlockStored` over the last `hash_block_size` tokens, unless the block
+        already had the key.
 
         Raises:
-            InvalidArgumentError: sizes or a count that do not fit.
-            InvalidBlockError: the block is free, or another pool's. In both cases nothing has changed.
+            InvalidArgumentError: a size or a count does not fit.
+            InvalidBlockError: the block is free, or of another pool. In both cases nothing has changed.
         Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
         """
         if not isinstance(block, KVCacheBlock):
@@ -249,12 +251,12 @@ class BlockCaching(PrefixCache):
         if replace_existing_hashes or (covered is not None and covered < num_tokens):
             evict(self, block)
         if event is None:
-            give_key(self, key, block, num_tokens)
+            add_key(self, key, block, num_tokens)
             return key
         events = self.kv_event_queue
         new_events = [event]
         try:
-            give_key(self, key, block, num_tokens)
+            add_key(self, key, block, num_tokens)
             events += new_events
         except MemoryError:
             evict(self, block)  # the key may be there without its event
@@ -264,19 +266,20 @@ class BlockCaching(PrefixCache):
     def _insert_block_hash(
         self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
     ) -> None:
-        """Give `block` one key more, its first or a secondary one; a key it has already changes nothing.
+        """Add a key to `block`, as its primary or a secondary key. No-op if the block already has it.
 
-        No event. vLLM's CPU offloading calls this one by name.
+        Emits no event. vLLM's CPU offloading calls this method by name.
         """
-        give_key(self, block_hash_with_group_id, block, num_tokens)
+        add_key(self, block_hash_with_group_id, block, num_tokens)
 
     def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
-        """Let `dst_block`, a copy of `src_block`, be found under all its keys; `src_block` is bare then.
+        """Move all keys of `src_block` to `dst_block`, a copy of it. `src_block` then has no key.
 
-        For a request that goes on writing into a cached block. No events: the prefixes stay cached.
+        For a request that continues to write into a cached block. Emits no events: the prefixes stay cached.
+
         Raises:
-            InvalidBlockError: `dst_block` has a key already or is null, or one is another pool's. Nothing has
-                changed.
+            InvalidBlockError: `dst_block` already has a key or is null, or a block is of another pool.
+                Nothing has changed.
         Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
         """
         if not isinstance(src_block, KVCacheBlock):
@@ -292,15 +295,15 @@ class BlockCaching(PrefixCache):
         secondary = self.cached_block_hashes_by_block
         if dst_block.key is not None or (secondary and dst_block.block_id in secondary):
             raise InvalidBlockError(
-                f"block {dst_block.block_id} carries hashes of its own; evict it before it takes over those "
-                f"of block {src_block.block_id}"
+                f"block {dst_block.block_id} already carries a hash; evict it before you move the hashes "
+                f"of block {src_block.block_id} to it"
             )
         num_tokens = src_block.block_hash_num_tokens
         keys: list[BlockHashWithGroupId] = []
         try:
             drop_keys(self, src_block, keys)
             for key in keys:
-                give_key(self, key, dst_block, num_tokens)
+                add_key(self, key, dst_block, num_tokens)
         except BaseException:
             self._moved_keys = keys
             self._moved_num_tokens = num_tokens
@@ -310,9 +313,9 @@ class BlockCaching(PrefixCache):
             raise
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
-        """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
+        """Evict `block`. Return True if it was in the prefix map; one `BlockRemoved` per key then.
 
-        vLLM's Mamba manager calls this one by name.
+        vLLM's Mamba manager calls this method by name.
         """
         if block.owner is not self.block_owner:
             check_ours(block, self.block_owner, "_maybe_evict_cached_block()")
@@ -321,8 +324,8 @@ class BlockCaching(PrefixCache):
         return evict(self, block)
 
 
-def give_key(pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
-    """Give `block` one more key; no event. A key that the block has already changes nothing."""
+def add_key(pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
+    """Add a key to `block`, without an event. No-op if the block already has it."""
     if block.owner is not pool.block_owner:
         check_ours(block, pool.block_owner, "_insert_block_hash()")
     if block.is_null:

@@ -1,4 +1,4 @@
-"""`Deadlines`: what ends or changes at which time, the next first."""
+"""`Deadlines`: a queue of timers, earliest first."""
 
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -10,11 +10,12 @@ _FEW: Final = 64
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Ending:
-    """Something that ends or changes.
+class TimedItem:
+    """An object with a timer.
 
     Attributes:
-        changes_at: when; NEVER also for what has ended. Only an entry of exactly this time counts.
+        changes_at: the time at which it ends or changes; NEVER for none, or after it has ended. A heap
+            entry with any other time is outdated.
     """
 
     __slots__ = ("changes_at",)
@@ -24,20 +25,23 @@ class Ending:
 
 
 class Deadlines:
-    """A heap of times. Outdated entries are skipped, and removed when there are many."""
+    """A heap of timers. Outdated entries are skipped; they are removed when there are many."""
 
     def __init__(self) -> None:
-        # (time, a count, what ends)
-        self.entries: list[tuple[float, int, Ending]] = []
+        # (time, push number, object)
+        self.entries: list[tuple[float, int, TimedItem]] = []
         self._num_pushed: int = 0
         self._num_allowed: int = _FEW
 
-    def push(self, ending: Ending) -> None:
-        """Note when it changes, if ever. Of several at one time, the first that was pushed comes first."""
-        self.push_at(ending, ending.changes_at)
+    def push(self, item: TimedItem) -> None:
+        """Add a timer at `item.changes_at`, unless that is NEVER. Equal times expire in push order."""
+        self.push_at(item, item.changes_at)
 
-    def push_at(self, ending: Ending, time: float) -> None:
-        """Note a time that counts once it is `changes_at`; until then, what was noted before counts."""
+    def push_at(self, item: TimedItem, time: float) -> None:
+        """Add a timer that takes effect once the caller sets `item.changes_at` to `time`.
+
+        Until then, the previous timer stays in effect.
+        """
         if time == NEVER:
             return
         entries = self.entries
@@ -46,28 +50,26 @@ class Deadlines:
             heapify(entries)
             self._num_allowed = max(_FEW, 2 * len(entries))
         self._num_pushed += 1
-        heappush(entries, (time, self._num_pushed, ending))
+        heappush(entries, (time, self._num_pushed, item))
 
-    def find_due(self, now: float) -> Ending | None:
-        """Return the next thing that changes by `now`, or None; its `changes_at` is when.
+    def find_due(self, now: float) -> TimedItem | None:
+        """Return the object with the earliest timer at or before `now`, or None.
 
-        It is found again until its `changes_at` has another value.
+        The same object is returned until the caller changes its `changes_at`.
         """
         entries = self.entries
         while entries and entries[0][0] <= now:
-            ending = entries[0][2]
-            if ending.changes_at == entries[0][0]:
-                return ending
+            item = entries[0][2]
+            if item.changes_at == entries[0][0]:
+                return item
             heappop(entries)
         return None
 
-    def replace(self, endings: list[Ending]) -> None:
-        """Note when these change, and nothing else, in one step. Of several at a time the first is first."""
+    def replace(self, items: list[TimedItem]) -> None:
+        """Replace all timers by those of `items`, in one step. Equal times expire in list order."""
         entries = [
-            (ending.changes_at, place, ending)
-            for place, ending in enumerate(endings, 1)
-            if ending.changes_at != NEVER
+            (item.changes_at, place, item) for place, item in enumerate(items, 1) if item.changes_at != NEVER
         ]
         heapify(entries)
-        self._num_pushed = max(self._num_pushed, len(endings))
+        self._num_pushed = max(self._num_pushed, len(items))
         self.entries = entries

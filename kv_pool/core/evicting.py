@@ -1,4 +1,4 @@
-"""Taking keys off blocks, counted and announced."""
+"""Evict blocks: remove their keys, count them and emit events."""
 
 from typing import Any, cast
 
@@ -6,14 +6,16 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hashes
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 
 def evict(pool: PoolState, block: KVCacheBlock) -> bool:
-    """Drop the block's keys; for each that the prefix map knew, a count and an event. True if any.
+    """Remove the block's keys. Each key that was in the prefix map is counted and gets an event.
 
+    Returns:
+        True if any key was in the prefix map.
     Raises:
-        Whatever interrupts it: the keys that are dropped by then are counted and announced.
+        Any interrupt. The keys that are removed by then are counted and have events.
     """
     num_before = pool.num_evictions
     if not pool.enable_kv_cache_events:
@@ -28,10 +30,10 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
 
 
 def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """`evict` for each of these blocks, in order."""
+    """Evict each of these blocks, in order."""
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
-    # Only what the map's own counts and flags vouch for is deleted without a look at the entry first.
+    # Fast path: if the map's count and the block's flag guarantee a bare entry, delete it without a lookup.
     is_sure = cache._num_keys == len(entries) and not pool.cached_block_hashes_by_block
     announces = pool.enable_kv_cache_events
     keys = pool._unannounced
@@ -48,7 +50,7 @@ def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
                 block._next_cached_id = -1
                 try:
                     del entries[key]
-                except KeyError:  # edited by hand after all
+                except KeyError:  # a caller has edited the map
                     if announces:
                         del keys[-1]
                     continue
@@ -65,12 +67,12 @@ def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
 
 
 def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithGroupId] | None) -> None:
-    """Take all keys off the block, primary first, and count those that the prefix map knew.
+    """Remove all keys of the block, primary first, and count those that were in the prefix map.
 
     Args:
-        dropped: gets those keys; None for nothing.
+        dropped: collects the counted keys, if given.
 
-    Key by key: whatever interrupts it, each key is either dropped in all places, or still there.
+    Works key by key: after an interrupt, each key is either removed everywhere or still in place.
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
@@ -78,7 +80,7 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
     while True:
         others: dict[BlockHashWithGroupId, None] | None = None
         following: BlockHashWithGroupId | None = None
-        block_id: int = block.block_id
+        block_id = block.block_id
         if secondary:
             others = secondary.get(block_id)
             if others is not None:
@@ -87,7 +89,7 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
         if key is None and others is None:
             return
         found: Any = None if key is None else entries.get(key)
-        copies: dict[int, KVCacheBlock] | None = None
+        copies: dict[BlockId, KVCacheBlock] | None = None
         is_known = False
         if isinstance(found, KVCacheBlock):
             is_known = found.block_id == block.block_id
@@ -106,7 +108,7 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
             else:
                 del copies[block.block_id]
             pool.num_evictions += 1
-        # The next key becomes the primary one, and is dropped then.
+        # The next key becomes the primary key; the next iteration removes it.
         block.key = following
         block.num_key_tokens = -1
         block._next_cached_id = -1
@@ -118,9 +120,9 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
 
 
 def announce_removed(pool: PoolState) -> None:
-    """Append `BlockRemoved` events for the keys in `_unannounced`, and empty that.
+    """Append `BlockRemoved` events for the keys in `_unannounced`, and clear it.
 
-    One for each key; with `dense_events` one for all in a row of one group, as long as no hash repeats.
+    One event per key; with `dense_events`, one per run of keys of one group in which no hash repeats.
     """
     keys = pool._unannounced
     events = pool.kv_event_queue
@@ -150,7 +152,7 @@ def announce_removed(pool: PoolState) -> None:
 def join_removed(
     pool: PoolState, keys: list[BlockHashWithGroupId], hashes: list[Any], made: list[Any]
 ) -> None:
-    """Append one `BlockRemoved` for all keys in a row of one group, as long as no hash repeats."""
+    """Append one `BlockRemoved` per run of keys of one group in which no hash repeats."""
     make_removed = pool.removed_type
     suffix = keys[0][-4:]
     group_id = get_group_id(keys[0])

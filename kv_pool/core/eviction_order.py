@@ -1,11 +1,11 @@
-"""`EvictionOrder`: bands of the free queue, so that some cached blocks are reused before or after others."""
+"""`EvictionOrder`: priority bands of the free queue. Blocks of lower bands are reused first."""
 
 from bisect import bisect_left
 from typing import Final
 
 from mypy_extensions import i64, mypyc_attr
 
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import SENTINEL_ID, KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
@@ -13,22 +13,22 @@ MAX_BAND: Final = 100
 """Bands go from -MAX_BAND to MAX_BAND."""
 
 DEFAULT_BAND: Final = 0
-"""Cached blocks without a band of their own, least recently freed first: vLLM's LRU order."""
+"""The band of cached blocks without an explicit band, least recently freed first: vLLM's LRU order."""
 
 EXPIRED_BAND: Final = -MAX_BAND - 1
-"""Cached blocks that were kept until a deadline, which has passed."""
+"""The band of cached blocks whose retention deadline has passed."""
 
 EMPTY_BAND: Final = -MAX_BAND - 2
-"""Blocks without content: reused first."""
+"""The band of blocks without content; they are reused first."""
 
 
 class NumberedBlocks:
-    """Blocks with a `retention_id` that one call has freed.
+    """The blocks with a `retention_id` that one call has freed.
 
     Attributes:
-        stretches: cached blocks. Those of a stretch have the same number, and follow each other in the queue
-            and in the list of the call.
-        without_content: the others, at the front of the queue.
+        stretches: runs of cached blocks. The blocks of a run have the same number, and are adjacent in the
+            queue and, apart from blocks without content, in the call's list.
+        without_content: the other blocks, at the front of the queue.
     """
 
     def __init__(self) -> None:
@@ -37,23 +37,23 @@ class NumberedBlocks:
         self._starts: list[tuple[int, int, int]] = []
 
     def begin_stretch(self, start: i64, num_back: i64, num_front: i64) -> None:
-        """Cached blocks with a number, or without, follow from this place of the list on.
+        """Note that a run of cached blocks with one number, or without a number, starts at this list index.
 
         Args:
-            num_back: how many blocks the call has put at the back of the queue by then.
-            num_front: and how many at its front.
+            num_back: number of blocks that the call has appended to the queue so far.
+            num_front: number of blocks that the call has prepended so far.
         """
         self._starts.append((start, num_back, num_front))
 
     def cut(
         self, listed: list[KVCacheBlock], num_back: i64, num_front: i64, front: KVCacheBlock | None
     ) -> None:
-        """Copy the stretches from the call's list, and find the blocks without content.
+        """Copy the runs from the call's list, and collect the blocks without content.
 
         Args:
-            num_back: how many blocks the call puts at the back of the queue.
-            num_front: and how many at its front.
-            front: the first of these, linked to each other.
+            num_back: number of blocks that the call appends to the queue.
+            num_front: number of blocks that the call prepends.
+            front: the first of the prepended blocks, which are linked to each other.
         """
         end_back: int = num_back
         end_front: int = num_front
@@ -74,7 +74,7 @@ class NumberedBlocks:
 
 
 def list_cached(listed: list[KVCacheBlock], start: int, num_blocks: int) -> list[KVCacheBlock]:
-    """Return the first `num_blocks` blocks with content from this place of the list on."""
+    """Return the first `num_blocks` blocks with content, from list index `start` on."""
     found: list[KVCacheBlock] = []
     while len(found) < num_blocks:
         if listed[start].key is not None:
@@ -84,21 +84,21 @@ def list_cached(listed: list[KVCacheBlock], start: int, num_blocks: int) -> list
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Placement:
-    """Chooses the bands of blocks that become free. A pool has one or none: `BlockPool.open_bands`.
+class BandPolicy:
+    """A policy that chooses the bands of freed blocks. A pool has at most one: `BlockPool.open_bands`.
 
     Attributes:
-        reads_numbers: only blocks with a `retention_id` are placed, the same number at the same place. Where
-            the pool can tell them, it calls `place_numbered` instead of `place`.
+        reads_numbers: the policy places only blocks with a `retention_id`, and blocks with the same number
+            together. If True, `free_blocks` calls `place_numbered` instead of `place`.
     """
 
     reads_numbers: bool = False
 
     def place(self, freed: list[KVCacheBlock]) -> None:
-        """Move those of these blocks that became free to their bands, by `BlockPool.move_to_band`.
+        """Move the blocks that became free to their bands, with `BlockPool.move_to_band`.
 
-        Called at the end of each call that frees blocks. Those that became free are in the default band by
-        then, or at the front of the queue if they have no hash.
+        Called at the end of each call that frees blocks. Blocks that became free are then in the default
+        band, or at the front of the queue if they have no hash.
 
         Args:
             freed: blocks that lost a reference, in the order of the call. Some may still be in use.
@@ -106,34 +106,37 @@ class Placement:
         raise NotImplementedError
 
     def place_numbered(self, freed: NumberedBlocks) -> None:
-        """As `place`, if `reads_numbers` says so. Not called for calls that free no such blocks."""
+        """Move these blocks to their bands. Called instead of `place` if `reads_numbers` is True.
+
+        Not called if a call frees no blocks with a number.
+        """
         raise NotImplementedError
 
     def note_reset(self) -> None:
-        """The prefix cache was reset: no block has content, and no band but the empty one has blocks."""
+        """Handle a reset of the prefix cache: all blocks are without content, in the empty band."""
         raise NotImplementedError
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
-        """These blocks are not part of the pool any more."""
+        """Handle blocks that were removed from the pool."""
         raise NotImplementedError
 
     def recover(self) -> None:
-        """A call that frees blocks was interrupted: place all free blocks again."""
+        """Place all free blocks again, after a call that frees blocks was interrupted."""
         raise NotImplementedError
 
 
 class EvictionOrder:
-    """The bands of a free queue, lowest first: blocks of a lower band are reused before those of a higher.
+    """The priority bands of a free queue, lowest first. Blocks of lower bands are reused first.
 
         head   empty ||  expired ||  -100 ... -1 ||  default ||  1 ... 100 ||  tail       || end of a band
 
-    One list runs through all bands: the queue counts all its blocks, its front is the block that is reused
-    next, and calls that take, touch or list free blocks need not know of bands. The end of a band is a marker
-    in the list. Bands other than the empty and the default one have markers only while they have blocks. A
-    queue whose bands are not open has no markers, and no costs.
+    All bands share one list: its front is the block that is reused next, and calls that take, touch or list
+    free blocks ignore bands. The end of a band is a marker in the list. Bands other than the empty and the
+    default one have a marker only while they have blocks. A queue without open bands has no markers and no
+    extra cost.
 
     Attributes:
-        is_open: the queue has bands.
+        is_open: whether the queue has bands.
     """
 
     def __init__(self, queue: FreeKVCacheBlockQueue) -> None:
@@ -143,12 +146,12 @@ class EvictionOrder:
         self._ends: dict[int, KVCacheBlock] = {}
 
     @property
-    def has_kept(self) -> bool:
-        """Whether there is a band above the default one, which may have become empty."""
+    def has_retained(self) -> bool:
+        """Whether a band above the default one exists. It may be empty."""
         return len(self._bands) > 0 and self._bands[-1] > DEFAULT_BAND
 
     def list_bands(self) -> list[tuple[int, list[KVCacheBlock]]]:
-        """Each band between the empty one and the tail, lowest first, and its blocks. O(free blocks)."""
+        """Return the bands above the empty one, lowest first, each with its blocks. O(free blocks)."""
         found: list[tuple[int, list[KVCacheBlock]]] = []
         band_of = {end: band for band, end in self._ends.items()}
         blocks: list[KVCacheBlock] = []
@@ -173,11 +176,11 @@ class EvictionOrder:
         while first is not None and first is not tail and first.key is None:
             first = first.next_free_block
         assert first is not None
-        empty_end = KVCacheBlock(-1, BAND_END)
-        default_end = KVCacheBlock(-1, BAND_END)
+        empty_end = KVCacheBlock(SENTINEL_ID, BAND_END)
+        default_end = KVCacheBlock(SENTINEL_ID, BAND_END)
         ends = {EMPTY_BAND: empty_end, DEFAULT_BAND: default_end}
         bands = [EMPTY_BAND, DEFAULT_BAND]
-        # No call from here on, as wherever markers move: an interrupt finds all of it done, or nothing.
+        # No call from here on, so an interrupt takes effect before or after all of it.
         before = first.prev_free_block
         assert before is not None
         empty_end.prev_free_block = before
@@ -196,14 +199,14 @@ class EvictionOrder:
         self.is_open = True
 
     def move(self, blocks: list[KVCacheBlock], band: int) -> None:
-        """Put free blocks at the back of a band, in the given order. O(len(blocks)).
+        """Move free blocks to the back of a band, in the given order. O(len(blocks)).
 
         Raises:
-            InvalidArgumentError: no such band.
+            InvalidArgumentError: the band does not exist.
             InvalidBlockError: a block is not in the queue. In both cases nothing has changed.
         """
         if not self.is_open:
-            raise InvalidArgumentError("the pool has no bands; open_bands() gives it some")
+            raise InvalidArgumentError("the pool has no bands; call open_bands() first")
         previous: KVCacheBlock | None = None
         is_chain = len(blocks) > 0
         for block in blocks:
@@ -214,7 +217,7 @@ class EvictionOrder:
             if previous is not None and block.prev_free_block is not previous:
                 is_chain = False
             previous = block
-        end = self._find_end(band)
+        end = self._get_or_add_end(band)
         if is_chain:
             self._move_chain(blocks[0], blocks[-1], end)
             return
@@ -222,11 +225,11 @@ class EvictionOrder:
             self._move_chain(block, block, end)
 
     def move_chain(self, first: KVCacheBlock, last: KVCacheBlock, band: int) -> None:
-        """As `move`, for free blocks from the first to the last, which follow each other. O(1)."""
-        self._move_chain(first, last, self._find_end(band))
+        """Move the chain of adjacent free blocks from `first` to `last` to the back of a band. O(1)."""
+        self._move_chain(first, last, self._get_or_add_end(band))
 
     def _move_chain(self, first: KVCacheBlock, last: KVCacheBlock, end: KVCacheBlock) -> None:
-        """Move elements that follow each other in the list to the place in front of `end`. O(1)."""
+        """Move a chain of adjacent list elements in front of `end`. O(1)."""
         before = first.prev_free_block
         after = last.next_free_block
         back = end.prev_free_block
@@ -235,7 +238,7 @@ class EvictionOrder:
         assert back is not None
         if back is last:
             return
-        # No call until they are at their new place.
+        # No call until the chain is at its new position.
         before.next_free_block = after
         after.prev_free_block = before
         first.prev_free_block = back
@@ -244,7 +247,7 @@ class EvictionOrder:
         end.prev_free_block = last
 
     def merge(self) -> None:
-        """Make all bands but the empty one the default band; the order of the blocks stays. O(bands)."""
+        """Merge all bands but the empty one into the default band, in their current order. O(bands)."""
         for band in self._bands.copy():
             if band not in (EMPTY_BAND, DEFAULT_BAND):
                 self._drop(band)
@@ -253,14 +256,14 @@ class EvictionOrder:
             self._move_chain(default_end, default_end, self._queue.fake_free_list_tail)
 
     def note_all_empty(self) -> None:
-        """All free blocks have lost their content: they are in the empty band. O(bands)."""
+        """Move all free blocks to the empty band, since they have lost their content. O(bands)."""
         self.merge()
         if self.is_open:
             empty_end = self._ends[EMPTY_BAND]
             self._move_chain(empty_end, empty_end, self._ends[DEFAULT_BAND])
 
-    def _find_end(self, band: int) -> KVCacheBlock:
-        """Return the end of a band; a band without blocks gets its marker."""
+    def _get_or_add_end(self, band: int) -> KVCacheBlock:
+        """Return the marker at the end of a band, and insert it if the band has none."""
         end = self._ends.get(band)
         if end is not None:
             return end
@@ -271,7 +274,7 @@ class EvictionOrder:
         bands = self._bands.copy()
         position = bisect_left(bands, band)
         below = self._ends[bands[position - 1]]
-        end = KVCacheBlock(-1, BAND_END)
+        end = KVCacheBlock(SENTINEL_ID, BAND_END)
         bands.insert(position, band)
         ends = {**self._ends, band: end}
         after = below.next_free_block
@@ -285,13 +288,13 @@ class EvictionOrder:
         return end
 
     def _drop_if_empty(self, band: int) -> None:
-        """Remove the marker of a band without blocks."""
+        """Remove the marker of a band if the band has no blocks."""
         before = self._ends[band].prev_free_block
         if band not in (EMPTY_BAND, DEFAULT_BAND) and before is not None and before.ref_cnt == BAND_END:
             self._drop(band)
 
     def _drop(self, band: int) -> None:
-        """Remove the marker of a band; its blocks are at the front of the next one."""
+        """Remove the marker of a band; its blocks become the front of the next band."""
         end = self._ends[band]
         ends = {other: marker for other, marker in self._ends.items() if other != band}
         bands = [other for other in self._bands if other != band]

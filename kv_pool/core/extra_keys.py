@@ -1,9 +1,12 @@
-"""Extra keys: what, besides its tokens, decides whether a block's KV can be shared.
+"""Extra keys: what a block's hash covers besides its tokens.
 
-Tagged as in vLLM 0.33, in this order: `("lora", name, path)`, one `("mm", identifier, offset)` per
-multimodal input that reaches into the block, by offset (= its start minus the block's, may be negative),
-`("cache_salt", salt)` in the first block of a sequence only, and `("prompt_embeds", digest)` where the prompt
-was given as embeddings, the SHA-256 of the block's rows.
+Tagged as in vLLM 0.33, in this order:
+
+- `("lora", name, path)`;
+- one `("mm", identifier, offset)` per multimodal input that overlaps the block, by offset (its start minus
+  the block's start; may be negative);
+- `("cache_salt", salt)`, in the first block of a sequence only;
+- `("prompt_embeds", digest)`, the SHA-256 of the block's rows, if the prompt was given as embeddings.
 """
 
 import hashlib
@@ -17,15 +20,15 @@ ExtraKeys = tuple[tuple[Any, ...], ...]
 
 
 class CacheableRequest(Protocol):
-    """What the pool reads of a request. With events off only `block_hashes`."""
+    """The attributes of a request that the pool reads. With events off, it reads only `block_hashes`."""
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """One per `hash_block_size` tokens, head first; may grow between calls."""
+        """One hash per `hash_block_size` tokens, head first; may grow between calls."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output so far. A slice of it goes into events and must be a list."""
+        """Prompt and output tokens so far. Events carry a slice of it, which must be a list."""
 
     @property
     def lora_request(self) -> Any:
@@ -39,36 +42,36 @@ class CacheableRequest(Protocol):
     def cache_salt(self) -> str | None:
         """Only requests with the same salt share blocks."""
 
-    # Optional: `session_id`, a string or None, which goes into events; `prompt_embeds`, None or a tensor or
-    # array (num_tokens, hidden size), and with it `_prompt_embeds_per_block_hashes`, a dict that keeps each
+    # Optional: `session_id`, a string or None, reported in events; `prompt_embeds`, None or a tensor or array
+    # (num_tokens, hidden size), and with it `_prompt_embeds_per_block_hashes`, a dict that caches each
     # block's digest.
 
 
 def has_extra_keys(request: CacheableRequest) -> bool:
-    """Can any block of the request have extra keys?"""
+    """Return True if any block of the request can have extra keys."""
     if request.lora_request or request.mm_features or request.cache_salt:
         return True
     return getattr(request, "prompt_embeds", None) is not None
 
 
 class ExtraKeysWalk:
-    """Finds the extra keys of a request's blocks, one block after the other, head first.
+    """A walk over a request's blocks, head first, that finds the extra keys of each.
 
-    Cost: O(features + keys found) for a whole request, however many blocks it has.
+    Cost: O(features + keys found) for the whole request, regardless of its number of blocks.
     """
 
     def __init__(self, request: CacheableRequest) -> None:
         self._request: CacheableRequest = request
         self._features: Sequence[Any] = _sort_by_offset(request.mm_features or ())
         self._num_passed: int = 0
-        """Features that begin before the end of the last block."""
+        """Number of features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
-        """Of these, those that reach beyond its start: offset, end, identifier."""
+        """Those of them that end after the start of the last block: (offset, end, identifier)."""
 
     def find(self, start: int, end: int) -> ExtraKeys | None:
-        """The extra keys of the block that holds tokens `[start, end)`; None for none.
+        """Return the extra keys of the block that holds tokens `[start, end)`, or None.
 
-        Neither `start` nor `end` is less than in the call before.
+        `start` and `end` must not decrease from call to call.
         """
         request = self._request
         keys: list[tuple[Any, ...]] = []
@@ -97,7 +100,7 @@ class ExtraKeysWalk:
 
 
 def _sort_by_offset(features: Sequence[Any]) -> Sequence[Any]:
-    """The features as they are if they are in order, as nearly always; a sorted copy if not."""
+    """Return the features sorted by offset. Features already in order, the usual case, are not copied."""
     last: int | None = None
     for feature in features:
         offset: int = feature.mm_position.offset
@@ -113,22 +116,22 @@ def _get_offset(feature: Any) -> int:
 
 
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:
-    """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none.
+    """Return the extra keys of the block that holds tokens `[start, end)` of `request`, or None.
 
-    Cost: O(features). For several blocks of a request use one `ExtraKeysWalk`.
+    Cost: O(features). For several blocks of a request, use one `ExtraKeysWalk`.
     """
     return ExtraKeysWalk(request).find(start, end)
 
 
 def _digest_embeds(request: Any, start: int, end: int) -> bytes:
-    """SHA-256 of the embeddings of tokens `[start, end)`, computed once per request and range."""
+    """Return the SHA-256 of the embeddings of tokens `[start, end)`, cached per request and range."""
     digests = request._prompt_embeds_per_block_hashes
     digest: bytes | None = digests.get((start, end))
     if digest is None:
         rows = request.prompt_embeds[start:end]
         if hasattr(rows, "cpu"):
-            # A torch tensor. numpy has no bfloat16, so it goes over as bytes; the last step finds torch.uint8
-            # without importing torch.
+            # A torch tensor. numpy has no bfloat16, so view it as bytes; `.byte().dtype` is torch.uint8
+            # without an import of torch.
             rows = rows.flatten().cpu().contiguous().view(rows[:0].byte().dtype).numpy()
         digest = hashlib.sha256(rows.tobytes()).digest()
         digests[start, end] = digest
@@ -136,11 +139,11 @@ def _digest_embeds(request: Any, start: int, end: int) -> bytes:
 
 
 def check_announceable(request: CacheableRequest) -> None:
-    """Read whatever an event about `request` will need.
+    """Check that `request` has everything that an event about it needs.
 
     Raises:
-        InvalidTypeError: something is not there or not what it should be; says what.
-        InvalidArgumentError: text with a lone surrogate, which no event can carry.
+        InvalidTypeError: an attribute is missing or has the wrong type; the message names it.
+        InvalidArgumentError: text has a lone surrogate, which events cannot encode.
     """
     try:
         find_extra_keys(request, 0, 1)
@@ -155,13 +158,13 @@ def check_announceable(request: CacheableRequest) -> None:
             if isinstance(text, str):
                 text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"the request can not be announced in an event: {error}") from error
+        raise InvalidArgumentError(f"the request cannot be reported in an event: {error}") from error
     except (AttributeError, TypeError) as error:
-        raise InvalidTypeError(f"the request can not be announced in an event: {error}") from error
+        raise InvalidTypeError(f"the request cannot be reported in an event: {error}") from error
 
 
 def untag_extra_keys(keys: ExtraKeys | None) -> tuple[Any, ...] | None:
-    """The keys as events carry them: adapter name, `(identifier, offset)`, salt."""
+    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salt."""
     if keys is None:
         return None
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)

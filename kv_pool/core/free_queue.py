@@ -1,9 +1,9 @@
-"""`FreeKVCacheBlockQueue`: the free blocks, next to be reused first."""
+"""`FreeKVCacheBlockQueue`: the free blocks in eviction order."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import SENTINEL_ID, KVCacheBlock
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -13,7 +13,7 @@ from kv_pool.errors import (
 )
 
 BAND_END: Final = -1
-"""The ref_cnt of a marker at the end of a band, which no block has."""
+"""The ref_cnt of the marker at the end of a band. No block has this value."""
 
 
 class FreeKVCacheBlockQueue:
@@ -21,16 +21,16 @@ class FreeKVCacheBlockQueue:
 
         fake_free_list_head <-> block <-> block <-> ... <-> fake_free_list_tail
 
-    A block leaves from any place in O(1) without an allocation, which is what a prefix hit on a free
-    block needs. Both links of a block outside the queue are None. The queue does not look at reference
-    counts and does not find out whether an appended block is already linked: its owner, `BlockPool`,
-    keeps "linked exactly when ref_cnt is 0" (invariant Q3).
+    A block is removed from any position in O(1) without an allocation, as a prefix hit on a free block
+    needs. Both links of a block outside the queue are None. The queue does not check reference counts, nor
+    whether an appended block is already linked: `BlockPool` ensures that a block is linked exactly when its
+    ref_cnt is 0 (invariant Q3).
 
-    An `EvictionOrder` divides the queue into bands; the end of each is a marker in the list, with a ref_cnt
-    of `BAND_END`, which is no block: nothing that returns or counts blocks includes it.
+    An `EvictionOrder` divides the queue into bands. The end of each band is a marker in the list with a
+    ref_cnt of `BAND_END`. A marker is not a block: methods that return or count blocks skip it.
 
     Attributes:
-        append_before: the marker, or the tail, in front of which `append` and `append_n` put blocks.
+        append_before: the marker, or the tail, in front of which `append` and `append_n` insert.
 
     Args:
         blocks: distinct blocks; the first is reused first. Their links are overwritten.
@@ -38,24 +38,24 @@ class FreeKVCacheBlockQueue:
     Contract: vLLM 0.33 `FreeKVCacheBlockQueue`.
     """
 
-    # A class attribute, since compiled code must not read the others where __init__ never ran.
+    # A class attribute: if __init__ never ran, compiled code must not read the instance attributes.
     _is_made: bool = False
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         self.num_free_blocks: int = len(listed)
-        self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
-        self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)
+        self.fake_free_list_head: KVCacheBlock = KVCacheBlock(SENTINEL_ID)
+        self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(SENTINEL_ID)
         self.append_before: KVCacheBlock = self.fake_free_list_tail
         self._is_made = True
         link(self.fake_free_list_head, listed, self.fake_free_list_tail)
 
     def __del__(self) -> None:
-        # Linked blocks hold each other alive, and compiled blocks are invisible to the cyclic GC.
-        # A link is cut only where both ends agree: the blocks may be in a younger queue by now.
+        # Linked blocks keep each other alive, and compiled blocks are invisible to the cyclic GC.
+        # Cut a link only if both ends agree: the blocks may already be in a newer queue.
         if not self._is_made:
             return
-        # From both ends, in case something cut the way between them.
+        # From both ends, in case the list is broken in between.
         block = self.fake_free_list_tail
         before = block.prev_free_block
         while before is not None and before.next_free_block is block:
@@ -72,7 +72,7 @@ class FreeKVCacheBlockQueue:
             after = block.next_free_block
 
     def popleft(self) -> KVCacheBlock:
-        """Take the block that is next to be reused. O(1).
+        """Remove and return the block that is next to be reused. O(1).
 
         Raises:
             OutOfBlocksError: the queue is empty.
@@ -102,11 +102,11 @@ class FreeKVCacheBlockQueue:
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Take the `n` blocks that are next to be reused, in that order. O(n); 0 gives [].
+        """Remove and return the `n` blocks that are next to be reused, in that order. O(n); 0 gives [].
 
         Raises:
             InvalidArgumentError: `n` is negative or above `num_free_blocks`. Nothing has changed.
-            CorruptedPoolError: fewer are linked than `num_free_blocks` says; those stay linked.
+            CorruptedPoolError: fewer blocks are linked than `num_free_blocks` says; these stay linked.
         """
         if n < 0 or n > self.num_free_blocks:
             raise InvalidArgumentError(f"asked for {n} blocks, {self.num_free_blocks} are in the free queue")
@@ -127,7 +127,7 @@ class FreeKVCacheBlockQueue:
             block.next_free_block = None
             taken.append(block)
             block = after
-        if block is None:  # a sound queue has at least the tail left
+        if block is None:  # in a sound queue, at least the tail is left
             self._relink(taken)
             raise CorruptedPoolError(
                 f"num_free_blocks is {self.num_free_blocks} but only {len(taken)} blocks are linked: "
@@ -139,14 +139,14 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def _relink(self, taken: list[KVCacheBlock]) -> None:
-        """Undo a `popleft_n` that ran out of blocks: link what it took, and only that, in order."""
+        """Undo a `popleft_n` that ran out of blocks: link the blocks it took, and no others, in order."""
         tail = self.fake_free_list_tail
         if taken and taken[-1] is tail:
             taken.pop()
         link(self.fake_free_list_head, taken, tail)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take `block` out from wherever it is. O(1). It must be in this queue, which is not checked.
+        """Remove `block` from any position. O(1). The block must be in this queue; this is not checked.
 
         Raises:
             InvalidBlockError: a link of `block` is None, so it is in no queue. Nothing has changed.
@@ -162,7 +162,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put `block` at the back, to be reused last. O(1).
+        """Append `block`, to be reused last. O(1).
 
         Raises:
             CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
@@ -178,11 +178,11 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += 1
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put `blocks` at the back in the given order; the last one is reused last. O(len(blocks)).
+        """Append `blocks` in the given order; the last one is reused last. O(len(blocks)).
 
         Raises:
             CorruptedPoolError: the tail sentinel is not linked.
-            InvalidTypeError: not a block. In both cases nothing has changed.
+            InvalidTypeError: an element is not a block. In both cases nothing has changed.
         """
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
@@ -195,11 +195,11 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += len(listed)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put `blocks` at the front in the given order; the first one is reused next. O(len(blocks)).
+        """Prepend `blocks` in the given order; the first one is reused next. O(len(blocks)).
 
         Raises:
             CorruptedPoolError: the head sentinel is not linked.
-            InvalidTypeError: not a block. In both cases nothing has changed.
+            InvalidTypeError: an element is not a block. In both cases nothing has changed.
         """
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
@@ -227,9 +227,10 @@ class FreeKVCacheBlockQueue:
         back_last: KVCacheBlock | None,
         num_back: int,
     ) -> None:
-        """Put one chain of linked blocks at the front and one at the back; None, None, 0 for none. O(1).
+        """Prepend one chain of linked blocks and append another; None, None, 0 for no chain. O(1).
 
-        Without a call in between, so that an interrupt finds all of it done or nothing.
+        Makes no call between the assignments, so an interrupt takes effect before or after all of them.
+
         Raises:
             CorruptedPoolError: a sentinel is not linked. Nothing has changed.
         """
@@ -255,27 +256,27 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks = num_free
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """The free blocks, next to be reused first. O(num_free_blocks).
+        """Return the free blocks, next to be reused first. O(num_free_blocks).
 
         Raises:
-            CorruptedPoolError: a link is missing on the way to the tail.
+            CorruptedPoolError: a link is missing before the tail.
         """
         tail = self.fake_free_list_tail
         blocks: list[KVCacheBlock] = []
         block = self.fake_free_list_head.next_free_block
         while block is not tail:
             if block is None:
-                raise CorruptedPoolError(f"the free queue breaks off after {len(blocks)} blocks")
+                raise CorruptedPoolError(f"a link is missing in the free queue after {len(blocks)} blocks")
             if block.ref_cnt != BAND_END:
                 blocks.append(block)
             block = block.next_free_block
         return blocks
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Walk the queue lazily: from the front, or from the block after `cursor`.
+        """Iterate over the queue lazily, from the front or from the block after `cursor`.
 
-        The walk reads links as it goes. It ends at the tail or at a missing link, so a `cursor` that is
-        no longer free yields nothing, and one that was freed again goes on from its new place.
+        The iterator reads the links as it goes, and ends at the tail or at a missing link. A `cursor` that is
+        no longer free yields nothing; one that was freed again continues from its new position.
         """
         before = self.fake_free_list_head if cursor is None else cursor
         block = before.next_free_block
@@ -286,7 +287,11 @@ class FreeKVCacheBlockQueue:
 
 
 def link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:
-    """Link `before`, then `blocks` in order, then `after`; on an element that is no block, none of it."""
+    """Link `before`, then `blocks` in order, then `after`.
+
+    Raises:
+        InvalidTypeError: an element is not a block. `before` and `after` are linked to each other then.
+    """
     last = before
     try:
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Dropping references: `free_blocks`, `unpin_blocks`."""
+"""Drop references to blocks: `free_blocks`, `unpin_blocks`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -18,16 +18,17 @@ _NO_NUMBER: Final = -(2**31)
 def free_all(
     pool: PoolState, listed: list[KVCacheBlock], empties: bool, numbered: NumberedBlocks | None = None
 ) -> None:
-    """See `BlockPool.free_blocks`; empties the list in the same step, if asked to.
+    """Implement `BlockPool.free_blocks`.
 
     Args:
-        numbered: gets the freed blocks with a `retention_id`; None for nothing.
+        empties: clear `listed` in the same step.
+        numbered: collects the freed blocks that have a `retention_id`, if given.
     """
     if pool._unfinished != NOTHING:
         pool._recover()
     owner = pool.block_owner
     caching = pool.enable_caching
-    # Two chains are linked on the way, and spliced into the queue when all went well.
+    # The loop links two chains; they are spliced into the queue after all blocks have passed the checks.
     front_first: KVCacheBlock | None = None
     front_last: KVCacheBlock | None = None
     back_first: KVCacheBlock | None = None
@@ -37,7 +38,7 @@ def free_all(
     foreign: list[KVCacheBlock] | None = None
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
     num_done: i64 = 0
-    # Of the last block that went to the back, unless one came since that is not free.
+    # `retention_id` of the previous block if that went to the back of the queue.
     number: i32 = 0
     is_freed = False
     try:
@@ -110,47 +111,47 @@ def free_all(
 
 
 def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
-    """As `free_all`; the pool's placement moves the blocks to their bands."""
-    placement = pool._placement
-    assert placement is not None
+    """Run `free_all`, then let the pool's band policy move the blocks to their bands."""
+    policy = pool._band_policy
+    assert policy is not None
     try:
-        if placement.reads_numbers:
+        if policy.reads_numbers:
             numbered = NumberedBlocks()
             free_all(pool, listed, empties, numbered)
             if numbered.stretches or numbered.without_content:
-                placement.place_numbered(numbered)
+                policy.place_numbered(numbered)
         else:
             freed = listed.copy()
             free_all(pool, listed, empties)
-            placement.place(freed)
+            policy.place(freed)
     except BaseException as error:
         if not isinstance(error, KVPoolError):
-            placement.recover()
+            policy.recover()
         raise
 
 
 def unpin_and_place(
     pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
 ) -> None:
-    """As `unpin_all`; the pool's placement moves the blocks to their bands."""
-    placement = pool._placement
+    """Run `unpin_all`, then let the pool's band policy move the blocks to their bands."""
+    policy = pool._band_policy
     listed = list(as_list("blocks", blocks))
-    assert placement is not None
+    assert policy is not None
     try:
         unpin_all(pool, listed, on_reuse)
-        placement.place(listed)
+        policy.place(listed)
     except BaseException as error:
         if not isinstance(error, KVPoolError):
-            placement.recover()
+            policy.recover()
         raise
 
 
 def unpin_all(
     pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
 ) -> None:
-    """See `BlockPool.unpin_blocks`."""
+    """Implement `BlockPool.unpin_blocks`."""
     if not callable(on_reuse):
-        raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; it is called with the block")
+        raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; expected a callable")
     if pool._unfinished != NOTHING:
         pool._recover()
     owner = pool.block_owner
@@ -197,13 +198,13 @@ def unpin_all(
 def group_by_pool(
     blocks: list[KVCacheBlock],
 ) -> dict[int, tuple[Any, list[KVCacheBlock]]]:
-    """Blocks of other pools, by pool in order of appearance, after checking that each may be freed."""
+    """Group blocks of other pools by pool, in order of appearance. Raise if one may not be freed."""
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] = {}
     references: dict[int, int] = {}
     for block in blocks:
         pool = block.owner()
         if pool is None:
-            raise InvalidBlockError(f"block {block.block_id} belongs to a pool that is gone")
+            raise InvalidBlockError(f"block {block.block_id} belongs to a pool that was deleted")
         left = references.get(id(block), block.ref_cnt) - 1
         if left < 0:
             raise InvalidBlockError(

@@ -1,38 +1,38 @@
-"""`BlockHashToBlockMap`: from a block hash to the blocks that hold that prefix."""
+"""`BlockHashToBlockMap`: map a key (block hash and group) to the blocks that hold that prefix."""
 
 from typing import Any, cast
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 
 class BlockHashToBlockMap:
-    """Which blocks carry which key. Several may carry one; they are not deduplicated.
+    """A map from keys to blocks. Several blocks may carry the same key; they are not deduplicated.
 
-    Two requests that compute the same prefix at the same time end up with two blocks of one key. Both
-    stay, because a block id that was given to a request must not change under it.
+    Two requests that compute the same prefix at the same time produce two blocks with one key. Both stay,
+    because the block ids in a request's table must not change while it runs.
 
-    One block is stored bare, since almost every key has just one; from the second `insert` on, a key has
-    a dict from block id to block, oldest first, which stays a dict down to one entry.
+    Almost every key has one block, so a single block is stored bare. From the second `insert` on, the entry
+    is a dict from block id to block, oldest first; it remains a dict when only one block is left.
 
-    Contract: vLLM 0.33 `BlockHashToBlockMap`; its callers also edit `_cache`, so it is the live state.
+    Contract: vLLM 0.33 `BlockHashToBlockMap`; its callers also edit `_cache`, so that is the live state.
     """
 
     def __init__(self) -> None:
-        # Values are KVCacheBlock | dict[int, KVCacheBlock]; Any, so that a foreign one that a caller put
-        # there is told apart below, compiled as in plain Python.
+        # Values are KVCacheBlock | dict[BlockId, KVCacheBlock]. Declared Any, so that the methods below
+        # detect any other type that a caller put there, compiled as in plain Python.
         self._cache: dict[BlockHashWithGroupId, Any] = {}
-        # How many keys there should be: it differs from len(_cache) once a caller edited that.
+        # The expected number of keys; differs from len(_cache) if a caller edited `_cache`.
         self._num_keys: int = 0
 
     @property
     def entries(self) -> dict[BlockHashWithGroupId, Any]:
-        """The live entries, to be looked at: from a key to its block, or to a dict of its blocks by id."""
+        """The live entries, read-only: key -> block, or key -> dict of blocks by id."""
         return self._cache
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
-        """The block that has carried `key` longest, or None. O(1)."""
+        """Return the block that has carried `key` longest, or None. O(1)."""
         found = self._cache.get(key)
         if found is None or isinstance(found, KVCacheBlock):
             return found
@@ -42,8 +42,8 @@ class BlockHashToBlockMap:
             return None
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
-    def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
-        """Does the block with this id carry `key`? O(1)."""
+    def contain(self, key: BlockHashWithGroupId, block_id: BlockId) -> bool:
+        """Return True if the block with this id carries `key`. O(1)."""
         found = self._cache.get(key)
         if found is None:
             return False
@@ -54,7 +54,7 @@ class BlockHashToBlockMap:
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
-        """Note that `block` carries `key`. O(1). The block's own hash is not changed."""
+        """Add `block` under `key`. O(1). The block's own hash does not change."""
         found = self._cache.get(key)
         if found is None:
             self._cache[key] = block
@@ -69,11 +69,11 @@ class BlockHashToBlockMap:
         else:
             raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
-    def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
-        """Forget that the block with this id carries `key`.
+    def pop(self, key: BlockHashWithGroupId, block_id: BlockId) -> KVCacheBlock | None:
+        """Remove the block with this id from `key`. Other blocks of that key stay. O(1).
 
         Returns:
-            The block, or None when it does not carry `key`; other blocks of that key stay. O(1).
+            The block, or None if it does not carry `key`.
         """
         found = self._cache.get(key)
         if found is None:
@@ -94,5 +94,5 @@ class BlockHashToBlockMap:
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
     def __len__(self) -> int:
-        """How many keys some block carries (not how many blocks)."""
+        """Return the number of keys (not of blocks)."""
         return len(self._cache)

@@ -1,10 +1,11 @@
-"""`BlockHolds`: which blocks may not be freed or moved, for what reason, since when and until when.
+"""`BlockHolds`: the holds on a pool's blocks, each with its reason, start and deadline.
 
-    kind         made by               the blocks
-    Hold         BlockPool.hold        have a reference of the hold; keep their ids unless it is movable
-    PlaceHold    keep_places           have none and may be free; keep their ids
+    kind         made by               effect on the blocks
+    Hold         BlockPool.hold        one reference each; they keep their ids unless the hold is movable
+    PlaceHold    open_place_hold       no references, so they may be free; they keep their ids
 
-`BlockPool.holds` is the one book that compaction, resizing and migration read.
+Compaction, resizing and migration read `BlockPool.holds`, and nothing else, to learn which blocks must keep
+their ids.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -13,16 +14,17 @@ from typing import Any, NamedTuple
 
 from kv_pool.core.arguments import as_list_of, check_number
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.deadlines import NEVER, Deadlines, Ending
+from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockId
 
 
 class HoldState(Enum):
-    """Where a hold is in its life; OPEN and QUARANTINED ones have references, the others none.
+    """The state of a hold. OPEN and QUARANTINED holds have references, the others have none.
 
     OPEN -> RELEASED                   release()
-    OPEN -> EXPIRED                    expire(), the deadline has passed
-    OPEN -> QUARANTINED -> RELEASED    expire() of a hold that is quarantined, then release()
+    OPEN -> EXPIRED                    expire() after the deadline
+    OPEN -> QUARANTINED -> RELEASED    expire() with is_quarantined_late, then release()
     """
 
     OPEN = "open"
@@ -32,14 +34,14 @@ class HoldState(Enum):
 
 
 class HoldReport(NamedTuple):
-    """One answer of `BlockPool.explain_holds`.
+    """One hold on a block, as `BlockPool.explain_holds` reports it.
 
     Attributes:
         reason: completes "the block is ...".
         since, until: times of the pool's clock, in seconds; `until` is None without a deadline.
-        is_movable: compaction may give the block another id meanwhile.
-        state: of the hold.
-        has_references: the hold keeps the content; False if it only keeps the block at its id.
+        is_movable: compaction may change the block's id during the hold.
+        state: state of the hold.
+        has_references: True if the hold keeps the content; False if the block only keeps its id.
     """
 
     reason: str
@@ -50,17 +52,17 @@ class HoldReport(NamedTuple):
     has_references: bool
 
 
-class Hold(Ending):
-    """References to blocks, for a reason, until `release` or a deadline. Made by `BlockPool.hold`.
+class Hold(TimedItem):
+    """A hold on blocks, with a reason, until `release` or a deadline. Made by `BlockPool.hold`.
 
-    A hold has one reference to each of its blocks, so that they are not reused; unless it is movable, they
-    keep their ids, too. As a context manager it is released at the end of the block.
+    A hold has one reference to each of its blocks, so they are not reused. Unless the hold is movable, they
+    also keep their ids. A hold is a context manager: it is released at the end of the `with` statement.
 
     Attributes:
-        reason: completes "the block is ..." in error messages: "lent to prefill worker 3 (write)".
-        is_movable: compaction may give the blocks other ids.
+        reason: completes "the block is ..." in error messages: "leased to prefill worker 3 (write)".
+        is_movable: compaction may change the ids of the blocks.
         is_quarantined_late: at the deadline the hold is quarantined instead of released.
-        since: when it was made, a time of the pool's clock.
+        since: when the hold was made, a time of the pool's clock.
         state: see `HoldState`.
     """
 
@@ -92,21 +94,21 @@ class Hold(Ending):
 
     @property
     def until(self) -> float | None:
-        """The deadline, a time of the pool's clock; None if the hold has none, or it has passed."""
+        """The deadline, a time of the pool's clock; None if the hold has none or it has passed."""
         return None if self.changes_at == NEVER else self.changes_at
 
     @property
     def is_released(self) -> bool:
-        """Whether the hold has no references any more: it was released, or has expired."""
+        """Whether the hold has ended: it was released or has expired, and has no references."""
         return self not in self._book._open
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the hold has any reference."""
+        """Whether the hold has references."""
         return len(self._blocks) > 0
 
     def report(self) -> HoldReport:
-        """Return what the hold says of each of its blocks."""
+        """Return the report about this hold, the same for each of its blocks."""
         return HoldReport(self.reason, self.since, self.until, self.is_movable, self.state, True)
 
     def contains(self, block: KVCacheBlock) -> bool:
@@ -114,10 +116,10 @@ class Hold(Ending):
         return block in self._blocks
 
     def add(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold these blocks as well; those that the hold has already are skipped, as null blocks are.
+        """Add blocks to the hold. Null blocks, and blocks that it already contains, are skipped.
 
         Raises:
-            As `BlockPool.hold`; and InvalidArgumentError after the hold has ended. Nothing has changed.
+            As `BlockPool.hold`; also InvalidArgumentError if the hold has ended. Nothing has changed.
         """
         self._check_open()
         held = self._blocks
@@ -126,23 +128,23 @@ class Hold(Ending):
         self._book.take_references(self, added)
 
     def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop the references to these blocks; blocks that this hold does not contain are ignored."""
+        """Drop the references to these blocks. Blocks that this hold does not contain are ignored."""
         held = self._blocks
         removed = [block for block in dict.fromkeys(blocks) if block in held]
         if removed:
             self._book.drop_references(self, removed)
 
     def release(self) -> None:
-        """End the hold, and drop its references.
+        """End the hold and drop its references.
 
         Raises:
-            InvalidArgumentError: the hold has ended before. Nothing has changed.
+            InvalidArgumentError: the hold has already ended. Nothing has changed.
         """
         self._check_open()
         self._book.end(self, HoldState.RELEASED)
 
     def extend(self, until: float) -> None:
-        """Move the deadline, to later or earlier. O(log holds).
+        """Set a new deadline, later or earlier than the current one. O(log holds).
 
         Raises:
             InvalidArgumentError: the new deadline has passed, or the hold has ended or is quarantined.
@@ -165,20 +167,20 @@ class Hold(Ending):
 
     def _check_open(self) -> None:
         if self not in self._book._open:
-            raise InvalidArgumentError(f"{self!r} was released before")
+            raise InvalidArgumentError(f"{self!r} has already been released")
 
     def __repr__(self) -> str:
         return f"Hold({self.reason!r}, {len(self._blocks)} blocks)"
 
 
 class PlaceHold:
-    """Blocks that keep their ids without a reference: something waits for what happens to them there.
+    """A hold that keeps blocks at their ids, without references to them.
 
-    Free blocks may be taken meanwhile. A reuse watcher and a tier that has still to read the old bytes of a
-    block are such.
+    Its blocks may be free, and free ones may be reused. Used for blocks with a reuse watcher, and for blocks
+    whose old bytes a lower tier still has to read.
 
     Attributes:
-        reason: completes "the block is ...", as of `Hold`.
+        reason: completes "the block is ...", as in `Hold`.
     """
 
     __slots__ = ("_get_blocks", "reason")
@@ -188,11 +190,11 @@ class PlaceHold:
         self._get_blocks: Callable[[], dict[KVCacheBlock, float]] = get_blocks
 
     def get_blocks(self) -> dict[KVCacheBlock, float]:
-        """Return the blocks, and since when each is held, a time of the pool's clock."""
+        """Return each block with the start of its hold, a time of the pool's clock."""
         return self._get_blocks()
 
     def report(self, since: float) -> HoldReport:
-        """Return what the hold says of a block that it has had since then."""
+        """Return the report about a block that has been held since `since`."""
         return HoldReport(self.reason, since, None, False, HoldState.OPEN, False)
 
     def __repr__(self) -> str:
@@ -200,18 +202,15 @@ class PlaceHold:
 
 
 class BlockHolds:
-    """The holds on one pool's blocks: `BlockPool.holds`.
-
-    Compaction, resizing and migration read it, and nothing else, to learn which blocks keep their ids. A pool
-    without holds pays nothing.
+    """The holds on one pool's blocks: `BlockPool.holds`. They cost nothing in a pool without holds.
 
     Args:
         owner: the weak reference to the pool that its blocks share.
-        clock: the time in seconds, never falling.
+        clock: returns the time in seconds, monotonic.
 
     Attributes:
-        deadlines: of the open holds.
-        num_overdue: holds whose deadline has passed so far; only grows.
+        deadlines: the timers of the open holds.
+        num_overdue: number of holds whose deadline has passed so far; only grows.
     """
 
     def __init__(self, owner: Any, clock: Callable[[], float]) -> None:
@@ -221,45 +220,45 @@ class BlockHolds:
         self.num_overdue: int = 0
         self._open: dict[Hold, None] = {}
         self._places: dict[PlaceHold, None] = {}
-        # What a call which was interrupted has still to do: references that no hold has yet, and references
-        # to drop, with the hold that they are from.
+        # Left over by an interrupted call, for `settle`: references that no hold has yet; references to drop,
+        # and the hold that they belong to.
         self._arriving: list[KVCacheBlock] = []
         self._leaving: list[KVCacheBlock] = []
         self._leaving_from: Hold | None = None
 
     def list_holds(self) -> list[Hold]:
-        """Open and quarantined holds with references, oldest first."""
+        """Return the open and quarantined holds, oldest first, without place holds."""
         return list(self._open)
 
     def list_place_holds(self) -> list[PlaceHold]:
-        """The holds without references, oldest first; most have no blocks most of the time."""
+        """Return the place holds, oldest first. Most of them have no blocks most of the time."""
         return list(self._places)
 
-    def keep_places(self, reason: str, get_blocks: Callable[[], dict[KVCacheBlock, float]]) -> PlaceHold:
-        """Keep blocks at their ids, without a reference to them, until `end_places`.
+    def open_place_hold(self, reason: str, get_blocks: Callable[[], dict[KVCacheBlock, float]]) -> PlaceHold:
+        """Hold blocks at their ids, without references to them, until `end_place_hold`.
 
         Args:
             reason: completes "the block is ..." in error messages.
-            get_blocks: returns the blocks of the moment, and since when each waits. It must not raise, nor
-                call back into the pool.
+            get_blocks: returns the blocks that are held now, each with the start of its hold. It must not
+                raise and must not call back into the pool.
         """
         places = PlaceHold(reason, get_blocks)
         self._places[places] = None
         return places
 
-    def end_places(self, places: PlaceHold) -> None:
-        """End what `keep_places` began; nothing happens if it has ended before."""
+    def end_place_hold(self, places: PlaceHold) -> None:
+        """End a place hold. No-op if it has already ended."""
         self._places.pop(places, None)
 
-    def list_fixed_ids(self) -> list[int]:
-        """Ids of blocks that may not be moved, once for each hold that says so. O(these)."""
+    def list_immovable_ids(self) -> list[BlockId]:
+        """Return the ids of blocks that must not be moved, once per hold. O(number of these ids)."""
         ids = [block.block_id for hold in self._open if not hold.is_movable for block in hold._blocks]
         for places in self._places:
             ids += [block.block_id for block in places.get_blocks()]
         return ids
 
     def count_references(self) -> dict[KVCacheBlock, int]:
-        """How many references holds have to each block. O(held blocks)."""
+        """Return the number of references that holds have to each block. O(held blocks)."""
         counts: dict[KVCacheBlock, int] = {}
         for hold in self._open:
             for block in hold._blocks:
@@ -267,14 +266,14 @@ class BlockHolds:
         return counts
 
     def count_by_reason(self) -> dict[str, int]:
-        """How many blocks are held for each reason, oldest hold first: the owners of what leaks. O(holds)."""
+        """Return the number of held blocks per reason, oldest hold first. Useful to find leaks. O(holds)."""
         counts: dict[str, int] = {}
         for hold in self._open:
             counts[hold.reason] = counts.get(hold.reason, 0) + len(hold._blocks)
         return counts
 
     def explain(self, block: KVCacheBlock) -> list[HoldReport]:
-        """See `BlockPool.explain_holds`."""
+        """Implement `BlockPool.explain_holds`."""
         reports = [hold.report() for hold in self._open if hold.contains(block)]
         for places in self._places:
             since = places.get_blocks().get(block)
@@ -283,10 +282,10 @@ class BlockHolds:
         return reports
 
     def expire(self) -> list[Hold]:
-        """Handle expired deadlines. O(1) if none has expired.
+        """Release or quarantine the holds whose deadline has passed. O(1) if there are none.
 
         Returns:
-            The holds that were overdue, earliest deadline first: released ones, and quarantined ones.
+            These holds, earliest deadline first.
         """
         overdue: list[Hold] = []
         if not self.deadlines.entries:
@@ -314,9 +313,9 @@ class BlockHolds:
         is_quarantined_late: bool = False,
         onto: list[Hold] | None = None,
     ) -> Hold:
-        """As `BlockPool.hold`; the hold is appended to `onto` in the same step.
+        """Implement `BlockPool.hold`, and append the hold to `onto` in the same step.
 
-        Whatever interrupts the caller, `onto` says which holds it has to release.
+        If the caller is interrupted, `onto` contains exactly the holds that it has to release.
         """
         self.settle()
         listed = self.list_holdable(blocks, reason)
@@ -328,7 +327,7 @@ class BlockHolds:
         try:
             if listed:
                 self.owner().touch_onto(listed, self._arriving)
-            # No call until the references are the hold's.
+            # No call until the hold owns the references.
             self._open[hold] = None
             if onto is not None:
                 onto += opened
@@ -342,12 +341,12 @@ class BlockHolds:
         return hold
 
     def adopt(self, references: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
-        """Open a hold that takes over references to distinct blocks; `references` is empty then."""
+        """Open a hold that takes over references to distinct blocks, and clear `references`."""
         self.settle()
         hold = Hold(self, reason, False, False)
         opened = [hold]
         hold._blocks = dict.fromkeys(references)
-        try:  # no call until the references are the hold's, but an allocation may fail
+        try:  # no call until the hold owns the references, but an allocation may fail
             self._open[hold] = None
             onto += opened
         except BaseException:
@@ -357,7 +356,7 @@ class BlockHolds:
         return hold
 
     def hand_over(self, hold: Hold, onto: list[KVCacheBlock]) -> None:
-        """End a hold; its references are the caller's, appended to `onto` in the same step."""
+        """End a hold and pass its references to the caller, appended to `onto` in the same step."""
         hold._check_open()
         self.settle()
         blocks = list(hold._blocks)
@@ -369,7 +368,7 @@ class BlockHolds:
         hold.state = HoldState.RELEASED
 
     def list_holdable(self, blocks: list[KVCacheBlock], reason: str) -> list[KVCacheBlock]:
-        """Return the distinct blocks without null blocks. Raises what `BlockPool.hold` says."""
+        """Return the distinct blocks without null blocks. Raises: as `BlockPool.hold`."""
         owner = self.owner
         has_nulls = False
         for block in blocks:
@@ -381,20 +380,20 @@ class BlockHolds:
         distinct = list(dict.fromkeys(blocks))
         return [block for block in distinct if not block.is_null] if has_nulls else distinct
 
-    def check_movable(self, block_ids: Container[int], what: str = "cannot be moved") -> None:
-        """Raise InvalidBlockError for the first of these ids that may not be moved. O(held blocks)."""
-        for block_id in self.list_fixed_ids():
+    def check_movable(self, block_ids: Container[BlockId], what: str = "cannot be moved") -> None:
+        """Raise InvalidBlockError for the first of these ids that must not be moved. O(held blocks)."""
+        for block_id in self.list_immovable_ids():
             if block_id in block_ids:
                 reports = self.explain(self.owner().blocks[block_id])
                 reasons = [report.reason for report in reports if not report.is_movable]
                 raise InvalidBlockError(
-                    f"C3: block {block_id} is {' and '.join(reasons)}: it {what} before that has ended"
+                    f"C3: block {block_id} is {' and '.join(reasons)}: it {what} until that has ended"
                 )
 
     # ---- references --------------------------------------------------------------------------------
 
     def take_references(self, hold: Hold, blocks: list[KVCacheBlock]) -> None:
-        """Add a reference of the hold to each of these blocks, which it does not hold."""
+        """Add a reference of the hold to each of these blocks. The hold must not contain them yet."""
         if not blocks:
             return
         self.settle()
@@ -409,7 +408,7 @@ class BlockHolds:
             raise
 
     def drop_references(self, hold: Hold, blocks: list[KVCacheBlock]) -> None:
-        """Drop the hold's references to these blocks, which it holds, the last one first."""
+        """Drop the hold's references to these blocks, last block first. The hold must contain them."""
         self.settle()
         blocks.reverse()
         self._leaving_from = hold
@@ -421,7 +420,7 @@ class BlockHolds:
             raise
 
     def end(self, hold: Hold, state: HoldState) -> None:
-        """Close a hold and drop its references, the last one first."""
+        """End a hold and drop its references, last block first."""
         self.settle()
         leaving = list(hold._blocks)
         leaving.reverse()
@@ -438,7 +437,7 @@ class BlockHolds:
             raise
 
     def settle(self) -> None:
-        """Drop the references that a call has left, also one that was interrupted."""
+        """Drop the references that a call, possibly an interrupted one, left to drop."""
         if self._arriving:
             self.owner().free_out_of(self._arriving)
         if self._leaving:

@@ -1,4 +1,4 @@
-"""Exchanging the ids of blocks, after their bytes were moved."""
+"""Swap the ids of blocks after their bytes have been moved."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from kv_pool.core.arguments import as_int, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_state import NOTHING, SWAPPING_IDS, IdSwap, PoolState, finish
 from kv_pool.errors import InvalidBlockError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 
-def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
-    """See `BlockPool.swap_block_ids`."""
+def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
+    """Implement `BlockPool.swap_block_ids`."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    if pool.holds.list_fixed_ids():
+    if pool.holds.list_immovable_ids():
         pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
     old = pool.blocks
     num_blocks = len(old)
@@ -25,7 +25,7 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
     any_keyed_by_id = len(pool.cached_block_hashes_by_block) > 0
     is_wrong = False
     for first_id, second_id in pairs:
-        # An id that is another's by now has been listed before.
+        # If the block at an id has changed, the id was listed before.
         if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
             is_wrong = True
             break
@@ -44,9 +44,9 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
         raise InvalidBlockError(
             f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
         )
-    # All of it but the successors is worked out before anything changes, and put in place by `_recover`.
+    # Compute everything but the successors before anything changes; `_recover` then applies it.
     swap = IdSwap(tuple(new), list(pairs), any_cached)
-    new_ids: dict[int, int] = {}
+    new_ids: dict[BlockId, BlockId] = {}
     if any_keyed_by_id:
         new_ids.update(pairs)
         new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
@@ -59,7 +59,7 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
 
 
 def put_ids(pool: PoolState) -> None:
-    """Put in place what `swap_block_ids` worked out; again, if it was interrupted."""
+    """Apply the prepared id swap. Idempotent: after an interrupt it runs again."""
     swap = pool._unfinished_swap
     assert swap is not None
     entries = pool.cached_block_hash_to_block._cache
@@ -82,25 +82,25 @@ def put_ids(pool: PoolState) -> None:
 
 
 def plan_rekeying(
-    pool: PoolState, moved: list[KVCacheBlock], new_ids: dict[int, int]
+    pool: PoolState, moved: list[KVCacheBlock], new_ids: dict[BlockId, BlockId]
 ) -> tuple[
-    dict[int, dict[BlockHashWithGroupId, None]] | None,
-    list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]],
+    dict[BlockId, dict[BlockHashWithGroupId, None]] | None,
+    list[tuple[BlockHashWithGroupId, dict[BlockId, KVCacheBlock]]],
 ]:
-    """What is kept under the ids of these blocks, as it has to be when they have their new ids. Only looks.
+    """Return the state that is keyed by block id, rekeyed to the new ids. Changes nothing.
 
     Returns:
-        Secondary keys by block id, None where there are none; and the entries of the prefix map that are
-        keyed by block id, in order: the oldest copy is the one that is found.
+        Secondary keys by block id, or None if there are none; and the prefix map's entries that are dicts
+        keyed by block id. Their order is preserved, because a lookup returns the oldest block.
     """
-    secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
+    secondary: dict[BlockId, dict[BlockHashWithGroupId, None]] | None = None
     if pool.cached_block_hashes_by_block:
         secondary = {
             new_ids.get(block_id, block_id): keys
             for block_id, keys in pool.cached_block_hashes_by_block.items()
         }
     entries = pool.cached_block_hash_to_block._cache
-    changed: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
+    changed: dict[BlockHashWithGroupId, dict[BlockId, KVCacheBlock]] = {}
     for block in moved:
         if block.key is None or (block._next_cached_id >= 0 and secondary is None):
             continue
@@ -115,13 +115,13 @@ def plan_rekeying(
 
 
 def find_moved_successors(old: tuple[KVCacheBlock, ...]) -> list[KVCacheBlock]:
-    """Return each block that remembers its successor by an id which this has no longer, and the successor.
+    """Return each block whose `_next_cached_id` is outdated, followed by its successor, as one flat list.
 
     Args:
-        old: the blocks at their ids of before.
+        old: the blocks, indexed by their old ids.
     """
     num_blocks: i32 = len(old)
-    found: list[KVCacheBlock] = []  # a pair for each would cost more than the search
+    found: list[KVCacheBlock] = []  # flat, because a tuple per pair would cost more than the search
     for block in old:
         next_id = block._next_cached_id
         if 0 < next_id < num_blocks:
@@ -132,8 +132,8 @@ def find_moved_successors(old: tuple[KVCacheBlock, ...]) -> list[KVCacheBlock]:
     return found
 
 
-def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pairs of ids as a list of pairs of ints, a list of such as it is.
+def as_pairs(pairs: Sequence[tuple[BlockId, BlockId]]) -> list[tuple[BlockId, BlockId]]:
+    """Return pairs of ids as a list of pairs of ints; such a list is returned as it is.
 
     Raises:
         InvalidTypeError: an element is not a pair of integers.

@@ -1,23 +1,23 @@
-"""The numbered truths about a pool, each one executable. They hold whenever no method is running.
+"""The numbered invariants of a pool. They hold whenever no method of the pool is running.
 
     Q1  head -> ... -> tail takes num_free_blocks + 1 steps along next_free_block
     Q2  for every step a -> b:  b.prev_free_block is a;  head has no prev, tail no next
     Q3  linked(b)  <=>  b.ref_cnt == 0 and not b.is_null;  otherwise both its links are None
     P1  num_free_blocks + |in use| + 1 (the null block) == num_gpu_blocks == len(blocks)
     P2  the map holds (h, b)  <=>  b carries h, as its primary or a secondary key
-    P3  blocks[i].block_id == i, and blocks[i] knows this pool as its own
+    P3  blocks[i].block_id == i, and blocks[i].pool is this pool
     P4  block 0, and only block 0, is null; it carries no hash
     P5  b.ref_cnt >= 0
     P6  a block with secondary keys has a primary key, which is not among them
     P7  a held block is one of the pool's and not null, and has at least as many references as holds
-    P8  the ends of bands are in the queue in the order of their bands; `append` puts blocks in front of the
-        end of the default band, or of the tail if the queue has no bands
-    H1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
-    H2  a block with a _next_cached_id of 0 or more is its primary key's entry, bare
-    H3  the map has as many keys as it counts
+    P8  the queue contains the end markers of the bands in band order; `append` inserts before the end of the
+        default band, or before the tail if the queue has no bands
+    H1  no entry of the map is empty; an entry that is a dict is keyed by its blocks' ids
+    H2  a block with a _next_cached_id of 0 or more is the bare entry of its primary key
+    H3  the map's key count equals its number of keys
 
-`check(pool)` raises CorruptedPoolError naming the first that fails. Never compiled: it is for tests,
-for a suspicious operator, and for whoever changes the core.
+`check(pool)` raises CorruptedPoolError with the number of the first invariant that fails. Never compiled:
+it is for tests and for debugging.
 """
 
 from kv_pool.core.block import KVCacheBlock
@@ -25,13 +25,17 @@ from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.errors import CorruptedPoolError
+from kv_pool.ids import BlockId
 
 
 def check(pool: BlockPool) -> None:
-    """Verify every invariant. O(number of blocks). Raises CorruptedPoolError.
+    """Verify every invariant. O(number of blocks).
 
-    Changes nothing, except that a call that was interrupted twice is completed or undone first, as the pool's
+    Changes nothing, except that a call that was interrupted twice is first completed or undone, as the pool's
     next call would do.
+
+    Raises:
+        CorruptedPoolError: an invariant fails; the message begins with its number.
     """
     if pool._unfinished:
         pool._recover()
@@ -43,7 +47,7 @@ def check(pool: BlockPool) -> None:
 
 
 def check_free_queue(queue: FreeKVCacheBlockQueue) -> None:
-    """Q1, Q2. O(num_free_blocks)."""
+    """Check Q1 and Q2. O(num_free_blocks)."""
     block = queue.fake_free_list_head
     if block.prev_free_block is not None:
         raise CorruptedPoolError("Q2: the head sentinel has a prev_free_block")
@@ -67,7 +71,7 @@ def check_free_queue(queue: FreeKVCacheBlockQueue) -> None:
 
 
 def check_blocks(pool: BlockPool) -> None:
-    """Q3, P1, P3, P4, P5. O(number of blocks)."""
+    """Check Q3, P1, P3, P4 and P5. O(number of blocks)."""
     linked = {id(block) for block in pool.free_block_queue.get_all_free_blocks()}
     num_in_use = 0
     if len(pool.blocks) != pool.num_gpu_blocks:
@@ -76,7 +80,7 @@ def check_blocks(pool: BlockPool) -> None:
         if block.block_id != position:
             raise CorruptedPoolError(f"P3: block {block.block_id} is at position {position}")
         if block.pool is not pool:
-            raise CorruptedPoolError(f"P3: block {position} does not know its pool")
+            raise CorruptedPoolError(f"P3: block {position} does not refer to its pool")
         if block.is_null != (position == 0) or (position == 0) != (block is pool.null_block):
             raise CorruptedPoolError(f"P4: block {position} has is_null {block.is_null}")
         if block.is_null and block.block_hash is not None:
@@ -98,7 +102,7 @@ def check_blocks(pool: BlockPool) -> None:
 
 
 def check_holds(pool: BlockPool) -> None:
-    """P7. O(held blocks)."""
+    """Check P7. O(held blocks)."""
     for hold in pool.holds.list_holds():
         for block in hold.blocks:
             if block.is_null or block.pool is not pool:
@@ -111,7 +115,7 @@ def check_holds(pool: BlockPool) -> None:
 
 
 def check_bands(pool: BlockPool) -> None:
-    """P8. O(number of free blocks)."""
+    """Check P8. O(number of free blocks)."""
     order = pool.eviction_order
     queue = pool.free_block_queue
     expected = order._ends[DEFAULT_BAND] if order.is_open else queue.fake_free_list_tail
@@ -124,12 +128,12 @@ def check_bands(pool: BlockPool) -> None:
             ends.append(block)
         block = block.next_free_block
     if ends != [order._ends[band] for band in sorted(order._ends)] or order._bands != sorted(order._ends):
-        raise CorruptedPoolError(f"P8: {len(ends)} ends of bands are in the queue, for {order._bands}")
+        raise CorruptedPoolError(f"P8: the queue has {len(ends)} band markers for the bands {order._bands}")
 
 
 def check_prefix_map(pool: BlockPool) -> None:
-    """H1, H2, H3, P2, P6. O(number of blocks and keys)."""
-    carried: set[tuple[bytes, int]] = set()
+    """Check H1, H2, H3, P2 and P6. O(number of blocks and keys)."""
+    carried: set[tuple[bytes, BlockId]] = set()
     entries = pool.cached_block_hash_to_block._cache
     for block in pool.blocks:
         if block.block_hash is not None:
@@ -139,10 +143,10 @@ def check_prefix_map(pool: BlockPool) -> None:
         if primary is None or primary in keys or not keys:
             raise CorruptedPoolError(
                 f"P6: block {block_id} has the secondary keys {sorted(key.hex() for key in keys)} "
-                f"beside the primary key {primary.hex() if primary else None}"
+                f"besides the primary key {primary.hex() if primary else None}"
             )
         carried.update((key, block_id) for key in keys)
-    mapped: set[tuple[bytes, int]] = set()
+    mapped: set[tuple[bytes, BlockId]] = set()
     for key, entry in entries.items():
         copies = {entry.block_id: entry} if isinstance(entry, KVCacheBlock) else entry
         if not copies:
@@ -161,8 +165,8 @@ def check_prefix_map(pool: BlockPool) -> None:
         raise CorruptedPoolError(f"P2: block {block_id} carries {unmapped.hex()}, which is not in the map")
     if len(entries) != pool.cached_block_hash_to_block._num_keys:
         raise CorruptedPoolError(
-            f"H3: the map has {len(entries)} keys and counts {pool.cached_block_hash_to_block._num_keys}"
+            f"H3: the map has {len(entries)} keys but counts {pool.cached_block_hash_to_block._num_keys}"
         )
     for block in pool.blocks:
         if block._next_cached_id >= 0 and entries.get(block.key) is not block:
-            raise CorruptedPoolError(f"H2: block {block.block_id} is not the one entry of its hash")
+            raise CorruptedPoolError(f"H2: block {block.block_id} is not the bare entry of its hash")

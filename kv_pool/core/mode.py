@@ -1,4 +1,4 @@
-"""`COMPILED`: how the core runs in this installation."""
+"""`COMPILED`: whether the core runs compiled in this installation."""
 
 from kv_pool.core import block
 

@@ -1,4 +1,4 @@
-"""The hooks through which a pool lets itself be watched."""
+"""The hooks that a pool calls: `BlockObserver` for metrics, `LowerTiers` for lower tiers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,15 +6,15 @@ from typing import Protocol
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockStored
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 
 
 class BlockObserver(Protocol):
-    """What `BlockPool(metrics_collector=...)` calls, in the order things happen to a block.
+    """The metrics hooks of `BlockPool(metrics_collector=...)`.
 
-    `on_block_evicted` comes before `on_block_allocated` of the same hand-out, and is called for every
-    block taken while caching is on, whether or not it still had a hash. Hooks must not raise nor call
-    back into the pool. Contract: vLLM 0.33 `KVCacheMetricsCollector`.
+    On an allocation with caching on, `on_block_evicted` is called for every block, with or without a hash,
+    before `on_block_allocated`. Hooks must not raise and must not call back into the pool.
+    Contract: vLLM 0.33 `KVCacheMetricsCollector`.
     """
 
     def on_block_allocated(self, block: KVCacheBlock) -> None: ...
@@ -26,10 +26,10 @@ class BlockObserver(Protocol):
     def reset(self) -> None: ...
 
 
-class ColderTiers(Protocol):
-    """Where the content of cached blocks goes on when they are taken anew: `BlockPool.colder_tiers`.
+class LowerTiers(Protocol):
+    """The lower tiers that keep the content of evicted blocks: `BlockPool.lower_tiers`.
 
-    Hooks must not raise nor call back into the pool.
+    Hooks must not raise and must not call back into the pool.
     """
 
     def on_blocks_cached(
@@ -39,44 +39,48 @@ class ColderTiers(Protocol):
         hashes: Sequence[BlockHash],
         num_cached_blocks: int,
         block_size: int,
-        group_id: int,
+        group_id: GroupId,
     ) -> None:
-        """These blocks can be hit now by these hashes, one each; null blocks are among them and can not.
+        """Handle newly cached blocks.
 
         Args:
-            num_cached_blocks: blocks of the request before the first of these.
+            blocks: the blocks; null blocks among them are not cached.
+            hashes: one hash per block.
+            num_cached_blocks: number of blocks of the request before the first of these.
             block_size: tokens per block of this group.
         """
 
-    def on_block_arrived(self, block: KVCacheBlock, block_size: int | None, told: BlockStored | None) -> None:
-        """This block has content that was computed elsewhere or before, and can be hit by its keys now.
+    def on_block_arrived(
+        self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
+    ) -> None:
+        """Handle a cached block whose content was computed on another node or in an earlier run.
 
-        Told by who brought it, such as a migration, after the pool's own events.
+        Called by the code that loaded the content, such as a migration, after the pool's own events.
 
         Args:
-            block_size: tokens per block of its group; None if that is not known.
-            told: an event about its first key alone; None with events off, or if nothing is known.
+            block_size: tokens per block of its group; None if unknown.
+            event: a stored event about the block's first key only; None if there is none, as with events off.
         """
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """These blocks are being taken anew, and lose the keys that they have now.
+        """Handle cached blocks that are about to be reused. They still have their keys.
 
-        Their bytes stay until whoever takes them writes. What is evicted for another reason, such as
-        content that is wrong, is not among them.
+        Their bytes stay intact until the new owner writes to them. Blocks evicted for other reasons, such as
+        invalid content, are not reported here.
         """
 
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """The content of blocks with these keys was wrong, and so is what was stored of it.
+        """Discard what is stored under these keys: the content of their blocks was invalid.
 
-        Told by a manager, not by the pool, which does not know why a block is evicted.
+        Called by the manager; the pool does not know why a block is evicted.
         """
 
-    def store_pending(self) -> None:
-        """Copy out now what the blocks that were taken still hold; they may be written or moved afterwards.
+    def flush_evicted(self) -> None:
+        """Flush: copy the content of reused blocks out now. Afterwards they may be written or moved.
 
-        Called through `BlockPool.store_pending`, by a migration before it writes, by a compaction before it
-        plans. May take as long as copying the blocks.
+        Called through `BlockPool.flush_evicted`: by a migration before it writes, and by a compaction before
+        it plans. May take as long as copying the blocks.
         """
 
     def on_cache_reset(self) -> None:
-        """The prefix cache was reset, as after a change of weights: what was stored before is void."""
+        """Discard all stored content: the prefix cache was reset, for example after a weight update."""

@@ -1,7 +1,8 @@
-"""`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
+"""`BlockPoolCore`: the compiled base class of `kv_pool.BlockPool`, which users import instead."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
 from mypy_extensions import mypyc_attr
 
@@ -12,7 +13,7 @@ from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.clock import read_clock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.core.evicting import announce_removed
-from kv_pool.core.eviction_order import Placement
+from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.freeing import free_all, free_and_place, unpin_all, unpin_and_place
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import Hold, HoldReport
@@ -25,13 +26,14 @@ from kv_pool.core.recovery import recover
 from kv_pool.core.references import BlockReferences
 from kv_pool.core.resizing import add_last, remove_last
 from kv_pool.core.stored_events import make_external_hash
-from kv_pool.core.taking import tell_watchers
+from kv_pool.core.taking import notify_watchers
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockId
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPoolCore(BlockReferences):
-    """See `BlockPool`."""
+    """The compiled base class of `BlockPool`; see there."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class BlockPoolCore(BlockReferences):
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
         check_fits_memory(num_gpu_blocks)
-        blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
+        blocks = [KVCacheBlock(cast(BlockId, number)) for number in range(num_gpu_blocks)]
         super().__init__(
             blocks,
             enable_caching,
@@ -72,77 +74,80 @@ class BlockPoolCore(BlockReferences):
             clock,
         )
 
-    # ---- giving back -----------------------------------------------------------------------------
+    # ---- freeing ---------------------------------------------------------------------------------
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop one reference of each block; those at zero become free, first to be reused first.
+        """Drop one reference of each block. Blocks without references become free.
 
         Pass a request's blocks tail first: its last block has the longest prefix and is the least likely
-        to be hit again. Free blocks without a hash go to the front of the queue (nobody can hit them),
-        those with one to the back, each kind in the given order; with caching off all go to the front.
+        to be hit again. Freed blocks without a hash go to the front of the queue, since they cannot be hit;
+        those with a hash go to the back. Each kind keeps the given order, first to be reused first. With
+        caching off, all go to the front.
 
-        Null blocks are skipped, and blocks of another pool are freed there, as vLLM's callers need. A bare
-        block (made outside any pool) counts as ours and is not checked.
+        Null blocks are skipped. Blocks of another pool are freed there, as vLLM's callers need. A bare block
+        (made outside any pool) is treated as one of this pool and is not checked.
 
         Raises:
-            InvalidBlockError: a block is free already, or listed more often than it is referenced.
-            InvalidTypeError: not a block. In both cases nothing has changed.
+            InvalidBlockError: a block is already free, or is listed more often than it is referenced.
+            InvalidTypeError: an element is not a block. In both cases nothing has changed.
         Cost: O(number of blocks). Contract: vLLM 0.33 `BlockPool.free_blocks`.
         """
         listed = as_list("ordered_blocks", ordered_blocks)
-        if self._placement is None:
+        if self._band_policy is None:
             free_all(self, listed, False)
         else:
             free_and_place(self, listed, False)
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
-        """As `free_blocks`; `ordered_blocks` is empty afterwards, in the same step.
+        """Run `free_blocks`, and clear `ordered_blocks` in the same step.
 
-        Whatever interrupts the caller, the list says which references are still to be given back.
+        If the caller is interrupted, the list contains exactly the references that it still has to release.
         """
-        if self._placement is None:
+        if self._band_policy is None:
             free_all(self, ordered_blocks, True)
         else:
             free_and_place(self, ordered_blocks, True)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
-        """Drop one reference of each block, and be told when the block is reused.
+        """Drop one reference of each block, and call `on_reuse` when the block is reused.
 
-        Those at zero go to the back of the queue, with or without hash: their content stays readable as long
-        as possible. `on_reuse(block)` is called once, when `get_new_blocks` is about to hand the block out
-        (it still has its hash, and no event is out), or when the prefix cache is reset; touching, freeing or
-        evicting leaves it waiting, and a later `on_reuse` of the same block replaces it.
+        Blocks without references go to the back of the queue, with or without a hash, so that their content
+        stays readable as long as possible. `on_reuse(block)` is called once: before `get_new_blocks`
+        allocates the block (it still has its hash, and no event has been emitted), or when the prefix cache
+        is reset. Touching, freeing or evicting the block does not call it. A later `on_reuse` for the same
+        block replaces it.
 
         Raises:
-            InvalidBlockError: a block is null, free, or listed more often than it is referenced.
-            InvalidTypeError: not a block, or nothing to call. In both cases nothing has changed.
+            InvalidBlockError: a block is null or free, or is listed more often than it is referenced.
+            InvalidTypeError: an element is not a block, or `on_reuse` is not callable. In both cases
+                nothing has changed.
         Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
         """
-        if self._placement is None:
+        if self._band_policy is None:
             unpin_all(self, blocks, on_reuse)
         else:
             unpin_and_place(self, blocks, on_reuse)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
-        """May its only holder write into the block? Not if it is null, shared, free or cached."""
+        """Return True if the block may be written to: it has one reference, no hash, and is not null."""
         if not isinstance(block, KVCacheBlock):
             refuse_type("block", block, "KVCacheBlock")
         return not block.is_null and block.ref_cnt == 1 and block.key is None
 
     # ---- evicting --------------------------------------------------------------------------------
 
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make these blocks unfindable, free or in use; references and queue places stay as they are.
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
+        """Evict these blocks, free or in use. References and queue positions do not change.
 
-        Their content counts as wrong: each `generation` advances, so that a transfer that reads one of them
-        fails instead of delivering it.
+        Their content is treated as invalid: each block's `generation` advances, so that a transfer that reads
+        the block fails instead of delivering it.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
-        One `BlockRemoved` per block that was cached. O(len(block_ids)).
+        One `BlockRemoved` per key. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
+        num_blocks: int = self.num_gpu_blocks  # an int of any size, as the ids may be
         evicted: list[KVCacheBlock] = []
         for element in as_list("block_ids", block_ids):
             position = len(evicted)
@@ -166,9 +171,9 @@ class BlockPoolCore(BlockReferences):
             raise
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
-        """Iterate over what is cached now: each hash once for each KV cache group, in no particular order.
+        """Iterate over the cached keys: each hash once per KV cache group, in no particular order.
 
-        The keys are those of the moment of the call; what is cached or evicted later does not change them.
+        The keys are those cached at the time of the call; later changes do not affect the iterator.
 
             >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
             >>> manager = KVCacheManager(BlockPool(10, True, 4))
@@ -180,11 +185,11 @@ class BlockPoolCore(BlockReferences):
         return iter_cached_keys(self.cached_block_hash_to_block, partial(make_external_hash, self))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every hash, as after a change of weights. One `AllBlocksCleared`.
+        """Evict every key, for example after a weight update. One `AllBlocksCleared`.
 
         Returns:
-            False, with a warning and nothing changed, while any block but the null block is in use.
-        The order of the free queue stays. O(number of blocks).
+            True; or False, with a warning and nothing changed, if any block but the null block is in use.
+        The order of the free queue does not change. O(number of blocks).
         Contract: vLLM 0.33 `BlockPool.reset_prefix_cache`.
         """
         if self._unfinished != NOTHING:
@@ -208,7 +213,7 @@ class BlockPoolCore(BlockReferences):
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             if self.reuse_watchers:
                 watched = [block_id for block_id in self.reuse_watchers if block_id < self.num_gpu_blocks]
-                tell_watchers(self, [self.blocks[block_id] for block_id in watched])
+                notify_watchers(self, [self.blocks[block_id] for block_id in watched])
         finally:
             self._unfinished = RESETTING
             finish(self)
@@ -216,7 +221,7 @@ class BlockPoolCore(BlockReferences):
             self.metrics_collector.reset()
         return True
 
-    # ---- other ids, other sizes ------------------------------------------------------------------
+    # ---- holds, block ids, pool size --------------------------------------------------------------
 
     def hold(
         self,
@@ -226,18 +231,17 @@ class BlockPoolCore(BlockReferences):
         movable: bool = False,
         until: float | None = None,
     ) -> Hold:
-        """Add a reference to each of these blocks and keep them at their ids, until the hold is released.
+        """Hold blocks: add a reference to each and keep its id, until the hold is released.
 
-        For bytes that something else reads or writes by block id: a transfer, a copy in flight, an open plan.
-        A block may be held for several reasons; each has a reference of its own. Null blocks and repeated
-        ones are skipped.
+        For blocks that are read or written by id: a transfer, a copy in flight, an open plan. A block may
+        have several holds, each with its own reference. Null and repeated blocks are skipped.
 
         Args:
             reason: completes "the block is ..." in error messages: "sent to node b".
-            movable: compaction may give the blocks other ids; the hold only keeps their content.
+            movable: compaction may change the ids of the blocks; the hold only keeps their content.
             until: a time of the pool's clock, after which `expire_holds` releases the hold; None for never.
         Raises:
-            InvalidBlockError: a block is free and not cached, or another pool's.
+            InvalidBlockError: a block is free and not cached, or of another pool.
             InvalidArgumentError: `until` has passed. In both cases nothing has changed.
         Cost: O(len(blocks)).
         """
@@ -247,44 +251,46 @@ class BlockPoolCore(BlockReferences):
             check_number("until", until)
             if not until > self.holds.clock():
                 raise InvalidArgumentError(
-                    f"a hold until {until} has ended before it begins: it is {self.holds.clock()} now"
+                    f"cannot hold blocks until {until}: it is {self.holds.clock()} now"
                 )
         listed = as_list_of("blocks", blocks, KVCacheBlock)
         return self.holds.open(listed, reason, movable, NEVER if until is None else until)
 
     def expire_holds(self) -> list[Hold]:
-        """Release the holds whose deadline has passed; leases for writing are quarantined instead.
+        """Release the holds whose deadline has passed; write leases are quarantined instead.
 
         Returns:
-            Those holds, earliest deadline first. O(1) if there are none.
+            These holds, earliest deadline first. O(1) if there are none.
         """
         return self.holds.expire()
 
-    def explain_holds(self, block_id: int) -> list[HoldReport]:
-        """Say why a block is not reused or moved besides the tables it is in, since when and until when.
+    def explain_holds(self, block_id: BlockId) -> list[HoldReport]:
+        """Return the holds on a block: why it may not be reused or moved, since when and until when.
+
+        References of block tables are not included.
 
         Raises:
             InvalidBlockError: the id is not one of this pool's.
         Cost: O(held blocks).
         """
-        block_id = as_int("block_id", block_id)
+        if not isinstance(block_id, int):
+            block_id = as_int("block_id", block_id)
         if not 0 <= block_id < self.num_gpu_blocks:
             raise InvalidBlockError(
                 f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}"
             )
         return self.holds.explain(self.blocks[block_id])
 
-    def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Exchange the ids of the two blocks of each pair, after their bytes have been moved accordingly.
+    def swap_block_ids(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Swap the ids of the two blocks of each pair, after the caller has moved their bytes.
 
-        A block object keeps everything else: references, hash, prefix map entries, its place in the queue,
-        whoever waits for its reuse. No events. Block tables hold objects and need nothing; whoever kept an
-        id has to look again.
+        A block object keeps everything else: references, hash, prefix map entries, queue position. No events.
+        Block tables hold block objects and stay valid; code that stored a block id has to read it again.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's, is 0, is listed twice, or is that of a held
                 block. Nothing has changed.
-        Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
+        Cost: O(number of blocks), a few nanoseconds each, and O(len(pairs)).
         """
         swap_ids(self, as_pairs(pairs))
 
@@ -297,13 +303,14 @@ class BlockPoolCore(BlockReferences):
         add_last(self, num_blocks)
 
     def remove_last_blocks(self, num_blocks: int) -> None:
-        """Let the pool have `num_blocks` blocks less, those with the highest ids. O(number of blocks).
+        """Remove the `num_blocks` blocks with the highest ids. O(number of blocks).
 
         Cached ones are evicted, and their reuse watchers are called.
+
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
-            InvalidBlockError: one of them is in use, or the null block. Nothing has changed.
-            Whatever a reuse watcher raises; the blocks are at the front of the queue then.
+            InvalidBlockError: one of the blocks is in use, or is the null block. Nothing has changed.
+            Any exception of a reuse watcher; the blocks are then at the front of the queue.
         """
         remove_last(self, num_blocks)
 
@@ -312,29 +319,29 @@ class BlockPoolCore(BlockReferences):
 
     # ---- the order of eviction ------------------------------------------------------------------
 
-    def open_bands(self, placement: Placement) -> None:
-        """Let `placement` choose the bands of blocks that become free; see `EvictionOrder`.
+    def open_bands(self, policy: BandPolicy) -> None:
+        """Divide the free queue into bands, chosen by `policy` for each freed block; see `EvictionOrder`.
 
         Raises:
-            InvalidArgumentError: the pool has a placement already. Nothing has changed.
+            InvalidArgumentError: the pool already has a band policy. Nothing has changed.
         Cost: O(free blocks without content).
         """
-        check_type("placement", placement, Placement)
-        if self._placement is not None:
+        check_type("policy", policy, BandPolicy)
+        if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool has a placement already: {self._placement!r}; its users share that one"
+                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one"
             )
         self.eviction_order.open()
-        self._placement = placement
+        self._band_policy = policy
 
     def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
-        """Put free blocks at the back of a band of the eviction order, in the given order. O(len(blocks)).
+        """Move free blocks to the back of a band of the eviction order, in the given order. O(len(blocks)).
 
         Args:
-            band: -100 to 100; 0 is the default band, and `EXPIRED_BAND` comes before all others.
+            band: -100 to 100, or `EXPIRED_BAND`, which is reused before these; 0 is the default band.
         Raises:
-            InvalidArgumentError: no such band, or the pool has no bands: see `open_bands`.
-            InvalidBlockError: a block is not free, or another pool's. In both cases nothing has changed.
+            InvalidArgumentError: the band does not exist, or the pool has no bands: see `open_bands`.
+            InvalidBlockError: a block is not free, or of another pool. In both cases nothing has changed.
         """
         listed = as_list_of("blocks", blocks, KVCacheBlock)
         band = as_int("band", band)
@@ -346,17 +353,20 @@ class BlockPoolCore(BlockReferences):
         self.eviction_order.move(listed, band)
 
     def merge_bands(self) -> None:
-        """Make all bands the default band; the order of the free blocks stays. O(bands)."""
+        """Merge all bands but that of blocks without content into the default band. O(bands).
+
+        The order of the free blocks does not change.
+        """
         self.eviction_order.merge()
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- usage -----------------------------------------------------------------------------------
 
     def get_num_free_blocks(self) -> int:
-        """How many blocks `get_new_blocks` could hand out now; cached free ones count."""
+        """Return the number of blocks that `get_new_blocks` can allocate now, cached free ones included."""
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        """Share of the allocatable blocks that is in use, 0 to 1. The null block does not count."""
+        """Return the share of the allocatable blocks that is in use, 0 to 1, without the null block."""
         num_allocatable = self.num_gpu_blocks - 1
         if num_allocatable == 0:
             return 0

@@ -1,13 +1,13 @@
-"""Whether a pool of a given number of blocks fits into this machine's memory."""
+"""Check that a pool of a given number of blocks fits into this machine's memory."""
 
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import PoolTooLargeError
 
 UNCHECKED_BLOCKS = 10_000_000
-"""Pools up to this size, of 1 to 2 GB, are built without asking the machine."""
+"""Pools up to this size, which take 1 to 2 GB, are not checked."""
 
 BYTES_PER_BLOCK = 104 if COMPILED else 168
-"""Measured for a fresh `BlockPool`; cached and used blocks take more."""
+"""Measured for a new `BlockPool`; cached blocks and blocks in use take more."""
 
 
 def check_fits_memory(num_blocks: int) -> None:

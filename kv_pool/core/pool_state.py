@@ -1,4 +1,4 @@
-"""`PoolState`: what a block pool consists of; the files that change it import this one."""
+"""`PoolState`: the state of a block pool. All modules that change it import this one."""
 
 import gc
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from weakref import ref
 from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.eviction_order import EvictionOrder, Placement
+from kv_pool.core.eviction_order import BandPolicy, EvictionOrder
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.mode import COMPILED
-from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.core.observer import BlockObserver, LowerTiers
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId
 
-# What `_recover` has to complete or undo.
+# Values of `_unfinished`: the operation that `_recover` has to complete or undo.
 NOTHING: Final = 0
 UNDO_CACHING: Final = 1
 EVICTING: Final = 2
@@ -36,35 +36,35 @@ WATCHING: Final = 18
 
 
 class ReuseWatcher(NamedTuple):
-    """Called with a block before it is taken again; `since` is a time of the pool's clock."""
+    """A callback that is called before a block is reused. `since` is a time of the pool's clock."""
 
     on_reuse: Callable[[KVCacheBlock], None]
     since: float
 
 
 class IdSwap:
-    """What `swap_block_ids` is about to put in place; see `recover`."""
+    """The prepared result of `swap_block_ids`; `recover` applies it."""
 
     def __init__(
-        self, blocks: tuple[KVCacheBlock, ...], pairs: list[tuple[int, int]], any_cached: bool
+        self, blocks: tuple[KVCacheBlock, ...], pairs: list[tuple[BlockId, BlockId]], any_cached: bool
     ) -> None:
         self.blocks: tuple[KVCacheBlock, ...] = blocks
-        self.pairs: list[tuple[int, int]] = pairs
+        self.pairs: list[tuple[BlockId, BlockId]] = pairs
         self.any_cached: bool = any_cached
-        self.secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
-        self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
+        self.secondary: dict[BlockId, dict[BlockHashWithGroupId, None]] | None = None
+        self.copies: list[tuple[BlockHashWithGroupId, dict[BlockId, KVCacheBlock]]] = []
         # See `find_moved_successors`; None until the blocks have their new ids.
         self.successors: list[KVCacheBlock] | None = None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PoolState:
-    """The state of a pool. Functions of the files beside this one change it; see `recovery.py`.
+    """The state of a pool. Functions of the other modules of this package change it.
 
-    A signal handler may raise wherever plain Python calls something or jumps back, and any allocation may
-    fail. What has to change together is therefore a stretch of assignments without calls, after all
-    allocations. A call that is interrupted all the same notes in `_unfinished` what `_recover` has to
-    complete or undo.
+    A signal handler may raise at every call and every backward jump of plain Python, and any allocation may
+    fail. State that must change together is therefore changed after all allocations, in assignments without a
+    call in between. If a call is interrupted nevertheless, it notes in `_unfinished` what `_recover` (see
+    `recovery.py`) has to complete or undo.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class PoolState:
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
-        self.colder_tiers: ColderTiers | None = None
+        self.lower_tiers: LowerTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
-        self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
+        self.cached_block_hashes_by_block: dict[BlockId, dict[BlockHashWithGroupId, None]] = {}
         self._kv_event_queue: list[KVCacheEvent] = []
-        # Keys that are not in the map any more and have no event yet; empty unless a call was interrupted.
+        # Keys removed from the map whose events are not emitted yet; empty unless a call was interrupted.
         self._unannounced: list[BlockHashWithGroupId] = []
-        # What `_recover` does for a call that was interrupted, and with what.
+        # The operation that `_recover` has to complete or undo, and its arguments.
         self._unfinished: i64 = NOTHING
         self._unfinished_blocks: list[KVCacheBlock] = []
         self._unfinished_hashes: list[BlockHash] = []
@@ -112,12 +112,12 @@ class PoolState:
         self.block_owner: Any = ref(self)
         for block in blocks:
             block.owner = self.block_owner
-        # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
-        # and a young collection now lets that visit happen here instead of while requests are served.
+        # The cyclic GC untracks a tuple of objects without GC headers at its first visit (but never a list).
+        # Collect now, so that this visit does not happen while requests are served.
         self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
         gc.collect(0)
-        # The block that was looked up last; the next look-up is likely for what was cached after it. To check
-        # that guess is cheaper than the map for compiled code, and dearer for interpreted code.
+        # The block that was looked up last: the next lookup is likely for the block cached after it. Checking
+        # that guess is cheaper than the map in compiled code, but slower in interpreted code.
         self._last_found: KVCacheBlock = self.blocks[0]
         self._num_guessable: i32 = len(blocks) if COMPILED else 0
         self._is_map_sure: bool = True
@@ -126,14 +126,14 @@ class PoolState:
         self.num_gpu_blocks: int = len(blocks)
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
-        self.reuse_watchers: dict[int, ReuseWatcher] = {}
+        self.reuse_watchers: dict[BlockId, ReuseWatcher] = {}
         self.holds: BlockHolds = BlockHolds(self.block_owner, clock)
-        self.holds.keep_places("watched until its reuse", partial(find_watched, self.block_owner))
+        self.holds.open_place_hold("watched until its reuse", partial(get_watched_blocks, self.block_owner))
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
-        self._placement: Placement | None = None
+        self._band_policy: BandPolicy | None = None
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
-        # Ends of bands behind which taken blocks were, and how many were taken before each.
+        # (blocks taken before the marker, marker) for each band marker that an allocation passed.
         self._unfinished_ends: list[tuple[int, KVCacheBlock]] = []
         self._unfinished_swap: IdSwap | None = None
         self._unfinished_watcher: ReuseWatcher | None = None
@@ -143,7 +143,7 @@ class PoolState:
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
-        """Events since the last `take_events()`. A property, so that a subclass may redirect it."""
+        """The events since the last `take_events()`. A property, so that a subclass may override it."""
         return self._kv_event_queue
 
     @kv_event_queue.setter
@@ -151,12 +151,12 @@ class PoolState:
         self._kv_event_queue = events
 
     def _recover(self) -> None:
-        """Finish or undo what an interrupted call left; may itself be interrupted and called again."""
+        """Complete or undo an interrupted call. May itself be interrupted and called again."""
         raise NotImplementedError
 
 
-def find_watched(owner: Any) -> dict[KVCacheBlock, float]:
-    """Return the blocks whose reuse is watched, and since when.
+def get_watched_blocks(owner: Any) -> dict[KVCacheBlock, float]:
+    """Return the blocks that have a reuse watcher, each with the time since which it has one.
 
     Args:
         owner: the weak reference to the pool that its blocks share.
@@ -171,7 +171,7 @@ def find_watched(owner: Any) -> dict[KVCacheBlock, float]:
 
 
 def finish(pool: PoolState) -> None:
-    """Do what is noted to be unfinished, to its end even if it is interrupted once."""
+    """Run `_recover`, and run it again if it is interrupted."""
     try:
         pool._recover()
     except BaseException:

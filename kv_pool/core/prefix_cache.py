@@ -1,7 +1,7 @@
-"""`PrefixCache`: which blocks carry which keys, and the events that tell of it.
+"""`PrefixCache`: look up blocks by prefix, and collect the events about them.
 
 A key is a block hash with its KV cache group. A block has one primary key (on the block itself) and any
-number of secondary ones (in `cached_block_hashes_by_block`), each of which finds it.
+number of secondary keys (in `cached_block_hashes_by_block`). The block is found under each of them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
 from kv_pool.core.evicting import announce_removed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import NOTHING, PoolState
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -23,7 +23,7 @@ class PrefixCache(PoolState):
     """The part of `BlockPool` that finds blocks by prefix."""
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Hand over the events since the last call, oldest first; the list is the caller's to change."""
+        """Return the events since the last call, oldest first. The caller may modify the list."""
         if not self.enable_kv_cache_events:
             return []
         if self._unfinished != NOTHING:
@@ -34,21 +34,21 @@ class PrefixCache(PoolState):
         self.kv_event_queue = []
         return events
 
-    def store_pending(self) -> None:
-        """Let colder tiers copy out what blocks held that were taken anew, before others write to them.
+    def flush_evicted(self) -> None:
+        """Flush evicted blocks that are not yet copied to the lower tiers. No-op without tiers.
 
-        For whoever moves blocks, or writes to taken ones, not in a step. Nothing happens without tiers.
+        Call this outside the step loop, before moving blocks or overwriting newly allocated ones.
         """
-        if self.colder_tiers is not None:
-            self.colder_tiers.store_pending()
+        if self.lower_tiers is not None:
+            self.lower_tiers.flush_evicted()
 
     def get_cached_block(
-        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[GroupId]
     ) -> list[KVCacheBlock] | None:
-        """The blocks that hold this prefix in all of these groups, in their order, or None.
+        """Return the blocks that hold this prefix, one per group in the order of the groups, or None.
 
-        All or nothing: a miss in one group is a miss. Of several copies the oldest is returned. Only
-        looks; `touch()` what you mean to keep. O(number of groups).
+        A miss in one group is a miss. If several blocks hold the prefix, the oldest is returned. Changes
+        nothing: call `touch()` on the blocks to keep them. O(number of groups).
         Contract: vLLM 0.33 `BlockPool.get_cached_block`.
         """
         if not isinstance(block_hash, bytes):
@@ -57,7 +57,8 @@ class PrefixCache(PoolState):
             cache = self.cached_block_hash_to_block
             entries: dict[Any, Any] = cache._cache
             if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
-                # Blocks are looked up one by one, head first: likely for what was cached after the last one.
+                # Callers look up a sequence head first: the next lookup is likely for the block that was
+                # cached after the last one found.
                 next_id = self._last_found._next_cached_id
                 if 0 < next_id < self._num_guessable:
                     guess = self.blocks[next_id]
@@ -67,7 +68,7 @@ class PrefixCache(PoolState):
                         return [guess]
             found: list[KVCacheBlock] = []
             for group_id in kv_cache_group_ids:
-                # An entry is all but always a block, and a call saved is felt here.
+                # An entry is nearly always a bare block. This is a hot path, so skip the method call then.
                 key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
                 block = entries.get(key)
                 if not isinstance(block, KVCacheBlock):
@@ -79,25 +80,25 @@ class PrefixCache(PoolState):
                 self._last_found = found[0]
             return found
         except TypeError:
-            group_ids = as_ints("kv_cache_group_ids", kv_cache_group_ids)
+            group_ids = cast("list[GroupId]", as_ints("kv_cache_group_ids", kv_cache_group_ids))
             unchecked: Any = kv_cache_group_ids
             if all(isinstance(group_id, int) for group_id in unchecked):
                 raise
-            return self.get_cached_block(block_hash, group_ids)  # they were NumPy's integers
+            return self.get_cached_block(block_hash, group_ids)  # the ids were NumPy integers
 
     def find_cached_prefix(
         self,
         block_hashes: Sequence[BlockHash],
         max_num_blocks: int,
-        kv_cache_group_id: int = 0,
+        kv_cache_group_id: GroupId = GroupId(0),
     ) -> list[KVCacheBlock]:
-        """The blocks that hold the longest cached prefix of a sequence, head first.
+        """Return the blocks that hold the longest cached prefix of a sequence, head first.
 
         Args:
             block_hashes: the sequence's hashes at this group's block size, head first.
-            max_num_blocks: look at no more than this many; 0 or less gives [].
+            max_num_blocks: the most blocks to return; 0 or less gives [].
 
-        Stops at the first miss. Only looks. One call for what `get_cached_block` needs one call per block:
+        Stops at the first miss. Changes nothing. Replaces one `get_cached_block` call per block.
         O(blocks found + 1).
         """
         if not isinstance(max_num_blocks, int):
@@ -131,7 +132,7 @@ class PrefixCache(PoolState):
         return found
 
     def list_keys(self, blocks: Sequence[KVCacheBlock]) -> list[BlockHashWithGroupId]:
-        """All keys of these blocks, of each the primary one first. Only looks. O(keys)."""
+        """Return all keys of these blocks, the primary key of each block first. O(keys)."""
         secondary = self.cached_block_hashes_by_block
         keys: list[BlockHashWithGroupId] = []
         listed: list[KVCacheBlock] = as_list_of("blocks", blocks, KVCacheBlock)

@@ -1,4 +1,4 @@
-"""The keys of blocks, on the blocks and in the prefix map, kept in step; no events but of removals."""
+"""Add and remove keys, on the blocks and in the prefix map together. Only removals emit events."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kv_pool.core.block_keys import group_suffix
 from kv_pool.core.evicting import drop_keys, evict
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidBlockError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId
 
 
 def add_keys(
@@ -21,13 +21,13 @@ def add_keys(
     num_tokens: i32,
     block_size: i32,
 ) -> None:
-    """Key each block that is not null by its hash and the suffix of its group; no event but of removals.
+    """Key each block that is not null by its hash and its group's suffix. Only removals emit events.
 
     Args:
         before: the block before the first one in the sequence, or the null block.
-        num_tokens: how many tokens come before the first block.
+        num_tokens: number of tokens before the first block.
     Raises:
-        Whatever interrupts it; `remove_added_keys` undoes what was done.
+        Any interrupt; `remove_added_keys` then undoes the partial result.
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
@@ -66,9 +66,9 @@ def add_keys(
 def remove_added_keys(
     pool: PoolState, blocks: list[KVCacheBlock], hashes: list[BlockHash], suffix: bytes
 ) -> None:
-    """Undo an interrupted `add_keys`: take these keys off the blocks and out of the map. No event.
+    """Undo an interrupted `add_keys`: remove these keys from the blocks and the map, without events.
 
-    May itself be interrupted and called again. What a block was evicted from before stays lost.
+    May itself be interrupted and called again. Keys that `add_keys` evicted are not restored.
     """
     entries = pool.cached_block_hash_to_block._cache
     for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
@@ -78,7 +78,7 @@ def remove_added_keys(
         if block.key == key:
             drop_keys(pool, block, None)
             continue
-        # The map may know the block under a key that the block did not get any more.
+        # The interrupt may have come after the map got the key and before the block did.
         found = entries.get(key)
         if found is block:
             block._next_cached_id = -1
@@ -90,7 +90,7 @@ def remove_added_keys(
 def insert_key(
     pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
 ) -> None:
-    """Let the prefix map find the block by a key that it does not have yet, its first or a secondary one."""
+    """Add a key that the block does not have yet, as its primary or a secondary key."""
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     secondary = pool.cached_block_hashes_by_block
@@ -101,7 +101,7 @@ def insert_key(
     others = secondary.get(block_id)
     only_other: dict[BlockHashWithGroupId, None] = {key: None}
     found: Any = entries.get(key)
-    copies: dict[int, KVCacheBlock] | None = None
+    copies: dict[BlockId, KVCacheBlock] | None = None
     if isinstance(found, KVCacheBlock):
         copies = {found.block_id: found, block_id: block}
     elif found is not None and not isinstance(found, dict):
@@ -138,14 +138,16 @@ def insert_key(
 
 
 def are_sole_holders(
-    pool: PoolState, blocks: list[KVCacheBlock], last_hash: BlockHash, block_size: int, group_id: int
+    pool: PoolState, blocks: list[KVCacheBlock], last_hash: BlockHash, block_size: int, group_id: GroupId
 ) -> bool:
-    """Return True if `find_cached_prefix` is sure to find these blocks of a table.
+    """Return True if `find_cached_prefix` is certain to find these blocks of a table.
+
+    False does not mean the opposite: the prefix map may still find them. O(len(blocks)), without a lookup
+    in the prefix map.
 
     Args:
-        blocks: the first ones of the table, at least one; they were cached as such.
-        last_hash: that of the last block, which stands for those before it.
-    False as well where only a look at the prefix map would tell. O(len(blocks)), without such a look.
+        blocks: the first blocks of the table, at least one; they were cached as such.
+        last_hash: hash of the last block; it covers the blocks before it.
     """
     cache = pool.cached_block_hash_to_block
     if pool.cached_block_hashes_by_block or cache._num_keys != len(cache._cache):

@@ -1,6 +1,6 @@
-"""`recover`: complete or undo what an interrupted call of a pool left."""
+"""`recover`: complete or undo an interrupted call of a pool."""
 
-from kv_pool.core.caching import give_key
+from kv_pool.core.caching import add_key
 from kv_pool.core.evicting import announce_removed, drop_keys, evict
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.id_swap import put_ids
@@ -24,9 +24,9 @@ from kv_pool.core.prefix_keys import remove_added_keys
 
 
 def recover(pool: PoolState) -> None:
-    """Finish or undo what `_unfinished` says; may itself be interrupted and called again."""
+    """Complete or undo the operation noted in `_unfinished`. May itself be interrupted and called again."""
     if pool._unannounced:
-        announce_removed(pool)  # before whatever else is announced
+        announce_removed(pool)  # before any other event
     queue = pool.free_block_queue
     head = queue.fake_free_list_head
     todo = pool._unfinished
@@ -36,7 +36,7 @@ def recover(pool: PoolState) -> None:
             pool._unfinished_count = len(blocks)
         ends = pool._unfinished_ends
         while pool._unfinished_count > 0:
-            # From the last one on, each to the front of the queue, or of its band.
+            # Last block first, each to the front of the queue or of its band.
             block = blocks[pool._unfinished_count - 1]
             while ends and ends[-1][0] >= pool._unfinished_count:
                 del ends[-1]
@@ -53,7 +53,7 @@ def recover(pool: PoolState) -> None:
         pool._unfinished_ends = []
     elif todo in (UNDO_TOUCHING, UNDO_TAKING_LISTED):
         while pool._unfinished_count > 0:
-            # From the last one on, each to between the neighbours that it still names.
+            # Last block first, each back between the neighbours that its own links still name.
             block = blocks[pool._unfinished_count - 1]
             if not block.is_null:
                 block.ref_cnt = block.ref_cnt - 1 if todo == UNDO_TOUCHING else 0
@@ -88,19 +88,19 @@ def recover(pool: PoolState) -> None:
         for block in blocks:
             pool.reuse_watchers[block.block_id] = watcher
     elif todo == RESETTING:
-        if pool.colder_tiers is not None:
-            pool.colder_tiers.on_cache_reset()
+        if pool.lower_tiers is not None:
+            pool.lower_tiers.on_cache_reset()
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
-        pool.reuse_watchers.clear()  # what is left waits for bare blocks
+        pool.reuse_watchers.clear()  # the remaining ones watch bare blocks
         for block in pool.blocks:
             if block.key is not None:
                 block.key = None
                 block.num_key_tokens = -1
                 block._next_cached_id = -1
         pool.eviction_order.note_all_empty()
-        if pool._placement is not None:
-            pool._placement.note_reset()
+        if pool._band_policy is not None:
+            pool._band_policy.note_reset()
         cleared = [pool.cleared_type()] if pool.enable_kv_cache_events else []
         events = pool.kv_event_queue
         events += cleared
@@ -115,11 +115,11 @@ def recover(pool: PoolState) -> None:
             cache._num_keys = len(cache._cache)
     elif todo == EVICTING:
         for block in pool._unfinished_blocks:
-            block.generation += 1  # for some the second time, which changes nothing
+            block.generation += 1  # possibly a second time, which is harmless
             evict(pool, block)
     elif todo == MOVING_KEYS:
         source, target = pool._unfinished_blocks
         drop_keys(pool, source, pool._moved_keys)
         for key in pool._moved_keys:
-            give_key(pool, key, target, pool._moved_num_tokens)
+            add_key(pool, key, target, pool._moved_num_tokens)
     pool._unfinished = NOTHING

@@ -1,4 +1,4 @@
-"""`BlockReferences`: adds references to blocks, free ones or those that others hold, too."""
+"""`BlockReferences`: allocate free blocks, and add references to blocks."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,19 +11,19 @@ from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_typed
 from kv_pool.core.caching import BlockCaching
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.pool_state import CLEARING_LINKS, NOTHING, UNDO_TAKING_FIRST, UNDO_TOUCHING, PoolState
-from kv_pool.core.taking import give_content_away, take_listed, tell_watchers_of_next
+from kv_pool.core.taking import evict_taken, notify_watchers_of_next, take_listed
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 
 MAX_REFERENCES: Final = 2**31 - 1
-"""The most references that one block can have; the count has 32 bits."""
+"""The maximum number of references to one block; the count has 32 bits."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockReferences(BlockCaching):
-    """The part of `BlockPool` that takes free blocks, and touches cached ones."""
+    """The part of `BlockPool` that allocates free blocks and touches cached blocks."""
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the `num_blocks` free blocks that are next in eviction order.
+        """Allocate the `num_blocks` free blocks that are next in eviction order.
 
         Returns:
             Distinct blocks in that order, each with ref_cnt 1 and no hash. Their KV slots still hold the
@@ -31,12 +31,12 @@ class BlockReferences(BlockCaching):
         Raises:
             OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
-            Whatever a reuse watcher raises; all blocks are back in the queue.
-            CorruptedPoolError: a free block has references that something else wrote, or fewer are linked
-                than the queue counts. Nothing has changed.
+            Any exception of a reuse watcher; all blocks are back in the queue.
+            CorruptedPoolError: a free block has references, or fewer blocks are linked than the queue
+                counts. Nothing has changed.
 
-        A taken block that was cached is evicted: one `BlockRemoved` each. Touch prefix hits before
-        calling this, or the hits themselves may be taken.
+        An allocated block that was cached is evicted: one `BlockRemoved` each. Touch prefix hits before
+        calling this, or the hits themselves may be reused.
         Cost: O(num_blocks), whatever the size of the pool.
         Contract: vLLM 0.33 `BlockPool.get_new_blocks`.
         """
@@ -45,9 +45,9 @@ class BlockReferences(BlockCaching):
         return BlockReferences.take_onto(self, None, num_blocks)
 
     def take_onto(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock]:
-        """As `get_new_blocks`; the blocks are appended to `onto` in the same step.
+        """Run `get_new_blocks`, and append the blocks to `onto` in the same step.
 
-        Whatever interrupts the caller, `onto` says which references it has to give back.
+        If the caller is interrupted, `onto` contains exactly the references that it has to release.
         """
         if self._unfinished != NOTHING:
             self._recover()
@@ -61,13 +61,13 @@ class BlockReferences(BlockCaching):
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
         if self.reuse_watchers:
-            tell_watchers_of_next(self, num_blocks)
+            notify_watchers_of_next(self, num_blocks)
         taken: list[KVCacheBlock] = []
         if num_blocks == 0:
             return taken
         num_free = queue.num_free_blocks
         head = queue.fake_free_list_head
-        front = head  # the taken blocks come behind it: the head, or the last end of a band that was passed
+        front = head  # the taken blocks follow it: the head, or the last band marker passed
         ends: list[tuple[int, KVCacheBlock]] | None = None  # see `PoolState._unfinished_ends`
         block = head.next_free_block
         any_cached = len(self.cached_block_hashes_by_block) > 0
@@ -87,9 +87,9 @@ class BlockReferences(BlockCaching):
                         raise CorruptedPoolError(describe_bad_queue(queue, len(taken), block))
                 taken.append(block)
                 after = block.next_free_block
-                if after is None:  # the tail has none
+                if after is None:  # this is the tail
                     raise CorruptedPoolError(describe_bad_queue(queue, len(taken) - 1, block))
-                # No call from here to the end of the turn: a block is unlinked, and the next one is at hand.
+                # No call from here to the end of the iteration, so that `block` and `taken` stay consistent.
                 block.prev_free_block = None
                 block.next_free_block = None
                 block.ref_cnt = 1
@@ -103,7 +103,7 @@ class BlockReferences(BlockCaching):
             queue.num_free_blocks = num_free - num_blocks
             is_cut = True
             if any_cached or self.metrics_collector is not None:
-                give_content_away(self, taken, any_cached)
+                evict_taken(self, taken, any_cached)
             if onto is not None:
                 onto += taken
         except BaseException:
@@ -111,7 +111,7 @@ class BlockReferences(BlockCaching):
                 self._unfinished_total = queue.num_free_blocks + num_blocks
             else:
                 if taken and taken[-1] is block:
-                    del taken[-1]  # appended, and not unlinked yet
+                    del taken[-1]  # appended but not yet unlinked
                 following = block
                 if following is None:
                     following = queue.fake_free_list_tail
@@ -128,32 +128,34 @@ class BlockReferences(BlockCaching):
         return taken
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take these free blocks out of wherever they are in the queue, as `get_new_blocks` takes the next.
+        """Allocate these free blocks, wherever they are in the queue.
 
-        Each has ref_cnt 1 and no hash afterwards; one that was cached is evicted, in the given order.
+        As after `get_new_blocks`, each has ref_cnt 1 and no hash. Cached ones are evicted, in the given
+        order.
 
         Raises:
-            InvalidBlockError: a block is null, in use, listed twice, or not this pool's. Nothing has changed.
-            InvalidTypeError: not a block. Nothing has changed.
-            Whatever a reuse watcher raises; the blocks are at the front of the queue then.
+            InvalidBlockError: a block is null, in use, listed twice, or of another pool. Nothing has changed.
+            InvalidTypeError: an element is not a block. Nothing has changed.
+            Any exception of a reuse watcher; the blocks are then at the front of the queue.
         Cost: O(len(blocks)), whatever the size of the pool.
         """
         take_listed(self, as_list("blocks", blocks), None)
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add one reference to each block; a free one leaves the free queue. Its hash stays.
+        """Add one reference to each block. A free block leaves the free queue and keeps its hash.
 
         Null blocks are skipped. A block that is listed twice gets two references.
 
         Raises:
-            InvalidBlockError: a block of another pool, or a bare block that was never free here.
-            InvalidTypeError: not a block. In both cases nothing has changed.
+            InvalidBlockError: a block is of another pool, or is a bare block with no references that is not
+                in this pool's queue.
+            InvalidTypeError: an element is not a block. In both cases nothing has changed.
         Cost: O(len(blocks)). Contract: vLLM 0.33 `BlockPool.touch`.
         """
         BlockReferences.touch_onto(self, as_list("blocks", blocks), None)
 
     def touch_onto(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
-        """As `touch`; the blocks are appended to `onto` in the same step, see `take_onto`."""
+        """Run `touch`, and append the blocks to `onto` in the same step; see `take_onto`."""
         if self._unfinished != NOTHING:
             self._recover()
         owner = self.block_owner
@@ -163,7 +165,7 @@ class BlockReferences(BlockCaching):
         try:
             for block in listed:
                 if block.owner is not owner:
-                    check_stranger(self, block)
+                    check_foreign_block(self, block)
                 if block.is_null:
                     num_done += 1
                     continue
@@ -173,13 +175,13 @@ class BlockReferences(BlockCaching):
                     after = block.next_free_block
                     if before is None or after is None:
                         raise_not_queued(block)
-                    # The block keeps its own links until all went well: they say where it belongs.
+                    # The block keeps its own links until all are done, so that an undo finds its position.
                     before.next_free_block = after
                     after.prev_free_block = before
                     num_taken += 1
                 elif ref_cnt >= MAX_REFERENCES:
                     raise InvalidBlockError(
-                        f"block {block.block_id} has {ref_cnt} references, the most that can be counted"
+                        f"block {block.block_id} has {ref_cnt} references, which is the maximum"
                     )
                 block.ref_cnt = ref_cnt + 1
                 num_done += 1
@@ -206,7 +208,7 @@ class BlockReferences(BlockCaching):
 
 
 def describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: KVCacheBlock | None) -> str:
-    """Say what is wrong with the block that comes after the first `num_linked` in the queue."""
+    """Return an error message about the element after the first `num_linked` blocks of the queue."""
     if culprit is None or culprit.ref_cnt == 0:
         return (
             f"num_free_blocks is {queue.num_free_blocks} but only {num_linked} blocks are linked: "
@@ -218,10 +220,11 @@ def describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: K
     )
 
 
-def check_stranger(pool: PoolState, block: KVCacheBlock) -> None:
-    """Raise unless `touch()` may have this block of no pool or of another: null, in use, or free here.
+def check_foreign_block(pool: PoolState, block: KVCacheBlock) -> None:
+    """Raise unless `touch()` accepts this block, which is bare or of another pool.
 
-    O(num_free_blocks) for a bare block that is free.
+    Accepted are null blocks, and bare blocks that are in use or in this pool's free queue.
+    O(num_free_blocks) for a bare block with no references.
     """
     check_ours(block, pool.block_owner, "touch()")
     if block.owner is not None or block.ref_cnt or block.is_null:

@@ -1,15 +1,18 @@
-"""More blocks, or fewer: at the end of the ids."""
+"""Grow or shrink a pool at the high end of its block ids."""
+
+from typing import cast
 
 from kv_pool.core.arguments import as_int
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict
 from kv_pool.core.pool_state import NOTHING, PoolState
-from kv_pool.core.taking import take_listed, tell_watchers_of
+from kv_pool.core.taking import notify_watchers_of, take_listed
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockId
 
 
 def add_last(pool: PoolState, num_blocks: int) -> None:
-    """See `BlockPool.add_blocks`."""
+    """Implement `BlockPool.add_blocks`."""
     if not isinstance(num_blocks, int):
         num_blocks = as_int("num_blocks", num_blocks)
     if num_blocks < 0:
@@ -20,7 +23,8 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
         pool._recover()
     queue = pool.free_block_queue
     num_before = pool.num_gpu_blocks
-    added = [KVCacheBlock(block_id) for block_id in range(num_before, num_before + num_blocks)]
+    first, end = num_before, num_before + num_blocks
+    added = [KVCacheBlock(cast(BlockId, block_id)) for block_id in range(first, end)]
     last = added[0]
     for block in added:
         block.owner = pool.block_owner
@@ -37,14 +41,14 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
             pool._num_guessable = pool.num_gpu_blocks
         pool.blocks = blocks
     except BaseException:
-        for block in added:  # no longer linked to each other, so that they can be collected
+        for block in added:  # unlink them from each other, so that they can be collected
             block.prev_free_block = None
             block.next_free_block = None
         raise
 
 
 def remove_last(pool: PoolState, num_blocks: int) -> None:
-    """See `BlockPool.remove_last_blocks`."""
+    """Implement `BlockPool.remove_last_blocks`."""
     if not isinstance(num_blocks, int):
         num_blocks = as_int("num_blocks", num_blocks)
     if num_blocks < 0:
@@ -59,13 +63,13 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
         if block.ref_cnt != 0 or block.is_null:
             raise InvalidBlockError(
                 f"block {block.block_id} is {'null' if block.is_null else 'in use'}; only free blocks "
-                "can be removed. Move it below the others first."
+                "can be removed. Move it to a lower id first."
             )
-    if pool.colder_tiers is not None:
-        pool.colder_tiers.store_pending()  # removed blocks may hold bytes that tiers do not have yet
+    if pool.lower_tiers is not None:
+        pool.lower_tiers.flush_evicted()  # the tiers may still have to copy bytes of removed blocks
     blocks = pool.blocks[:num_left]
     if pool.reuse_watchers:
-        tell_watchers_of(pool, removed)
+        notify_watchers_of(pool, removed)
     for block in removed:
         if pool.metrics_collector is not None:
             pool.metrics_collector.on_block_evicted(block)
@@ -82,5 +86,5 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
                 pool._num_guessable = num_left
     for block in removed:
         block.ref_cnt = 0
-    if pool._placement is not None:
-        pool._placement.note_removed(removed)
+    if pool._band_policy is not None:
+        pool._band_policy.note_removed(removed)

@@ -1,4 +1,4 @@
-"""`BlockStored` events: which hashes, tokens and extra keys a range of a request has."""
+"""Build `BlockStored` events from the hashes, tokens and extra keys of a request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from kv_pool.core.extra_keys import CacheableRequest, ExtraKeysWalk, has_extra_k
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, ExternalBlockHash
+from kv_pool.ids import BlockHash, ExternalBlockHash, GroupId
 
 
 def make_stored(
@@ -19,13 +19,13 @@ def make_stored(
     parent: BlockHash | None,
     start: int,
     block_size: int,
-    group_id: int,
+    group_id: GroupId,
     make_event: Any = None,
 ) -> KVCacheEvent:
-    """The one `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
+    """Return the `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
 
-    A block with None for a hash is skipped, but its tokens are not. `make_event` is the event's class
-    if it is not that of stores.
+    A block whose hash is None is skipped, but the event carries its tokens. `make_event` is the event class,
+    by default `pool.stored_type`.
     """
     num_lookahead = pool.num_hash_lookahead_tokens
     stored = [block_hash for block_hash in hashes if block_hash is not None]
@@ -69,12 +69,12 @@ def make_stored_range(
     hashes: list[BlockHash],
     num_before: int,
     block_size: int,
-    group_id: int,
+    group_id: GroupId,
 ) -> list[KVCacheEvent]:
-    """The events of the request's blocks behind its first `num_before`: one, or with `dense_events` one for
-    each part of `stored` without None, whose parent is the block before it in the sequence.
+    """Return the events for the request's blocks after its first `num_before`.
 
-    `hashes` are those of all blocks, `stored` has None for a skipped one.
+    One event; with `dense_events`, one per run of `stored` without None, whose parent is the block before
+    the run. `hashes` has the hash of every block; `stored` has None for skipped blocks.
     """
     parent: BlockHash | None = None
     if num_before:
@@ -99,7 +99,11 @@ def make_stored_range(
 def hashes_of(
     pool: PoolState, request: CacheableRequest, first: int, end: int, block_size: int
 ) -> list[BlockHash]:
-    """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
+    """Return the hashes of the request's blocks `[first, end)` at `block_size` tokens per block.
+
+    Raises:
+        InvalidArgumentError: `block_size` does not fit, or the request has too few hashes.
+    """
     stride = block_size // pool.hash_block_size
     if stride < 1 or stride * pool.hash_block_size != block_size:
         raise InvalidArgumentError(
@@ -107,26 +111,26 @@ def hashes_of(
         )
     fine = getattr(request, "block_hashes", None)
     if fine is None:
-        fine = read_hashes(request)  # which raises
+        fine = read_hashes(request)  # raises, unless the attribute is None
     if len(fine) < end * stride:
         raise InvalidArgumentError(
-            f"request has {len(fine)} block hashes of {pool.hash_block_size} tokens; caching its first "
+            f"the request has {len(fine)} block hashes of {pool.hash_block_size} tokens; caching its first "
             f"{end} blocks of {block_size} tokens needs {end * stride}"
         )
     if stride == 1:
         listed = fine[first:end]
         return listed if isinstance(listed, list) else as_list("block_hashes", listed)
-    # A fine hash covers everything before it, so the last one in a block identifies the block.
+    # A fine hash covers everything before it, so the last fine hash in a block identifies the block.
     return [fine[(index + 1) * stride - 1] for index in range(first, end)]
 
 
 def make_external_hash(pool: PoolState, block_hash: BlockHash) -> ExternalBlockHash:
-    """Return the hash as events name it."""
+    """Return the hash in the form that the pool's events carry."""
     return make_external_block_hash(block_hash) if pool.use_int_block_hashes else block_hash
 
 
 def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
-    """Return `request.block_hashes`. Raise InvalidTypeError for what is not a request."""
+    """Return `request.block_hashes`. Raise InvalidTypeError if `request` has none."""
     unchecked: Any = request
     try:
         hashes: Sequence[BlockHash] = unchecked.block_hashes

@@ -1,4 +1,4 @@
-"""Taking blocks that are listed; what happens to the content of blocks that are taken."""
+"""Take given free blocks, and evict the content of blocks that are taken."""
 
 from mypy_extensions import i64
 
@@ -6,7 +6,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.free_queue import BAND_END
-from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.core.observer import BlockObserver, LowerTiers
 from kv_pool.core.pool_state import (
     CLEARING_LINKS_OF_TAKEN,
     NOTHING,
@@ -15,6 +15,7 @@ from kv_pool.core.pool_state import (
     PoolState,
     finish,
 )
+from kv_pool.ids import BlockId
 
 
 def take_listed(
@@ -23,16 +24,16 @@ def take_listed(
     onto: list[KVCacheBlock] | None,
     is_reuse: bool = True,
 ) -> None:
-    """See `BlockPool.take_blocks`; appends the blocks to `onto` as well.
+    """Implement `BlockPool.take_blocks`, and append the blocks to `onto` if given.
 
     Args:
-        is_reuse: False notifies no watcher and evicts nothing.
+        is_reuse: if False, notify no watcher and evict nothing.
     """
     if pool._unfinished != NOTHING:
         pool._recover()
     if is_reuse and pool.reuse_watchers:
         check_takeable(pool, listed)
-        tell_watchers_of(pool, listed)
+        notify_watchers_of(pool, listed)
     owner = pool.block_owner
     queue = pool.free_block_queue
     num_listed = len(listed)
@@ -49,13 +50,13 @@ def take_listed(
                 raise_not_takeable(block, owner)
             if block.key is not None:
                 any_cached = True
-            # The block keeps its own links until all went well: they say where it belongs.
+            # The block keeps its own links until all blocks are taken, so that an undo finds its position.
             before.next_free_block = after
             after.prev_free_block = before
-            block.ref_cnt = 1  # which a second mention of the block comes upon
+            block.ref_cnt = 1  # detects a block that is listed twice
             num_done += 1
         if is_reuse and (any_cached or pool.metrics_collector is not None):
-            give_content_away(pool, listed, any_cached)
+            evict_taken(pool, listed, any_cached)
         if onto is not None:
             onto += listed
         queue.num_free_blocks -= num_listed
@@ -74,8 +75,8 @@ def take_listed(
 
 
 def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Raise what `take_listed` would. Only looks."""
-    seen: set[int] = set()
+    """Raise the error that `take_listed` would raise. Changes nothing."""
+    seen: set[BlockId] = set()
     try:
         for block in listed:
             if block.owner is not pool.block_owner or block.is_null or block.ref_cnt != 0:
@@ -87,18 +88,18 @@ def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
         raise_typed(error, listed, "take_blocks()")
 
 
-def give_content_away(pool: PoolState, taken: list[KVCacheBlock], any_cached: bool) -> None:
-    """Notify tiers and the observer that these blocks are taken, and evict what they hold."""
-    if any_cached and pool.colder_tiers is not None:
-        tell_tiers(pool, taken, pool.colder_tiers)
+def evict_taken(pool: PoolState, taken: list[KVCacheBlock], any_cached: bool) -> None:
+    """Notify the tiers and the observer that these blocks are taken, and evict their content."""
+    if any_cached and pool.lower_tiers is not None:
+        notify_tiers(pool, taken, pool.lower_tiers)
     if pool.metrics_collector is not None:
-        tell_observer(pool, taken, pool.metrics_collector)
+        notify_observer(pool, taken, pool.metrics_collector)
     elif any_cached and pool.enable_caching:
         evict_all(pool, taken)
 
 
-def tell_observer(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
-    """Evict and hand out these blocks one after the other, as the observer expects it."""
+def notify_observer(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
+    """Evict and allocate these blocks one by one, in the call order that the observer expects."""
     for block in taken:
         block.ref_cnt = 0
     for block in taken:
@@ -109,16 +110,17 @@ def tell_observer(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObs
         observer.on_block_allocated(block)
 
 
-def tell_tiers(pool: PoolState, taken: list[KVCacheBlock], tiers: ColderTiers) -> None:
-    """Say which of these blocks lose content that could be hit; they still have their keys."""
+def notify_tiers(pool: PoolState, taken: list[KVCacheBlock], tiers: LowerTiers) -> None:
+    """Notify the tiers of the cached blocks among these. The blocks still have their keys."""
     if pool.enable_caching:
         tiers.on_blocks_reused([block for block in taken if block.key is not None])
 
 
-def tell_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
-    """Call the reuse watchers of the next `num_blocks` free blocks, in order, and forget them.
+def notify_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
+    """Call the reuse watchers of the next `num_blocks` free blocks, in order, and remove the watchers.
 
-    They are off the queue meanwhile, and back at its front even if a watcher raises.
+    During the calls the blocks are not in the queue. Afterwards they are at its front, even if a watcher
+    raises.
     """
     queue = pool.free_block_queue
     listed: list[KVCacheBlock] = []
@@ -127,11 +129,15 @@ def tell_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
         if block.ref_cnt != BAND_END:
             listed.append(block)
         block = block.next_free_block
-    tell_watchers_of(pool, listed)
+    notify_watchers_of(pool, listed)
 
 
-def tell_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these free blocks, off the queue meanwhile, then at its front."""
+def notify_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these free blocks, in order, and remove the watchers.
+
+    During the calls the blocks are not in the queue. Afterwards they are at its front, even if a watcher
+    raises.
+    """
     queue = pool.free_block_queue
     num_free = queue.num_free_blocks
     num_blocks = len(blocks)
@@ -150,10 +156,10 @@ def tell_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
             block.next_free_block = None
         queue.num_free_blocks = num_free - num_blocks
         is_off = True
-        tell_watchers(pool, blocks)
+        notify_watchers(pool, blocks)
     finally:
         if not is_off and off and off[-1].next_free_block is not None:
-            del off[-1]  # appended, and not unlinked yet
+            del off[-1]  # appended but not yet unlinked
         pool._unfinished_total = queue.num_free_blocks + num_blocks if is_off else num_free
         pool._unfinished_blocks = off
         pool._unfinished_count = -1
@@ -161,8 +167,8 @@ def tell_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
         finish(pool)
 
 
-def tell_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these blocks, in order, and forget them."""
+def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these blocks, in order, and remove the watchers."""
     for block in blocks:
         watcher = pool.reuse_watchers.get(block.block_id)
         if watcher is not None:

@@ -1,4 +1,4 @@
-"""From token ids to the bytes that are hashed: once per prompt, one piece per full block."""
+"""Pack token ids into the bytes to hash: one pass per prompt, one piece per full block."""
 
 from array import array
 from sys import byteorder
@@ -15,11 +15,11 @@ _VECTORIZE_FROM = 128
 
 
 def pack_fixed(token_ids: TokenIds, block_size: int) -> list[bytes]:
-    """Each full block's tokens as 8-byte little-endian integers; tokens beyond the last are left out.
+    """Pack each full block's tokens as 8-byte little-endian integers. A partial last block is left out.
 
     Raises:
-        InvalidArgumentError: a token id is negative or needs more than 64 bits; says which.
-        InvalidTypeError: a token id is not an integer; says which.
+        InvalidArgumentError: a token id is negative or needs more than 64 bits; the message names it.
+        InvalidTypeError: a token id is not an integer; the message names it.
     """
     words = _to_words(token_ids)
     if byteorder == "big":
@@ -36,7 +36,7 @@ def check_token_ids(token_ids: TokenIds) -> list[int]:
 
 
 def pack_cbor(token_ids: TokenIds, block_size: int) -> list[bytes]:
-    """Each full block's tokens as a canonical CBOR array of integers (RFC 7049 section 3.9).
+    """Pack each full block's tokens as a canonical CBOR array of integers (RFC 7049 section 3.9).
 
     Raises: as `pack_fixed`.
     """
@@ -56,10 +56,10 @@ def _pack_cbor_vectorized(words: Any, block_size: int, num_blocks: int) -> list[
     import numpy as np
     from cbor2 import dumps
 
-    # The array header of `block_size` items is what a list of as many zeros starts with.
+    # The header of an array of `block_size` items: encode zeros, one byte each, and cut them off.
     header = dumps([0] * block_size, canonical=True)[:-block_size]
     tokens = np.frombuffer(words, dtype=np.uint64)[: num_blocks * block_size]
-    # Bytes an integer takes: 1 up to 23, then a head byte and 1, 2, 4 or 8 more.
+    # An integer up to 23 takes 1 byte; a larger one takes a head byte and 1, 2, 4 or 8 more.
     widths = np.ones(len(tokens), dtype=np.int64)
     for bound, extra in ((24, 1), (1 << 8, 1), (1 << 16, 2), (1 << 32, 4)):
         widths += extra * (tokens >= bound)
@@ -83,7 +83,7 @@ def _pack_cbor_vectorized(words: Any, block_size: int, num_blocks: int) -> list[
 
 
 def _to_words(token_ids: TokenIds) -> Any:
-    """The token ids as an array of unsigned 64-bit integers, after checking that they are."""
+    """Return the token ids as an array of unsigned 64-bit integers. Raises: as `pack_fixed`."""
     listed: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if isinstance(listed, (bytes, bytearray)):
         listed = list(listed)  # array() would take them for packed words

@@ -1,7 +1,7 @@
-"""`KVEventBatch` and its bytes: one msgpack array `[ts, events, rank]`, byte for byte that of vLLM 0.33.
+"""`KVEventBatch` and its encoding: one msgpack array `[ts, events, rank]`, byte for byte as in vLLM 0.33.
 
-What is sent is strict and what is read is not: publishers in the field send events as maps or, before
-June 2026, as arrays, and a reader that stops at the first event it does not know has lost the stream.
+The encoder is strict and the decoder is lenient: deployed publishers send events as maps or, before June
+2026, as arrays, and a reader that stops at the first unknown event loses the stream.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from kv_pool.errors import EventStreamError, InvalidTypeError
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
-    """What one scheduler step did to the prefix cache.
+    """The prefix cache changes of one scheduler step.
 
     Attributes:
-        ts: wall clock, seconds since the epoch, when the batch was built.
-        events: in the order they happened; an empty list is a sign of life.
-        data_parallel_rank: on the wire always an int, since some readers refuse nil.
+        ts: wall-clock time at which the batch was built, in seconds since the epoch.
+        events: in order of occurrence; an empty list is a heartbeat.
+        data_parallel_rank: always an int on the wire, since some readers reject nil.
     """
 
     ts: float
@@ -27,14 +27,14 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 class DecodedBatch:
-    """A batch as it was read.
+    """A decoded batch.
 
     Attributes:
         ts, data_parallel_rank: as in `KVEventBatch`.
-        num_dropped: events that could not be read: of an unknown type, or malformed.
-        first_drop_reason: what was wrong with the first of those, None when none was dropped.
-        unread_events: the events, with `token_ids` perhaps still a `msgspec.Raw`; for readers that do not
-            look at tokens, or read them from bytes. `events` replaces it.
+        num_dropped: events that could not be decoded: malformed, or of an unknown type.
+        first_drop_reason: why the first of them was dropped; None if none was.
+        unread_events: the events, whose `token_ids` may still be a `msgspec.Raw`. For readers that ignore
+            tokens or read them from bytes. The first access to `events` replaces this list.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class DecodedBatch:
 
     @property
     def events(self) -> list[KVCacheEvent]:
-        """The events that could be read, in order. Token ids are decoded at the first access."""
+        """The events that could be decoded, in order. Token ids are decoded on first access."""
         if self._has_raw_tokens:
             self._read_tokens()
         return self.unread_events
@@ -102,52 +102,52 @@ class DecodedBatch:
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
-    """The batch as vLLM 0.33 writes it: events are maps keyed by field name.
+    """Encode a batch as vLLM 0.33 does: events are maps keyed by field name.
 
     Raises:
-        TypeError, ValueError, OverflowError: as msgspec, for what msgpack cannot hold.
+        TypeError, ValueError, OverflowError: from msgspec, for values that msgpack cannot represent.
     """
     return _ENCODER.encode(batch)
 
 
 def encode_batch_positional(batch: KVEventBatch) -> bytes:
-    """The batch as vLLM wrote it before June 2026: events are arrays, class name first.
+    """Encode a batch as vLLM did before June 2026: events are arrays, class name first.
 
-    For readers that know only that form. It ends at the fields of that time: no locality, ownership,
-    session or lookahead; trailing fields that are None are cut off.
+    For readers that know only this form. Later fields are omitted (locality, ownership, session, lookahead),
+    and so are trailing fields that are None.
 
     Raises:
-        InvalidTypeError: an event that this form does not have.
-        TypeError, ValueError, OverflowError: as msgspec, for what msgpack cannot hold.
+        InvalidTypeError: an event type that has no array form.
+        TypeError, ValueError, OverflowError: from msgspec, for values that msgpack cannot represent.
     """
     events = [_list_positional(event) for event in batch.events]
     return _ENCODER.encode([batch.ts, events, batch.data_parallel_rank])
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
-    """Read a batch of any publisher known, dropping single events that make no sense.
+    """Decode a batch from any known publisher. Invalid events are dropped one by one.
 
-    Accepted: two or more elements, the rank left out or nil; an integer `ts`; hashes as integers or bytes,
-    signed or not; maps in any key order with unknown keys; `lora_id`, `lora_name` and `medium` left out;
-    arrays with the class name first, with unknown elements behind.
+    Accepted: two or more elements, with the rank omitted or nil; an integer `ts`; hashes as integers (signed
+    or unsigned) or bytes; maps in any key order and with unknown keys; `lora_id`, `lora_name` and `medium`
+    omitted; arrays with the class name first and unknown elements at the end.
 
     Raises:
-        EventStreamError: this is not a batch.
-    Cost: one pass in C when every event is a well-formed map, a Python loop over the events if not, or if
-        the batch is a snapshot's size: other threads run in between.
+        EventStreamError: the payload is not a batch.
+    Cost: one pass in C if every event is a well-formed map; otherwise, and for batches as large as a
+        snapshot, a Python loop over the events, which lets other threads run in between.
     """
     batch = decode_lazily(payload)
-    batch.events  # noqa: B018 - decodes the tokens, and drops stores whose tokens are none
+    batch.events  # noqa: B018 - decodes the tokens, and drops stores with invalid tokens
     return batch
 
 
 def decode_lazily(payload: bytes) -> DecodedBatch:
-    """Read a batch as `decode_batch` does, its token ids later: when its `events` are first looked at.
+    """Decode a batch as `decode_batch` does, but its token ids only on the first access to `events`.
 
-    Tokens make up most of a store, and a mirror of hashes has no use for them.
+    Tokens are most of a store's bytes, and a mirror of hashes does not need them.
 
     Raises:
-        EventStreamError: this is not a batch.
+        EventStreamError: the payload is not a batch.
     """
     try:
         if len(payload) >= _LARGE_BYTES:
@@ -161,7 +161,7 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
 
 
 class _UnreadStored(BlockStored, tag="BlockStored"):
-    """A `BlockStored` whose tokens are still bytes."""
+    """A `BlockStored` whose tokens are not decoded yet."""
 
     token_ids: msgspec.Raw  # type: ignore[assignment]
 
@@ -170,7 +170,7 @@ _Event = _UnreadStored | BlockRemoved | AllBlocksCleared
 
 
 class _TypedBatch(msgspec.Struct, array_like=True):
-    """The batch as a current publisher sends it."""
+    """A batch as current publishers send it."""
 
     ts: float
     events: list[_Event]
@@ -178,7 +178,7 @@ class _TypedBatch(msgspec.Struct, array_like=True):
 
 
 class _RawBatch(msgspec.Struct, array_like=True):
-    """The same, its events still bytes."""
+    """A batch whose events are not decoded yet."""
 
     ts: float
     events: list[msgspec.Raw]
@@ -186,10 +186,10 @@ class _RawBatch(msgspec.Struct, array_like=True):
 
 
 _LARGE_BYTES = 100_000
-"""From this size on, one call in C would keep other threads waiting for longer than Python does by itself."""
+"""From this size on, decoding in one C call blocks other threads for longer than Python's switch interval."""
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
-"""What decoding raises for bytes that make no sense; msgspec 0.19 has errors that are no ValueError."""
+"""Errors that decoding raises for invalid bytes; some errors of msgspec 0.19 are not ValueErrors."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
@@ -217,18 +217,18 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
         "kv_cache_spec_kind",
         "kv_cache_spec_sliding_window",
     ),
-    # For some weeks a kind and a window followed here, too; they say nothing that stores do not say.
+    # Some vLLM versions appended a kind and a window here; stores already carry both.
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-"""The fields of the array form, in order, behind the class name."""
+"""The fields of the array form, in order, after the class name."""
 
 _LATER_FIELDS = ("lora_id", "medium", "lora_name")
-"""Fields without a default that some publishers leave out."""
+"""Fields without a default that some publishers omit."""
 
 
 def _list_positional(event: Any) -> list[Any]:
-    # By its tag, as msgspec writes it, so that classes of other packages do.
+    # Identify the event by its msgspec tag, so that classes of other packages work, too.
     name = event.__struct_config__.tag if isinstance(event, msgspec.Struct) else type(event).__name__
     if name not in _POSITIONS:
         raise InvalidTypeError(f"{name} has no array form; it exists for {', '.join(_POSITIONS)}")
@@ -242,17 +242,17 @@ def _decode_loosely(payload: bytes) -> DecodedBatch:
     try:
         found = msgspec.msgpack.decode(payload)
     except _UNREADABLE as error:
-        raise EventStreamError(f"a payload of {len(payload)} bytes is no event batch: {error}") from error
+        raise EventStreamError(f"a payload of {len(payload)} bytes is not an event batch: {error}") from error
     if not isinstance(found, list) or len(found) < 2:
         raise EventStreamError(
-            f"a payload of {len(payload)} bytes is no event batch: it is {_describe(found)}, "
+            f"a payload of {len(payload)} bytes is not an event batch: it is {_describe(found)}; "
             f"a batch is an array of ts, events, rank"
         )
     ts, raw_events, rank = found[0], found[1], found[2] if len(found) > 2 else None
     if not _is_number(ts) or not isinstance(raw_events, list) or not (rank is None or type(rank) is int):
         raise EventStreamError(
-            f"a payload of {len(payload)} bytes is no event batch: ts is {_describe(ts)}, events "
-            f"{_describe(raw_events)}, rank {_describe(rank)}"
+            f"a payload of {len(payload)} bytes is not an event batch: ts is {_describe(ts)}, events is "
+            f"{_describe(raw_events)}, rank is {_describe(rank)}"
         )
     events = []
     reasons = []
@@ -265,7 +265,7 @@ def _decode_loosely(payload: bytes) -> DecodedBatch:
 
 
 def _read_event(raw: Any) -> KVCacheEvent:
-    """One event out of a map or an array; raises ValueError or TypeError if it is none."""
+    """Return the event in a map or an array. Raises ValueError or TypeError if there is none."""
     fields = raw
     if isinstance(raw, list) and raw:
         name = raw[0]

@@ -1,6 +1,6 @@
-"""`BlockSpan`: neighbouring resident blocks, with what the event said that announced them. Compiled.
+"""`BlockSpan`: consecutive resident blocks and the fields of the event that announced them. Compiled.
 
-Most events announce many blocks. One object for all of them costs less time and memory than one for each.
+Most events announce many blocks. One object for all of them costs less time and memory than one per block.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from mypy_extensions import i32, i64, mypyc_attr
 from kv_pool.ids import ExternalBlockHash
 
 MAX_SPAN_BLOCKS: Final = 512
-"""Longer events become several spans, so that unpacking the tokens of one stays short."""
+"""Longer events are split into several spans, so that unpacking the tokens of one span stays fast."""
 
 MAX_GROWN_BLOCKS: Final = 16
-"""A block that follows a shorter span joins it: a sequence grows by one block at a time."""
+"""A block that follows a shorter span is appended to it: a sequence grows by one block at a time."""
 
 MIN_TRIMMED_BLOCKS: Final = 32
-"""Shorter spans keep what they hold of removed blocks."""
+"""Shorter spans are not trimmed: they keep the fields of removed blocks."""
 
 LEAST_INDEXED_BLOCKS: Final = 32
-"""Longer spans get an index of positions when a block between others is removed."""
+"""Spans of at least this length get an index of positions when an inner block is removed."""
 
 _encode: Final[Any] = Encoder().encode
 _decode: Final[Any] = Decoder().decode
@@ -39,21 +39,21 @@ class BlockKind(NamedTuple):
     has_extra_keys: bool
 
 
-# Compiled, without a GC header, as the blocks of a pool: a collection does not visit each of a million.
+# Compiled without a GC header, as a pool's blocks are: a collection does not visit a million spans.
 @mypyc_attr(acyclic=True)
 class BlockSpan:
-    """Resident blocks `[start, end)` of those that one event announced, each the parent of the next.
+    """The resident blocks `[start, end)` of one event's blocks, each the parent of the next.
 
     Attributes:
-        hashes: of all blocks that the event announced together, removed ones included.
+        hashes: of all blocks that the event announced together, including removed ones.
         parent: the hash before `hashes[0]` in the sequence, resident or not; None at the start.
         kind: a `BlockKind`.
-        tokens: the token ids of all `hashes`, by `pack_tokens`; None where they are not kept or not known.
-        extra_keys, lookahead_token_ids: the event's entries for all `hashes`; None without any.
-        start, end: which of `hashes` are resident.
-        serial: unique among the spans of a `ResidentBlocks`.
-        has_children: one of the hashes may be the parent of another span.
-        positions: hash -> index in `hashes`, once one was removed between others; None before.
+        tokens: the token ids of all `hashes`, packed by `pack_tokens`; None if not kept or unknown.
+        extra_keys, lookahead_token_ids: the event's entries for all `hashes`; None if there are none.
+        start, end: `hashes[start:end]` are resident.
+        serial: unique among the spans of a `PlaceBlocks`.
+        has_children: whether one of the hashes may be the parent of another span.
+        positions: hash -> index in `hashes`, built when an inner block is first removed; None before.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class BlockSpan:
 
 
 def copy_span(span: BlockSpan, serial: i64) -> BlockSpan:
-    """Return a span with the same blocks; what is done to one later does not change the other."""
+    """Return an independent copy of a span."""
     copy = BlockSpan(
         span.hashes, span.parent, span.kind, span.tokens, span.extra_keys, span.lookahead_token_ids, serial
     )
@@ -106,12 +106,12 @@ def copy_span(span: BlockSpan, serial: i64) -> BlockSpan:
 
 
 def find_parent(span: BlockSpan, position: i32) -> Any:
-    """Return the hash before the one at this position; None at the start of a sequence."""
+    """Return the hash before `position`; None at the start of a sequence."""
     return span.hashes[position - 1] if position else span.parent
 
 
 def trim(span: BlockSpan) -> None:
-    """Forget what the event said of removed blocks, once three quarters of a long span are removed."""
+    """Drop the fields of removed blocks if at least three quarters of a long span are removed."""
     num_held: i32 = len(span.hashes)
     num_blocks = span.end - span.start
     if num_held < MIN_TRIMMED_BLOCKS or num_blocks * 4 > num_held:
@@ -137,7 +137,7 @@ def trim(span: BlockSpan) -> None:
 
 
 def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
-    """Return True if a block after `last` can join the span."""
+    """Return True if a block of this kind whose parent is `last` can be appended to the span."""
     num_held: i32 = len(span.hashes)
     return (
         span.end == num_held < MAX_GROWN_BLOCKS
@@ -160,7 +160,7 @@ def grow(span: BlockSpan, block_hash: Any, tokens: Any) -> None:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
-    """Return token ids as a msgpack array; None for what cannot be in one."""
+    """Return token ids as a msgpack array; None if one of them cannot be encoded."""
     try:
         packed: bytes = _encode(token_ids)
     except (TypeError, OverflowError, MsgspecError):
@@ -169,28 +169,28 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Return the token ids of which `pack_tokens` made these bytes."""
+    """Return the token ids that `pack_tokens` packed."""
     token_ids: list[int] = _decode(packed)
     return token_ids
 
 
 def join_tokens(packed: bytes, num_tokens: int, following: bytes, num_following: int) -> bytes:
-    """Return two results of `pack_tokens`, of these numbers of tokens, as one."""
+    """Join two results of `pack_tokens`, which have `num_tokens` and `num_following` tokens."""
     header = b"\xdd" + (num_tokens + num_following).to_bytes(4, "big")
     return header + packed[measure_header(packed) :] + following[measure_header(following) :]
 
 
 def measure_header(packed: bytes) -> int:
-    """Return how many bytes of a msgpack array come before its elements."""
+    """Return the size of a msgpack array's header, in bytes."""
     return {0xDC: 3, 0xDD: 5}.get(packed[0], 1)
 
 
 @mypyc_attr(acyclic=True)
 class ResidentBlock:
-    """One block of a span that nothing changes any more.
+    """One block of a span that no longer changes.
 
     Attributes:
-        span, position: where it is described.
+        span, position: the span that describes it, and its index in `span.hashes`.
         parent: the hash before it in the sequence, resident or not; None at the start.
     """
 
@@ -207,14 +207,14 @@ class ResidentBlock:
 
 
 def list_blocks(span: BlockSpan) -> list[tuple[ExternalBlockHash, ResidentBlock]]:
-    """Return the resident blocks of a span by hash, first to last."""
+    """Return the resident blocks of a span as (hash, block) pairs, first to last."""
     return [
         (span.hashes[position], ResidentBlock(span, position)) for position in range(span.start, span.end)
     ]
 
 
 def find_position(span: BlockSpan, block_hash: Any) -> i32:
-    """Return where in the span's hashes this one is."""
+    """Return the index of a hash in the span's hashes."""
     if span.end - span.start < LEAST_INDEXED_BLOCKS:
         return span.hashes.index(block_hash, span.start, span.end)
     if span.positions is None:

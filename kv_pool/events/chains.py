@@ -1,9 +1,9 @@
-r"""A snapshot's events: each resident block once, parents before children, chains as one event.
+r"""The events of a snapshot: each resident block once, parents before children, one event per chain.
 
     root -- a -- b -- c         one event: a chain of one kind
                   \
-                   d -- e       one event, whose parent is b
-    (gone) .... f -- g          an orphan: after all others, with the parent it had
+                   d -- e       one event with parent b
+    (gone) .... f -- g          an orphan: after all others, with its original parent
 """
 
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from typing import Any
 
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.events.block_spans import BlockSpan, ResidentBlock, unpack_tokens
-from kv_pool.events.pace import Pace
 from kv_pool.events.place_blocks import Place
 from kv_pool.events.resident_copy import Copies
 from kv_pool.events.sharded_dict import ShardedDict, find_shard
+from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
 STEPS_PER_LOOK_AT_THE_CLOCK = 32
 
 
-def iter_chunks(copies: Copies, max_blocks: int, pace: Pace) -> Iterator[list[KVCacheEvent]]:
-    """Events for all these blocks, in lists of at most `max_blocks` blocks. Uses the copies up.
+def iter_chunks(copies: Copies, max_blocks: int, yield_timer: YieldTimer) -> Iterator[list[KVCacheEvent]]:
+    """Yield events for all these blocks, in lists of at most `max_blocks` blocks.
 
-    The memory of the copies goes back on the way.
+    Consumes `copies`, and frees their memory along the way.
     """
-    all_chains = [Chains(place, blocks, max_blocks, pace) for place, blocks in copies.items()]
+    all_chains = [Chains(place, blocks, max_blocks, yield_timer) for place, blocks in copies.items()]
     copies.clear()
     chunk: list[KVCacheEvent] = []
     num_blocks = 0
@@ -40,26 +40,28 @@ def iter_chunks(copies: Copies, max_blocks: int, pace: Pace) -> Iterator[list[KV
 
 
 def iter_events(all_chains: "list[Chains]") -> Iterator[BlockStored]:
-    """The blocks of all places: roots and what hangs on them first, orphans next, what is left last."""
+    """Yield the blocks of all places: trees from their roots, then orphans, then all remaining blocks."""
     for chains in all_chains:
         yield from chains.take(chains.roots)
     for chains in all_chains:
         yield from chains.take(chains.orphans)
     for chains in all_chains:
-        # Hashes whose parents lead in a circle: two prefixes of one hash.
+        # Hashes whose parents form a cycle: two prefixes have the same hash.
         for shard in chains.blocks.shards:
             while shard:
                 yield from chains.take([next(iter(shard))])
 
 
 class Chains:
-    """The blocks of one place as a forest, to be taken apart into events of at most `max_blocks` blocks."""
+    """The blocks of one place as a forest, which `take` splits into events of at most `max_blocks` blocks."""
 
-    def __init__(self, place: Place, blocks: ShardedDict[ResidentBlock], max_blocks: int, pace: Pace) -> None:
+    def __init__(
+        self, place: Place, blocks: ShardedDict[ResidentBlock], max_blocks: int, yield_timer: YieldTimer
+    ) -> None:
         self.place = place
         self.blocks = blocks
         self.max_blocks = max_blocks
-        self.pace = pace
+        self.yield_timer = yield_timer
         self.roots: list[ExternalBlockHash] = []
         self.orphans: list[ExternalBlockHash] = []
         self.first_children: ShardedDict[ExternalBlockHash] = ShardedDict()
@@ -71,10 +73,10 @@ class Chains:
                 elif not self.link(block_hash, block.parent):
                     self.orphans.append(block_hash)
                 if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
-                    pace.step()
+                    yield_timer.yield_if_due()
 
     def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash) -> bool:
-        """Hang the block on its parent; False if that is not there."""
+        """Attach a block to its parent; return False if the parent is not resident."""
         number = find_shard(parent)
         if parent not in self.blocks.shards[number]:
             return False
@@ -86,7 +88,7 @@ class Chains:
         return True
 
     def take(self, starts: list[ExternalBlockHash]) -> Iterator[BlockStored]:
-        """Events for these blocks and all that hang on them, each block once. Uses `starts` up."""
+        """Yield events for these blocks and their descendants, each block once. Consumes `starts`."""
         pending = starts
         all_blocks = self.blocks.shards
         first_children = self.first_children.shards
@@ -100,7 +102,7 @@ class Chains:
                 block_hash, following = following, None
                 number = find_shard(block_hash)
                 block = all_blocks[number].pop(block_hash, None)
-                if block is None:  # the circle is closed
+                if block is None:  # a cycle ends here
                     break
                 run.append(block_hash)
                 run_blocks.append(block)
@@ -114,13 +116,13 @@ class Chains:
                     else:
                         pending.append(child)
                 if len(run) % STEPS_PER_LOOK_AT_THE_CLOCK == 1:
-                    self.pace.step()
+                    self.yield_timer.yield_if_due()
             if run:
                 yield make_event(self.place, run, run_blocks)
 
 
 def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:
-    """Return True if one event can tell of both."""
+    """Return True if one event can announce both blocks."""
     span, next_span = block.span, other.span
     return span is next_span or (
         span.kind is next_span.kind
@@ -130,7 +132,7 @@ def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:
 
 
 def make_event(place: Place, hashes: list[ExternalBlockHash], blocks: list[ResidentBlock]) -> BlockStored:
-    """Return one event for blocks that are alike, each the parent of the next."""
+    """Return one event for blocks that are alike (`is_alike`), each the parent of the next."""
     first = blocks[0]
     kind = first.span.kind
     size = kind.block_size
@@ -161,7 +163,7 @@ def make_event(place: Place, hashes: list[ExternalBlockHash], blocks: list[Resid
 
 
 def list_runs(blocks: list[ResidentBlock]) -> list[tuple[BlockSpan, int, int]]:
-    """Return which blocks `[start, end)` of which spans these are."""
+    """Group blocks into runs `(span, start, end)` of consecutive positions."""
     runs: list[tuple[BlockSpan, int, int]] = []
     for block in blocks:
         if runs and runs[-1][0] is block.span and runs[-1][2] == block.position:

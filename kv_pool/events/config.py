@@ -1,4 +1,4 @@
-"""`PublisherConfig`: everything that can be said about a publisher, from Python, a mapping or a TOML file."""
+"""`PublisherConfig`: all settings of a publisher, from Python, a mapping or a TOML file."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ SPEC_KINDS = (
     "cross_attention",
     "unknown",
 )
-"""What readers are told about a KV cache group. They index full, mla and sink_full, and drop the others."""
+"""The kinds of KV cache groups in events. Readers index full, mla and sink_full, and drop the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
-    """What the stores of one KV cache group say about it.
+    """The properties of one KV cache group, as its stores carry them.
 
     Attributes:
         kind: one of `SPEC_KINDS`.
@@ -41,59 +41,62 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in SPEC_KINDS:
-            raise InvalidArgumentError(f"kind is {self.kind!r}; it is one of {', '.join(SPEC_KINDS)}")
+            raise InvalidArgumentError(f"kind is {self.kind!r}; it must be one of {', '.join(SPEC_KINDS)}")
         if self.sliding_window is not None:
             _check_count("sliding_window", self.sliding_window, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublisherConfig:
-    """How a publisher sends. Names that vLLM's `KVEventsConfig` has mean the same here.
+    """The settings of a publisher. Names shared with vLLM's `KVEventsConfig` have the same meaning.
 
         >>> from kv_pool.events import PublisherConfig
         >>> PublisherConfig(endpoint="tcp://*:5557", data_parallel_rank=2).rank_endpoint
         'tcp://*:5559'
 
     Attributes:
-        endpoint: of rank 0, for live batches. Only this machine reaches the default; vLLM's is
-            `tcp://*:5557`, open to every network that the machine is on.
-        replay_endpoint: of rank 0, where readers ask for batches that they missed; None for no replay.
-        bind: whether to bind `endpoint` or connect to it; None for `endpoints.should_bind`.
-        buffer_steps: batches kept for replay.
-        hwm: batches that ZeroMQ keeps per subscriber that is behind; it drops what comes after, unnoticed
-            until the subscriber sees the gap.
-        max_readers: connections to both sockets together; those beyond are closed at once, and counted.
-        max_unread_bytes: what ZeroMQ may hold of live batches for all subscribers together, to 1 MiB. When it
-            is more, the connection with most bytes unsent is closed, and counted. The same again for replies
-            on the replay socket: what goes beyond waits until readers have read.
-        slow_reader_s: the connection of a reader that leaves its replay unread for this long is closed, and
-            counted; a second longer for each MB it was sent.
-        max_queue_size: batches between the pool's thread and the publisher's.
-        topic: what subscribers filter by. llm-d needs `kv@<pod id>@<model>`.
-        data_parallel_rank: goes into every batch, and is added to the ports.
-        first_sequence: "zero", "clock", or a number. llm-d with replay insists on a stream that starts at 0,
-            and takes a lower sequence for a restart. Dynamo's indexer does not: it drops batches until the
-            old number is passed, and keeps the blocks of the earlier life; nor does SMG when it sees the new
-            numbers only after they have passed the old one. For these take "clock", microseconds since the
-            epoch: a restart goes up and leaves a gap, which they ask to have filled, and a publisher that has
-            a `state` answers with a clear and what is there now. Dynamo takes that; SMG begins anew. A number
-            is for an engine that goes on where it stopped, as a loaded pool does: the first batch is the next
-            one of the same stream, and has to say what is different now.
-        when_full: "drop_oldest" or "drop_newest": which batch goes when the queue is full. Either is
-            counted and leaves a hole in the sequence. The pool's thread never waits.
-        heartbeat_s: an idle publisher sends an empty batch after so many seconds, by which readers notice
-            that they missed the last ones. Each takes a place among the `buffer_steps`. None for none.
-        positional: events as arrays, for readers older than June 2026.
-        groups: kind and window of each KV cache group, by group id. Stores that do not say them get them
-            from here, "unknown" for a group that is not listed: without a kind readers drop them.
+        endpoint: live endpoint of rank 0. The default is reachable only from this machine; vLLM's default,
+            `tcp://*:5557`, is reachable from every network of the machine.
+        replay_endpoint: replay endpoint of rank 0, where readers request batches they missed; None disables
+            replay.
+        bind: whether to bind `endpoint` or connect to it; None lets `endpoints.should_bind` decide.
+        buffer_steps: number of batches kept for replay.
+        hwm: number of batches that ZeroMQ queues per slow subscriber. ZeroMQ drops later batches silently;
+            the subscriber notices the gap.
+        max_readers: maximum number of connections to both sockets together. Further connections are closed at
+            once and counted.
+        max_unread_bytes: maximum number of bytes of live batches that ZeroMQ holds for all subscribers
+            together, accurate to 1 MiB. Beyond it the connection with the most unsent bytes is closed and
+            counted. The same bound applies to replies on the replay socket; further replies wait.
+        slow_reader_s: seconds after which a reader that does not read its replay is disconnected and counted;
+            one second longer for each MB sent to it.
+        max_queue_size: maximum number of batches queued between the pool's thread and the publisher's.
+        topic: prefix that subscribers filter by. llm-d needs `kv@<pod id>@<model>`.
+        data_parallel_rank: sent in every batch and added to the ports.
+        first_sequence: "zero", "clock" or a number. llm-d with replay requires a stream that starts at 0, and
+            treats a lower sequence as a restart. Dynamo's indexer does not: it drops batches until the old
+            number is passed, and keeps the blocks of the previous incarnation. SMG misses the restart if it
+            first sees the new numbers after they have passed the old one. For both use "clock", microseconds
+            since the epoch: a restart then leaves a gap, the readers request it, and a publisher with a
+            `state` answers with a clear and all resident blocks. Dynamo applies the answer; SMG starts over.
+            Use a number if the engine continues where it stopped, as a loaded pool does: the first batch is
+            then the next one of the same stream and has to announce all changes since the last one.
+        when_full: "drop_oldest" or "drop_newest": the batch to drop when the queue is full. A dropped batch
+            is counted and leaves a hole in the sequence. The pool's thread never waits.
+        heartbeat_s: an idle publisher sends an empty batch after this many seconds, so that readers notice
+            missed batches. Each heartbeat counts towards `buffer_steps`. None disables heartbeats.
+        positional: encode events as arrays, for readers older than June 2026.
+        groups: kind and window of each KV cache group, by group id. They are added to stores without a kind,
+            as "unknown" for groups that are not listed: readers drop stores without a kind.
         curve_secret_key_file: the server's certificate with its secret key, as `zmq.auth.create_certificates`
-            writes it: encrypts, and refuses whoever does not know the server's public key.
-            For streams that leave the machine.
-        curve_client_keys_dir: the public keys of those who may read; None for all who know the server's.
-        linger_s: how long `close()` waits for batches to leave.
+            writes it. Encrypts the stream, and rejects readers without the server's public key. Use it for
+            streams that leave the machine.
+        curve_client_keys_dir: directory of the public keys of admitted readers; None admits every reader that
+            has the server's public key.
+        linger_s: seconds that `close()` waits for batches to be sent.
 
     Raises:
-        InvalidArgumentError: a value that can not be meant; the message says which and what can.
+        InvalidArgumentError: an invalid value; the message names it and the valid ones.
     """
 
     endpoint: str = "tcp://127.0.0.1:5557"
@@ -125,28 +128,26 @@ class PublisherConfig:
             _check_count("first_sequence", self.first_sequence, 0)
         _check_choice("when_full", self.when_full, ("drop_oldest", "drop_newest"))
         if self.heartbeat_s is not None and not self.heartbeat_s > 0:
-            raise InvalidArgumentError(f"heartbeat_s is {self.heartbeat_s}; it is above 0, or None for none")
+            raise InvalidArgumentError(f"heartbeat_s is {self.heartbeat_s}; use a value above 0, or None")
         if not 0 < self.slow_reader_s < float("inf"):
-            raise InvalidArgumentError(f"slow_reader_s is {self.slow_reader_s}; it is above 0, and finite")
+            raise InvalidArgumentError(f"slow_reader_s is {self.slow_reader_s}; use a finite value above 0")
         if not 0 <= self.linger_s < float("inf"):
-            raise InvalidArgumentError(f"linger_s is {self.linger_s}; it is 0 or more, and finite")
+            raise InvalidArgumentError(f"linger_s is {self.linger_s}; use a finite value, 0 or more")
         check_endpoint(self.endpoint)
         if self.replay_endpoint is not None:
             check_endpoint(self.replay_endpoint)
-        # Both have to be possible, and are told now rather than when the publisher starts.
+        # Check both endpoints now rather than when the publisher starts.
         live, replay = self.rank_endpoint, self.rank_replay_endpoint
         if replay == live and not live.endswith((":0", ":*")):
-            raise InvalidArgumentError(
-                f"endpoint and replay_endpoint are both {live!r}; they are two sockets"
-            )
+            raise InvalidArgumentError(f"endpoint and replay_endpoint are both {live!r}; they must differ")
         self._check_curve()
 
     @classmethod
     def for_routers(cls, **settings: Any) -> Self:
-        """What routers and indexers need: replay, numbers from the clock, a heartbeat each second.
+        """Return the settings that routers and indexers need: replay, clock numbers, a heartbeat per second.
 
-        Give the publisher a `StreamState()`, too: without one there are no snapshots, and copies are
-        announced one by one. `settings` are those of the class, and win.
+        Also pass a `StreamState()` to the publisher: without one there are no snapshots, and each copy of a
+        block is announced. `settings` are those of the class and override these defaults.
 
             >>> from kv_pool.events import PublisherConfig
             >>> config = PublisherConfig.for_routers(endpoint="tcp://*:6000", replay_endpoint="tcp://*:6100")
@@ -169,18 +170,18 @@ class PublisherConfig:
             return None
         return offset_endpoint(self.replay_endpoint, self.data_parallel_rank)
 
-    def choose_first_sequence(self, clock: Callable[[], float]) -> int:
-        """The number of the first batch; `clock` gives seconds since the epoch."""
+    def find_first_sequence(self, clock: Callable[[], float]) -> int:
+        """Return the sequence of the first batch; `clock` returns seconds since the epoch."""
         if isinstance(self.first_sequence, int):
             return self.first_sequence
         return int(clock() * 1_000_000) if self.first_sequence == "clock" else 0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """From plain values; `groups` is a list of mappings.
+        """Create a configuration from plain values; `groups` is a list of mappings.
 
         Raises:
-            InvalidArgumentError: an unknown key, a value of the wrong type, or one that can not be meant.
+            InvalidArgumentError: an unknown key, a value of the wrong type, or an invalid value.
         """
         known = [field.name for field in fields(cls)]
         unknown = [key for key in values if key not in known]
@@ -192,7 +193,7 @@ class PublisherConfig:
         ]
         if unknown:
             raise InvalidArgumentError(
-                f"unknown {', '.join(map(repr, unknown))} for a publisher; known are {', '.join(known)}, "
+                f"unknown key {', '.join(map(repr, unknown))} for a publisher; known are {', '.join(known)}, "
                 f"and in groups kind and sliding_window"
             )
         try:
@@ -202,11 +203,11 @@ class PublisherConfig:
 
     @classmethod
     def from_toml(cls, path: str | PathLike[str], table: str = "publisher") -> Self:
-        """From a table of a TOML file; dots in `table` lead into tables of tables.
+        """Create a configuration from a table of a TOML file; dots in `table` name nested tables.
 
         Raises:
-            InvalidArgumentError: no such table, no TOML, or as `from_mapping`; the message names the file.
-            OSError: the file can not be read.
+            InvalidArgumentError: no such table, invalid TOML, or as `from_mapping`; it names the file.
+            OSError: the file cannot be read.
         """
         with open(open_regular(path), "rb") as file:
             try:
@@ -228,8 +229,8 @@ class PublisherConfig:
         if self.curve_secret_key_file is None:
             if self.curve_client_keys_dir is not None:
                 raise InvalidArgumentError(
-                    "curve_client_keys_dir is set and curve_secret_key_file is not; readers are told apart "
-                    "by their keys only on an encrypted stream"
+                    "curve_client_keys_dir is set and curve_secret_key_file is not; reader keys are checked "
+                    "only on an encrypted stream"
                 )
             return
         for endpoint in (self.endpoint, self.replay_endpoint):
@@ -247,27 +248,27 @@ _FOR_ROUTERS: dict[str, Any] = {
 
 _LEAST = {
     "buffer_steps": 1,
-    "hwm": 1,  # ZeroMQ's 0 would be no bound at all
+    "hwm": 1,  # ZeroMQ treats 0 as no bound
     "max_readers": 1,
     "max_unread_bytes": 1,
     "max_queue_size": 1,
     "data_parallel_rank": 0,
 }
-"""The integers, and the lowest each can be."""
+"""The integer settings and their minimum values."""
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise InvalidArgumentError(f"{name} is {value!r}; it is an integer, {least} or more")
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer, {least} or more")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise InvalidArgumentError(f"{name} is {value!r}; it is {' or '.join(map(repr, choices))}")
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
 
 
 def _list_mappings(groups: Any) -> list[Mapping[str, Any]]:
-    """The mappings in a list; whatever else was given is msgspec's to refuse."""
+    """Return the mappings in a list; msgspec rejects all other values later."""
     return (
         [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list | tuple) else []
     )

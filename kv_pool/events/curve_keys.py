@@ -1,4 +1,4 @@
-"""CURVE keys: a reader's, and those in the files that `zmq.auth.create_certificates` writes."""
+"""CURVE keys: the keys of a reader, and loading keys from `zmq.auth.create_certificates` files."""
 
 import os
 from os import PathLike, fspath
@@ -11,7 +11,7 @@ _KEY_BYTES = 40
 
 
 class CurveKeys(NamedTuple):
-    """A reader's keys for an encrypted stream, in Z85, as `zmq.curve_keypair()` and key files have them."""
+    """The keys of a reader for an encrypted stream, in Z85, as in key files and `zmq.curve_keypair()`."""
 
     server_public_key: bytes
     public_key: bytes
@@ -21,13 +21,13 @@ class CurveKeys(NamedTuple):
     def from_files(
         cls, server_key_file: str | PathLike[str], secret_key_file: str | PathLike[str] | None = None
     ) -> "CurveKeys":
-        """From the publisher's public certificate and the reader's secret one.
+        """Load the publisher's public certificate and the reader's secret one.
 
         Args:
-            secret_key_file: None for a new pair, which is enough for publishers without
-                `curve_client_keys_dir`: they admit whoever knows their public key.
+            secret_key_file: None generates a new pair, which is enough for publishers without
+                `curve_client_keys_dir`: they admit every reader that has their public key.
         Raises:
-            InvalidArgumentError: a file that can not be read, or without the keys; the message names it.
+            InvalidArgumentError: a file that cannot be read or has no keys; the message names it.
             MissingDependencyError: pyzmq is not installed.
         """
         from kv_pool.events.zmq_module import zmq
@@ -39,18 +39,18 @@ class CurveKeys(NamedTuple):
 
 
 def load_public_key(name: str, path: str | PathLike[str]) -> bytes:
-    """The public key in a certificate file. Raises InvalidArgumentError; `name` says what the file is for."""
+    """Return the public key in a certificate file. Raises InvalidArgumentError, which states `name`."""
     public_key, _ = _load(name, path)
     return public_key
 
 
 def load_key_pair(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes]:
-    """Both keys in a secret certificate file. Raises InvalidArgumentError, as `load_public_key`."""
+    """Return both keys of a secret certificate file. Raises InvalidArgumentError, as `load_public_key`."""
     public_key, secret_key = _load(name, path)
     if secret_key is None or len(secret_key) != _KEY_BYTES:
         raise InvalidArgumentError(
-            f"{name} {path} has no pair of keys; "
-            f"the .key_secret file that zmq.auth.create_certificates writes has one"
+            f"{name} {path} has no key pair; "
+            f"use the .key_secret file that zmq.auth.create_certificates writes"
         )
     return public_key, secret_key
 
@@ -59,14 +59,14 @@ def _load(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes | None]:
     from kv_pool.events.zmq_module import zmq
 
     if not zmq.has("curve"):
-        raise InvalidArgumentError(f"this libzmq has no CURVE; leave {name} out, or install another")
+        raise InvalidArgumentError(f"this libzmq has no CURVE support; omit {name} or install another")
     import zmq.auth
 
     try:
-        os.close(open_regular(path))  # a pipe would be waited for
+        os.close(open_regular(path))  # opening a pipe would block
         public_key, secret_key = zmq.auth.load_certificate(fspath(path))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"{name} {path}: {error}") from error
     if len(public_key) != _KEY_BYTES:
-        raise InvalidArgumentError(f"{name} {path}: a public key has {_KEY_BYTES} characters of Z85")
+        raise InvalidArgumentError(f"{name} {path}: the public key must have {_KEY_BYTES} characters of Z85")
     return public_key, secret_key

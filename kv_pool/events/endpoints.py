@@ -1,4 +1,4 @@
-"""ZeroMQ endpoints: who binds, which port a data-parallel rank gets, what is loopback."""
+"""ZeroMQ endpoints: bind or connect, the ports of data-parallel ranks, loopback addresses."""
 
 import re
 
@@ -12,7 +12,7 @@ _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost|\[?::1\]?")
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise InvalidArgumentError if this is no endpoint of tcp, ipc or inproc."""
+    """Raise InvalidArgumentError if this is not a tcp, ipc or inproc endpoint."""
     if not endpoint.startswith(_SCHEMES):
         raise InvalidArgumentError(
             f"endpoint is {endpoint!r}; write tcp://host:port, ipc:///path or inproc://name"
@@ -22,14 +22,14 @@ def check_endpoint(endpoint: str) -> None:
         if port != "*" and int(port) > MAX_PORT:
             raise InvalidArgumentError(f"endpoint is {endpoint!r}; a port is at most {MAX_PORT}")
     elif endpoint in _SCHEMES:
-        raise InvalidArgumentError(f"endpoint is {endpoint!r}; a path or name has to follow")
+        raise InvalidArgumentError(f"endpoint is {endpoint!r}; a path or name is missing")
 
 
 def should_bind(endpoint: str) -> bool:
-    """Does a publisher bind this endpoint, if nobody says otherwise, or connect to it?
+    """Return True if a publisher binds this endpoint by default, False if it connects to it.
 
-    As in vLLM: it binds what contains `*` or `::`, ipc and inproc, and connects to other hosts. One's own
-    loopback and 0.0.0.0 are bound as well, where vLLM would connect to a subscriber that binds them.
+    As in vLLM, it binds ipc, inproc and addresses with `*` or `::`, and connects to other hosts. Unlike vLLM,
+    it also binds loopback addresses and 0.0.0.0, where vLLM connects to a subscriber that binds them.
     """
     if "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
         return True
@@ -38,7 +38,7 @@ def should_bind(endpoint: str) -> bool:
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Can only this machine reach it?"""
+    """Return True if the endpoint is reachable only from this machine."""
     if not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
@@ -46,14 +46,14 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Does its host need ZeroMQ's IPv6 option?"""
+    """Return True if the endpoint needs ZeroMQ's IPv6 option."""
     return endpoint.startswith("tcp://") and "::" in endpoint
 
 
 def offset_endpoint(endpoint: str, rank: int) -> str:
-    """The endpoint of one data-parallel rank: tcp ports count up from rank 0, inproc names get `_dp<rank>`.
+    """Return the endpoint of a data-parallel rank: tcp port plus rank, inproc name plus `_dp<rank>`.
 
-    A free port (0 or `*`) is left alone.
+    A wildcard port (0 or `*`) is unchanged.
 
     Raises:
         InvalidArgumentError: rank above 0 on another scheme, or a port beyond 65535.
@@ -64,8 +64,8 @@ def offset_endpoint(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}"
     if not endpoint.startswith("tcp://"):
         raise InvalidArgumentError(
-            f"endpoint {endpoint!r} has no room for data-parallel rank {rank}; use tcp or inproc, "
-            f"or give each rank a path of its own and rank 0"
+            f"endpoint {endpoint!r} cannot be offset by data-parallel rank {rank}; use tcp or inproc, "
+            f"or configure each rank with its own path and data_parallel_rank 0"
         )
     host, port = _split_tcp(endpoint)
     if port in ("0", "*"):

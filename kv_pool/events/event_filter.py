@@ -1,4 +1,4 @@
-"""`EventFilter`: which events are sent instead of those of a batch."""
+"""`EventFilter`: replaces the events of a batch by the events to send."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -10,17 +10,17 @@ from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported
 from kv_pool.events.foreign_events import adopt
 from kv_pool.events.place_blocks import PlaceBlocks
 from kv_pool.events.resident_blocks import BLOCK_SIZE, HASHES, PARENT, TOKEN_IDS, ResidentBlocks
-from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
+from kv_pool.events.stored_spans import slice_positions, split_repeats, without_holes
 from kv_pool.events.tails import announce_with_tails
 
 LEAST_PACKED_BYTES: Final = 256
-"""Fewer are encoded twice as fast as an event is copied."""
+"""Shorter token arrays are encoded twice: that is faster than copying the event."""
 
 
 class EventFilter:
-    """Does the work of `StreamState.apply`, whose arguments it has.
+    """The implementation of `StreamState.apply`; takes the arguments of `StreamState`.
 
-    Removals in a row from one place are collected, applied together and sent as one event.
+    Consecutive removals from one place are collected, applied together and sent as one event.
     """
 
     def __init__(self, resident: ResidentBlocks, exact: bool, dense: bool, coalesce_removals: bool) -> None:
@@ -31,8 +31,8 @@ class EventFilter:
         self._read_fields: Any = astuple
         self._packs_tokens = False
         self._sent: list[KVCacheEvent] = []
-        # Removals in a row: the first event, the number of events that joined it, its place; the hashes that
-        # are not applied yet, and the hashes that are applied and not sent yet.
+        # Consecutive removals: the first event, the number of events merged into it, its place; hashes not
+        # applied yet, and hashes applied but not sent yet.
         self._first: Any = None
         self._num_joined = 0
         self._blocks: PlaceBlocks | None = None
@@ -41,20 +41,20 @@ class EventFilter:
         self._may_repeat = False
 
     def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
-        """Note the events, which `adopt_all` has returned; return what to send instead."""
+        """Record events returned by `adopt_all`; return the events to send instead."""
         sent: list[KVCacheEvent] = []
         self._sent = sent
         self._packs_tokens = packs_tokens
-        self._first = None  # something is left of a call that raised
+        self._first = None  # a call that raised may have left state behind
         self._blocks = None
         self._hashes = []
         self._gone = []
         self._may_repeat = False
-        # A local name is read faster than one of the module, for each event.
+        # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
         read: Any = self._read_fields
-        last: tuple[Any, ...] | None = None  # the fields of the event before, if it was a removal
+        last: tuple[Any, ...] | None = None  # the fields of the previous event, if it was a removal
         for event in events:
             kind = type(event)
             if kind is removed:
@@ -67,7 +67,7 @@ class EventFilter:
                     and fields[4] is last[4]
                     and self.coalesce_removals
                 ):
-                    # Most removals of a pool.
+                    # The path of most removals of a pool.
                     self._num_joined += 1
                     hashes: list[Any] = fields[0]
                     if len(hashes) == 1:
@@ -104,7 +104,7 @@ class EventFilter:
                 return
         elif hashes:
             resident = self.resident
-            blocks = resident.find_stored(fields)
+            blocks = resident.get_or_add_stored_place(fields)
             first_copies = resident.store(blocks, fields)
             if self.exact:
                 if first_copies is not None and not first_copies:
@@ -123,7 +123,7 @@ class EventFilter:
                     and len(fields[TOKEN_IDS]) == len(hashes) * fields[BLOCK_SIZE]
                     and hashes[0] != fields[PARENT]
                 ):
-                    # Nothing changes in most events.
+                    # The path of most stores: the event is sent unchanged.
                     self._end_removals()
                     packed = blocks.packed
                     if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
@@ -131,7 +131,7 @@ class EventFilter:
                     self._sent.append(event)
                     return
                 if first_copies is not None:
-                    parts = take_positions(event, first_copies)
+                    parts = slice_positions(event, first_copies)
         elif self.exact:
             return
         self._end_removals()
@@ -142,7 +142,7 @@ class EventFilter:
                 self._sent.extend(split_repeats(without_holes(part)))
 
     def _remove(self, event: Any, fields: tuple[Any, ...]) -> None:
-        blocks = self.resident.find_blocks(fields[1], fields[2], fields[3], fields[4])
+        blocks = self.resident.get_or_add_place(fields[1], fields[2], fields[3], fields[4])
         if blocks is self._blocks and self.coalesce_removals:
             self._num_joined += 1
         else:
@@ -167,7 +167,7 @@ class EventFilter:
                 self._gone = gone
 
     def _end_removals(self) -> None:
-        """Send the removals in a row as one event, the first itself if there is no other."""
+        """Send the consecutive removals as one event; a single unchanged removal is sent as it is."""
         first = self._first
         if first is None:
             return
@@ -188,7 +188,7 @@ class EventFilter:
 
 
 def split_at_repeats(hashes: list[Any]) -> list[list[Any]]:
-    """Return the hashes in parts without repeats, as few as their order allows."""
+    """Split hashes into parts without duplicates, keeping their order; as few parts as possible."""
     if len(set(hashes)) == len(hashes):
         return [hashes]
     parts: list[list[Any]] = []
@@ -209,7 +209,7 @@ def list_others(events: Iterable[Any]) -> list[Any]:
 
 
 def adopt_all(events: list[Any]) -> list[Any]:
-    """Return the events as ours, an engine's own classes included.
+    """Convert the events of other packages to kv_pool's classes.
 
     Raises:
         InvalidTypeError: as `adopt`.

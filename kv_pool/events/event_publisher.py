@@ -1,4 +1,4 @@
-"""What a publisher is: the protocol, its numbers, and the one that sends nothing."""
+"""The publisher protocol, its statistics, and a publisher that sends nothing."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,23 +10,24 @@ from kv_pool.errors import PublisherClosedError
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """What a publisher has done so far; all but the last three only grow.
+    """The counters of a publisher; all but the last three only grow.
 
     Attributes:
-        num_batches_sent, num_events_sent, num_bytes_sent: live; bytes of payloads.
-        num_empty_batches_sent: among them: heartbeats, and steps of which the state had nothing to tell.
-        num_batches_dropped, num_events_dropped: by a full queue, or not sent before `close()` gave up.
-        num_batches_failed, num_events_failed: could not be encoded, or the state refused them.
-        num_replays: replay requests that got their end marker.
-        num_snapshots: of those, the ones that got a snapshot.
-        num_replays_abandoned: not answered, or not to the end, since the reader was gone or did not read.
-        num_malformed_requests: on the replay socket, ignored.
-        num_readers_dropped: connections closed since their readers did not read: live beyond
-            `max_unread_bytes`, replays for `slow_reader_s`.
-        num_readers_refused: connections closed since `max_readers` were open.
-        num_readers: connections now, to both sockets.
-        num_queued: batches that wait for the publisher's thread now.
-        last_sequence: of the latest batch, sent or failed; None before the first one.
+        num_batches_sent, num_events_sent, num_bytes_sent: sent live; bytes of payloads.
+        num_empty_batches_sent: of these, heartbeats and steps for which the state had nothing to send.
+        num_batches_dropped, num_events_dropped: dropped by a full queue, or not sent within `linger_s` of
+            `close()`.
+        num_batches_failed, num_events_failed: could not be encoded or sent, or were rejected by the state.
+        num_replays: replay requests that were answered to the end marker.
+        num_snapshots: snapshots sent.
+        num_replays_abandoned: requests not answered, or not completely: the reader was gone or did not read.
+        num_malformed_requests: malformed requests on the replay socket, which were ignored.
+        num_readers_dropped: connections closed because their readers were slow: live batches beyond
+            `max_unread_bytes`, replays unread for `slow_reader_s`.
+        num_readers_refused: connections closed because `max_readers` were open.
+        num_readers: current connections to both sockets.
+        num_queued: batches currently queued for the publisher's thread.
+        last_sequence: sequence of the latest batch, sent or failed; None before the first one.
     """
 
     num_batches_sent: int = 0
@@ -49,28 +50,28 @@ class PublisherStatistics:
 
 
 class EventPublisher(Protocol):
-    """Takes a pool's events and sends them to whoever listens.
+    """A publisher of a pool's events.
 
     Attributes:
-        endpoint, replay_endpoint: where, with the real port; None for nowhere.
+        endpoint, replay_endpoint: with the actual port; None if there is none.
     """
 
     endpoint: str | None
     replay_endpoint: str | None
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """Hand over the events of one scheduler step, as one batch; they belong to the publisher now.
+        """Publish the events of one scheduler step as one batch. The publisher takes ownership of the list.
 
-        No events, no batch. Never blocks, and may be called from any thread.
+        An empty list is not sent. Never blocks; may be called from any thread.
 
         Raises:
             PublisherClosedError: after `close()`.
         """
 
-    def statistics(self) -> PublisherStatistics: ...
+    def get_statistics(self) -> PublisherStatistics: ...
 
     def close(self) -> None:
-        """Send what was published so far, and stop. Does nothing the second time."""
+        """Send the batches published so far, and stop. Idempotent."""
 
     def __enter__(self) -> Self: ...
 
@@ -83,7 +84,7 @@ class EventPublisher(Protocol):
 
 
 class NullEventPublisher:
-    """Takes events and sends none, for engines whose stream is turned off."""
+    """A publisher that discards events, for engines whose stream is turned off."""
 
     def __init__(self) -> None:
         self.endpoint: str | None = None
@@ -94,7 +95,7 @@ class NullEventPublisher:
         if self._is_closed:
             raise PublisherClosedError("the publisher is closed")
 
-    def statistics(self) -> PublisherStatistics:
+    def get_statistics(self) -> PublisherStatistics:
         return PublisherStatistics()
 
     def close(self) -> None:

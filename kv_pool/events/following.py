@@ -1,4 +1,4 @@
-"""`follow`: a subscriber's items applied to a mirror, which then holds what the publisher holds."""
+"""`follow`: apply a subscriber's items to a mirror, which then matches the publisher's cache."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 
@@ -7,12 +7,12 @@ from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, Receive
 
 
 def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str) -> Iterator[StreamItem]:
-    """Apply each item to the mirror and hand it on.
+    """Apply each item to the mirror, then yield it.
 
         for item in follow(mirror, subscriber, "engine-1"):
             ...                       # the mirror is up to date as of this item
 
-    See `apply_item` for what a loss does.
+    See `apply_item` for the effect of a loss.
     """
     for item in items:
         apply_item(mirror, item, publisher_id)
@@ -22,10 +22,10 @@ def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str)
 async def follow_async(
     mirror: PrefixMirror, items: AsyncIterable[StreamItem], publisher_id: str
 ) -> AsyncIterator[StreamItem]:
-    """`follow` in an event loop: `async for item in follow_async(mirror, subscriber, "engine-1")`.
+    """Apply items as `follow` does, in an event loop: `async for item in follow_async(mirror, items, "a")`.
 
-    The loop stands still while an item is decoded and applied: for a snapshot of many blocks that is long.
-    Where it must not, iterate over `follow` in a thread; the mirror's lookups take no lock.
+    Decoding and applying an item blocks the loop, for long if it is a large snapshot. If that matters,
+    iterate over `follow` in a thread; the mirror's lookups take no lock.
     """
     async for item in items:
         apply_item(mirror, item, publisher_id)
@@ -35,10 +35,10 @@ async def follow_async(
 def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: str) -> None:
     """Apply one item of a stream.
 
-    After a loss and after a restart the publisher's blocks are forgotten: a lost batch may have removed any
-    of them. The mirror then knows too few until they are stored again, but none that is not there. A loss
-    that a snapshot makes up for changes nothing; the snapshot begins with a clear of its own. A silent
-    publisher keeps its blocks: whether to send it requests is the router's to say.
+    After a loss or a restart the publisher's blocks are forgotten: a lost batch may have removed any of them.
+    Until they are stored again, the mirror has fewer blocks than the publisher, but no wrong ones. A loss
+    that is healed by a snapshot changes nothing: the snapshot begins with a clear. The blocks of a silent
+    publisher are kept: the router decides whether to send it requests.
     """
     match item:
         case ReceivedBatch():

@@ -1,11 +1,11 @@
-"""`GrowingPause`: when to try something again that keeps failing."""
+"""`GrowingPause`: exponential back-off for repeated attempts."""
 
 
 class GrowingPause:
-    """Each pause is twice as long as the last one, up to `max_s`.
+    """A back-off timer: each pause is twice as long as the last one, up to `max_s` seconds.
 
     Attributes:
-        due_s: when to try again; None while nothing is planned.
+        due_s: time of the next attempt; None if none is planned.
     """
 
     def __init__(self, first_s: float, max_s: float) -> None:
@@ -22,10 +22,10 @@ class GrowingPause:
         return self.due_s is not None and now_s >= self.due_s
 
     def shorten(self) -> None:
-        """Let the next pause be as short as the first one."""
+        """Reset the next pause to the length of the first one."""
         self._next_s = self._first_s
 
     def end(self) -> None:
-        """Plan nothing, and begin with a short pause the next time."""
+        """Cancel the planned attempt and reset the length of the next pause."""
         self.due_s = None
         self.shorten()

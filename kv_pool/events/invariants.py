@@ -1,17 +1,17 @@
-"""The numbered truths about the event stream, each one executable. They hold between two batches.
+"""The numbered invariants of the event stream and their checks. They hold between two batches.
 
     E1  the resident keys == the keys in the pools' prefix maps, as events name them
-    E2  a key's num_copies == how many blocks carry it
-    E3  whoever has read all that was sent knows the resident keys, and of each what its first copy's event
-        told; so does whoever has read a snapshot and what was sent after it                         (exact)
-    E4  a store's parent is None, or known to the reader by then, or does not come later in the list
-    E5  no hash is twice in an event, nor its own parent                                             (dense)
-    E6  a store has the tokens of its blocks or none; it has hashes                                  (dense)
-    E7  what is stored was not known; what is removed was, or has never been stored                  (exact)
+    E2  a key's num_copies == the number of blocks that carry it
+    E3  a reader of all sent events knows the resident keys and, for each, the fields of its first copy's
+        event; so does a reader of a snapshot and all events sent after it                           (exact)
+    E4  a store's parent is None, or known to the reader by then, or not stored later in the list
+    E5  no hash occurs twice in an event, or is its own parent                                       (dense)
+    E6  a store has hashes; it has the tokens of all its blocks, or none                             (dense)
+    E7  a stored hash was unknown; a removed hash was known, or was never stored                     (exact)
 
-E4 is about a snapshot, or about what is sent for one call of a pool: between two calls a parent may be
-evicted and cached again, after which it does come later. Each check raises CorruptedPoolError naming the
-first that fails; none changes anything. They are for tests, and for whoever changes `StreamState`.
+E4 applies to a snapshot, or to the events of one call of a pool: between two calls a parent may be evicted
+and cached again, and is then stored later. Each check raises CorruptedPoolError with the number of the first
+failed invariant, and changes nothing. The checks are for tests and for changes to `StreamState`.
 """
 
 from collections import Counter
@@ -33,10 +33,10 @@ Key = tuple[Place, ExternalBlockHash]
 
 
 class Reader:
-    """What can be known from events, as plainly as can be said.
+    """A simple reference reader of events.
 
     Attributes:
-        known: of each key that was stored and not removed, the parent and what else its event told.
+        known: key -> parent and other event fields, for each key that was stored and not removed.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Reader:
         for event in events:
             if isinstance(event, BlockStored):
                 for position, block_hash in enumerate(event.block_hashes):
-                    self.known[find_place(event), block_hash] = tell_block(event, position)
+                    self.known[find_place(event), block_hash] = describe_block(event, position)
             elif isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
                     self.known.pop((find_place(event), block_hash), None)
@@ -54,8 +54,8 @@ class Reader:
                 self.known.clear()
 
 
-def tell_block(event: BlockStored, position: int) -> tuple[Any, ...]:
-    """What the event says of one of its blocks."""
+def describe_block(event: BlockStored, position: int) -> tuple[Any, ...]:
+    """Return the fields of one block of an event."""
     size = event.block_size
     return (
         event.block_hashes[position - 1] if position else event.parent_block_hash,
@@ -69,7 +69,7 @@ def tell_block(event: BlockStored, position: int) -> tuple[Any, ...]:
 
 
 def check_resident(state: StreamState, *pools: BlockPool) -> None:
-    """E1, E2. O(keys). All that the pools cache must have gone through `state.apply`."""
+    """Check E1 and E2. O(keys). All events of the pools must have gone through `state.apply`."""
     carried: Counter[Key] = Counter()
     for pool in pools:
         for key, entry in pool.cached_block_hash_to_block.entries.items():
@@ -88,20 +88,20 @@ def check_resident(state: StreamState, *pools: BlockPool) -> None:
 
 
 def check_knowledge(state: StreamState, *readers: Reader) -> None:
-    """E3. O(keys). For an exact state that keeps token ids; the first reader has read all that was sent."""
+    """Check E3. O(keys). For an exact state that keeps token ids; `readers[0]` has read all sent events."""
     resident = {(place, block_hash) for place, block_hash, _ in state.resident}
     for reader in readers:
         for wrong in resident ^ reader.known.keys():
             raise CorruptedPoolError(
                 f"E3: {wrong} is {'not known' if wrong in resident else 'known, but not resident'}"
             )
-        for key, told in readers[0].known.items():
-            if reader.known[key] != told:
-                raise CorruptedPoolError(f"E3: of {key} is known {reader.known[key]}, and {told} was sent")
+        for key, sent in readers[0].known.items():
+            if reader.known[key] != sent:
+                raise CorruptedPoolError(f"E3: {key} is known as {reader.known[key]}, but sent as {sent}")
 
 
 def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader) -> None:
-    """E4 to E7, as far as `state` promises them. `reader` has read what was sent before these."""
+    """Check those of E4 to E7 that `state` guarantees. `reader` has read all events sent before these."""
     now = Reader()
     now.known = dict(reader.known)
     named_too_early: set[Key] = set()
@@ -111,7 +111,7 @@ def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader)
             place = find_place(event)
             for block_hash in event.block_hashes:
                 if (place, block_hash) in named_too_early:
-                    raise CorruptedPoolError(f"E4: {block_hash!r} comes after a block whose parent it is")
+                    raise CorruptedPoolError(f"E4: {block_hash!r} is stored after its child")
             parent = event.parent_block_hash
             if parent is not None and (place, parent) not in now.known:
                 named_too_early.add((place, parent))
@@ -125,7 +125,7 @@ def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader)
 
 
 def check_store(state: StreamState, event: BlockStored, reader: Reader) -> None:
-    """E5, E6, E7 for one store."""
+    """Check E5, E6 and E7 for one store."""
     if state.dense:
         check_distinct(event)
     if state.dense and not (event.block_hashes and (is_dense(event) or not event.token_ids)):
@@ -138,9 +138,9 @@ def check_store(state: StreamState, event: BlockStored, reader: Reader) -> None:
 
 
 def check_distinct(event: BlockStored | BlockRemoved) -> None:
-    """E5."""
+    """Check E5."""
     hashes = event.block_hashes
     if len(set(hashes)) != len(hashes):
-        raise CorruptedPoolError(f"E5: a hash is twice in {hashes}")
+        raise CorruptedPoolError(f"E5: a hash occurs twice in {hashes}")
     if isinstance(event, BlockStored) and hashes and hashes[0] == event.parent_block_hash:
         raise CorruptedPoolError(f"E5: {hashes[0]!r} is its own parent")

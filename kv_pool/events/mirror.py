@@ -1,4 +1,4 @@
-"""`PrefixMirror`: which publisher holds which blocks, learned from their event streams alone."""
+"""`PrefixMirror`: an index of the blocks that each publisher holds, built from event streams."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -8,9 +8,9 @@ from typing import Any
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.events.held_blocks import HolderTable, HolderTables, TrackedPublisher, to_wire_hashes
+from kv_pool.events.publisher_blocks import PublisherTable, PublisherTables, TrackedPublisher, to_wire_hashes
 from kv_pool.events.token_keys import chain_keys, root_key
-from kv_pool.ids import ExternalBlockHash
+from kv_pool.ids import ExternalBlockHash, GroupId
 
 MAX_PLACES = 32
 """Default of `PrefixMirror.max_places`."""
@@ -22,24 +22,24 @@ MAX_BLOCKS = 20_000_000
 """Default of `PrefixMirror.max_blocks`."""
 
 _CLEAR_AT_ONCE = 4096
-# Enough that the loop over blocks runs in C, few enough that a miss at the start ends it soon.
+# Large enough for the loop over blocks to run in C, small enough for an early miss to end it soon.
 _LOOK_UP_AT_ONCE = 32
 
 
 @dataclass(slots=True)
-class PublisherCounts:
-    """What a publisher's events did to the mirror.
+class MirrorCounts:
+    """The effects of a publisher's events on the mirror.
 
     Attributes:
         num_batches: calls of `apply`.
-        num_stored, num_removed: blocks that became held, and no longer held, clears not counted.
-        num_stored_again: stores of a hash that was held already: copies, and hits reported.
-        num_removed_unknown: removals of a hash that was not held; after a loss they are expected.
-        num_unknown_parents: stores of which the tokens can not be placed, since their parent is not known.
-        num_refused: blocks of stores in more groups and media than `max_places`, in a medium with a name of
-            more than 64 characters, or beyond `max_blocks`; they are not held.
-        num_refused_sizes: blocks of more sizes than `max_block_sizes`; they are not found by tokens.
-        num_remote: events about blocks that are somewhere else, left out.
+        num_stored, num_removed: blocks added and removed, without those removed by clears.
+        num_stored_again: stores of a hash that was already held: copies and reported hits.
+        num_removed_unknown: removals of a hash that was not held; expected after a loss.
+        num_unknown_parents: stores that cannot be found by tokens because their parent is unknown.
+        num_refused: stored blocks that are not held: more groups and media than `max_places`, a medium name
+            of more than 64 characters, or more blocks than `max_blocks`.
+        num_refused_sizes: blocks that cannot be found by tokens: more block sizes than `max_block_sizes`.
+        num_remote: ignored events about blocks that are not local to the publisher.
         num_clears: `AllBlocksCleared` events.
     """
 
@@ -56,7 +56,7 @@ class PublisherCounts:
 
 
 class PrefixMirror:
-    """Which publisher holds which blocks, learned from event streams; fast enough to route requests by.
+    """An index of the blocks that each publisher holds, built from event streams, for routing requests.
 
         >>> from kv_pool import BlockHasher, BlockStored
         >>> from kv_pool.events import PrefixMirror
@@ -66,29 +66,29 @@ class PrefixMirror:
         >>> mirror.find_prefix([11, 12, 99])
         {'engine-2': 1, 'engine-1': 2}
 
-    Hashes are compared as 64-bit numbers: integers as they come, signed ones as unsigned, bytes by their last
-    8, so that a `BlockHasher`'s hashes can be looked up where the engine uses the same algorithm and seed
+    Hashes are compared as unsigned 64-bit numbers: signed integers are converted, and bytes are read from
+    their last 8. Hashes of a `BlockHasher` therefore match if the engine uses the same algorithm and seed
     (`sha256_cbor`). A block without a group is in group 0, one without a medium on GPU; media are compared in
     upper case.
 
-    Only groups whose leading blocks are a prefix (`PREFIX_KINDS`) are looked up: those whose stores say so,
-    and group 0 while they say nothing. Blocks of other groups are kept and shown by `state_of` only.
+    Lookups cover only groups whose leading blocks form a prefix (`PREFIX_KINDS`): groups whose stores name
+    such a kind, and group 0 while its stores name none. Blocks of other groups appear in `get_blocks` only.
 
     Args:
-        learns_tokens: also make blocks findable by tokens (`find_prefix_of_tokens`), whatever the engine
-            hashes with. Costs about as much again, in time and memory.
+        learns_tokens: also index blocks by tokens (`find_prefix_of_tokens`), which works with any hash of the
+            engine. About doubles time and memory.
         counts_copies: the default of `add_publisher`.
-        max_places: groups and media in which one publisher's blocks are held at a time. Each costs every
-            lookup a pass, so a publisher must not name any number of them.
-        max_block_sizes: sizes of blocks that are found by tokens, of one publisher until its next clear.
-        max_blocks: blocks that one publisher holds at a time, each group and medium counted. More than any
-            engine has: it bounds what a faulty or hostile one can make the mirror take. Of a store beyond it
-            the first blocks are held.
+        max_places: maximum number of groups and media per publisher. Each adds a pass to every lookup.
+        max_block_sizes: maximum number of block sizes per publisher that can be found by tokens; reset by
+            a clear.
+        max_blocks: maximum number of blocks per publisher, summed over groups and media. More than any engine
+            has: it bounds the memory that a faulty or hostile publisher can use. Of a store that exceeds it,
+            only the first blocks are held.
 
-    Calls that change may come from any thread. Lookups take no lock: they see each block as it was before or
-    after a change that runs meanwhile.
-    Memory: about 120 bytes for each block and publisher that holds it, 180 with tokens; 190 and 270 when all
-    blocks were replaced since, as dicts keep spare entries (200,000 blocks over 16 publishers).
+    Methods that change the mirror may be called from any thread. Lookups take no lock: during a change they
+    see each block either before or after it.
+    Memory: about 120 bytes per block and publisher, 180 with tokens; 190 and 270 once all blocks have been
+    replaced, as dicts keep spare entries (200,000 blocks over 16 publishers).
     """
 
     def __init__(
@@ -102,72 +102,72 @@ class PrefixMirror:
         if min(max_places, max_block_sizes, max_blocks) < 1:
             raise InvalidArgumentError(
                 f"max_places is {max_places}, max_block_sizes {max_block_sizes}, max_blocks {max_blocks}; "
-                f"each is at least 1"
+                f"each must be at least 1"
             )
         self.learns_tokens = learns_tokens
         self.counts_copies = counts_copies
         self._publishers: dict[str, TrackedPublisher] = {}
         self._id_of_bit: dict[int, str] = {}
         self._all_bits = 0
-        self._held = HolderTables(learns_tokens, max_places, max_block_sizes, max_blocks)
+        self._tables = PublisherTables(learns_tokens, max_places, max_block_sizes, max_blocks)
         self._lock = threading.Lock()
 
     # ---- changes ---------------------------------------------------------------------------------
 
     def add_publisher(self, publisher_id: str, counts_copies: bool | None = None) -> None:
-        """Get to know a publisher before its first event; nothing happens if it is known.
+        """Register a publisher before its first event. No-op if it is known.
 
         Args:
-            counts_copies: a hash is held until it was removed as often as it was stored. For publishers that
-                announce each copy of a block, as vLLM does. Wrong for those that also announce hits (vLLM's
-                full report mode), which the wire does not tell from copies: such a hash is never let go. A
-                publisher that announces the first copy and the removal of the last needs no counting and can
-                stand it.
+            counts_copies: hold a hash until it is removed as often as it was stored. For publishers that
+                announce each copy of a block, as vLLM does. Do not use it for publishers that also announce
+                hits (vLLM's full report mode): on the wire hits look like copies, so such a hash would be
+                held forever. It is unnecessary but harmless for publishers that announce only the first copy
+                and the removal of the last.
         """
         with self._lock:
             self._get_publisher(publisher_id, counts_copies)
 
     def apply(self, publisher_id: str, events: Iterable[Any]) -> None:
-        """Take over what happened in this publisher's pool, in the order it happened.
+        """Apply events of a publisher, in their order.
 
-        An unknown publisher is added. A hash stored twice is held once (see `add_publisher`), a hash removed
-        that is not held is counted and no more. A clear clears everything of this publisher, every medium:
-        the event does not say which was meant.
+        An unknown publisher is added. A hash stored twice is held once (see `add_publisher`). Removing a hash
+        that is not held only increments a counter. A clear removes all blocks of this publisher in every
+        medium, because the event does not name one.
 
         Raises:
-            InvalidTypeError: not an event; those before it have been applied.
-        Cost: per block, independent of how many are held; a clear costs what is cleared.
+            InvalidTypeError: not an event. The events before it have been applied.
+        Cost: O(blocks in the events), independent of the number held; a clear is O(blocks removed).
         """
         with self._lock:
             publisher = self._get_publisher(publisher_id, None)
             publisher.counts.num_batches += 1
             for event in events:
                 if isinstance(event, BlockStored):
-                    self._held.apply_stored(publisher, event)
+                    self._tables.apply_stored(publisher, event)
                 elif isinstance(event, BlockRemoved):
-                    self._held.apply_removed(publisher, event)
+                    self._tables.apply_removed(publisher, event)
                 elif isinstance(event, AllBlocksCleared):
                     publisher.counts.num_clears += 1
-                    self._let_go_of_all(publisher)
+                    self._remove_all_blocks(publisher)
                 else:
                     raise InvalidTypeError(
-                        f"a {type(event).__name__} is no event; they are BlockStored, BlockRemoved, "
+                        f"a {type(event).__name__} is not an event; events are BlockStored, BlockRemoved, "
                         f"AllBlocksCleared"
                     )
 
     def clear_publisher(self, publisher_id: str) -> None:
-        """Forget what this publisher holds, not that it exists. Nothing happens if it is unknown."""
+        """Remove all blocks of a publisher, but keep the publisher. No-op if it is unknown."""
         with self._lock:
             publisher = self._publishers.get(publisher_id)
             if publisher is not None:
-                self._let_go_of_all(publisher)
+                self._remove_all_blocks(publisher)
 
     def remove_publisher(self, publisher_id: str) -> None:
-        """Forget a publisher. Nothing happens if it is unknown."""
+        """Remove a publisher and its blocks. No-op if it is unknown."""
         with self._lock:
             publisher = self._publishers.pop(publisher_id, None)
             if publisher is not None:
-                self._let_go_of_all(publisher)
+                self._remove_all_blocks(publisher)
                 del self._id_of_bit[publisher.bit]
                 self._all_bits &= ~publisher.bit
 
@@ -180,33 +180,35 @@ class PrefixMirror:
     def find_prefix(
         self,
         block_hashes: Sequence[ExternalBlockHash],
-        group: int | None = None,
+        group: GroupId | None = None,
         medium: str | None = None,
     ) -> dict[str, int]:
-        """How many leading blocks of this sequence each publisher holds, fewest first, if any.
+        """Return the number of leading blocks of this sequence that each publisher holds, fewest first.
+
+        Publishers that do not hold the first block are omitted.
 
         Args:
-            block_hashes: the sequence's, head first, as events carry them or as a `BlockHasher` makes them.
-            group: only this KV cache group; None for whichever groups count (see the class).
-            medium: only this one; None for any, and then one block may be here and the next there.
+            block_hashes: hashes of the sequence, in order, as in events or from a `BlockHasher`.
+            group: search only this KV cache group; None for all groups that lookups cover (see the class).
+            medium: search only this medium; None for any, even a different one for each block.
 
-        Cost: one dictionary lookup per block and medium, for all publishers at once, up to the first block
-        that none of those left holds.
+        Cost: one dictionary lookup per block, group and medium, for all publishers at once, up to the end of
+        the longest prefix.
         """
         tables = self._choose_tables(group, medium)
         if not tables or not len(block_hashes):
             return {}
-        return self._count_leading([table.find_holders for table in tables], to_wire_hashes(block_hashes))
+        return self._count_leading([table.find_publishers for table in tables], to_wire_hashes(block_hashes))
 
     def find_best(
         self,
         block_hashes: Sequence[ExternalBlockHash],
-        group: int | None = None,
+        group: GroupId | None = None,
         medium: str | None = None,
     ) -> tuple[str, int] | None:
-        """The publisher that holds most leading blocks, the one known longest of several, and how many.
+        """Return the publisher that holds the most leading blocks, and their number.
 
-        None if no one holds the first.
+        Of several such publishers, the one registered first. None if no publisher holds the first block.
         """
         found = self.find_prefix(block_hashes, group, medium)
         if not found:
@@ -219,52 +221,52 @@ class PrefixMirror:
         token_ids: Sequence[int],
         lora_name: str | None = None,
         extra_keys: Sequence[Sequence[Any] | None] = (),
-        group: int | None = None,
+        group: GroupId | None = None,
         medium: str | None = None,
     ) -> dict[str, int]:
-        """How many leading tokens of this prompt each publisher holds, in full blocks; the rest is left out.
+        """Return the number of leading tokens of this prompt that each publisher holds in full blocks.
 
-        Tokens and not blocks, since publishers may have blocks of different sizes. Works whatever hashes the
-        engines use: blocks were named when they were stored, by their tokens and by their parent's name.
-        Blocks stored without tokens or behind an unknown parent are not found; lookahead tokens are ignored.
+        The result counts tokens, not blocks, since publishers may have different block sizes. Works with any
+        hash of the engines: the mirror identifies blocks by their tokens and their parent. Blocks stored
+        without tokens or after an unknown parent are not found; lookahead tokens are ignored.
 
         Args:
-            extra_keys: per block what else decides, as in `BlockStored.extra_keys`: (identifier, offset) of
-                multimodal inputs, the salt (in the first block); the adapter's name may be left out.
+            extra_keys: per block, as in `BlockStored.extra_keys`: (identifier, offset) of multimodal inputs,
+                the salt (first block only). The adapter's name may be omitted.
         Raises:
-            InvalidArgumentError: the mirror was made without `learns_tokens`.
-            InvalidArgumentError, InvalidTypeError: a token that is none.
-        Cost: as `find_prefix`, and a hash per block, once for each size of block in use.
+            InvalidArgumentError: the mirror was created without `learns_tokens`.
+            InvalidArgumentError, InvalidTypeError: an invalid token.
+        Cost: as `find_prefix`, plus one hash per block for each block size in use.
         """
         if not self.learns_tokens:
-            raise InvalidArgumentError("to find tokens, make the mirror with learns_tokens=True")
-        lookups = [table.find_token_holders for table in self._choose_tables(group, medium)]
+            raise InvalidArgumentError("to look up tokens, create the mirror with learns_tokens=True")
+        lookups = [table.find_token_publishers for table in self._choose_tables(group, medium)]
         found: dict[str, int] = {}
-        for block_size in self._held.block_sizes if lookups else ():
+        for block_size in self._tables.block_sizes if lookups else ():
             keys = chain_keys(root_key(lora_name), token_ids, block_size, extra_keys, lora_name)
             for publisher_id, num_blocks in self._count_leading(lookups, keys).items():
                 found[publisher_id] = max(found.get(publisher_id, 0), num_blocks * block_size)
         return found
 
     def count_blocks(self, publisher_id: str) -> int:
-        """How many hashes it holds, each group and medium counted; 0 for an unknown one."""
+        """Return the number of hashes a publisher holds, over all groups and media; 0 if it is unknown."""
         publisher = self._publishers.get(publisher_id)
         return publisher.num_held if publisher else 0
 
-    def count_by_place(self, publisher_id: str) -> dict[tuple[int, str], int]:
-        """How many hashes it holds in each (group, medium); {} for an unknown one."""
+    def count_by_place(self, publisher_id: str) -> dict[tuple[GroupId, str], int]:
+        """Return the number of hashes a publisher holds per (group, medium); {} if it is unknown."""
         with self._lock:
             publisher = self._publishers.get(publisher_id)
             held = publisher.held if publisher else {}
             return {place: len(its_held.keys) for place, its_held in held.items() if its_held.keys}
 
-    def counts_of(self, publisher_id: str) -> PublisherCounts:
-        """What its events did. Raises InvalidArgumentError for an unknown one."""
-        counts: PublisherCounts = self._known(publisher_id).counts
+    def get_counts(self, publisher_id: str) -> MirrorCounts:
+        """Return the counters of a publisher. Raises InvalidArgumentError if it is unknown."""
+        counts: MirrorCounts = self._known(publisher_id).counts
         return counts
 
-    def state_of(self, publisher_id: str) -> set[tuple[int, str, int]]:
-        """All it holds as (group, medium, hash); the empty set for an unknown one. O(what it holds)."""
+    def get_blocks(self, publisher_id: str) -> set[tuple[GroupId, str, int]]:
+        """Return all (group, medium, hash) that a publisher holds; empty if it is unknown. O(blocks held)."""
         with self._lock:
             publisher = self._publishers.get(publisher_id)
             if publisher is None:
@@ -281,7 +283,7 @@ class PrefixMirror:
         try:
             return self._publishers[publisher_id]
         except KeyError:
-            raise InvalidArgumentError(f"no publisher {publisher_id!r} is known here") from None
+            raise InvalidArgumentError(f"unknown publisher {publisher_id!r}") from None
 
     def _get_publisher(self, publisher_id: str, counts_copies: bool | None) -> TrackedPublisher:
         publisher = self._publishers.get(publisher_id)
@@ -290,48 +292,48 @@ class PrefixMirror:
             while bit & self._all_bits:
                 bit <<= 1
             counting = self.counts_copies if counts_copies is None else counts_copies
-            publisher = self._publishers[publisher_id] = TrackedPublisher(bit, counting, PublisherCounts())
+            publisher = self._publishers[publisher_id] = TrackedPublisher(bit, counting, MirrorCounts())
             self._id_of_bit[bit] = publisher_id
             self._all_bits |= bit
         return publisher
 
-    def _let_go_of_all(self, publisher: TrackedPublisher) -> None:
-        """Forget what a publisher holds, in portions, so that other threads can run in between."""
+    def _remove_all_blocks(self, publisher: TrackedPublisher) -> None:
+        """Remove all blocks of a publisher, in portions, so that other threads can run in between."""
         for (group, medium), held in publisher.held.items():
             table = held.table
             if table is not None:
                 blocks = list(held.keys.items())
                 for start in range(0, len(blocks), _CLEAR_AT_ONCE):
-                    self._held.leave_table(publisher, table, blocks[start : start + _CLEAR_AT_ONCE])
-            self._held.release_table(group, medium, held)
+                    self._tables.remove_from_table(publisher, table, blocks[start : start + _CLEAR_AT_ONCE])
+            self._tables.release_table(group, medium, held)
         publisher.held.clear()
         publisher.num_held = 0
-        self._held.release_block_sizes(publisher)
-        if len(publisher.prefix_groups) >= self._held.max_places:
+        self._tables.release_block_sizes(publisher)
+        if len(publisher.prefix_groups) >= self._tables.max_places:
             publisher.prefix_groups.clear()
 
-    def _choose_tables(self, group: int | None, medium: str | None) -> list[HolderTable]:
+    def _choose_tables(self, group: GroupId | None, medium: str | None) -> list[PublisherTable]:
         if group is None and medium is None:
-            return list(self._held.tables.values())
+            return list(self._tables.tables.values())
         wanted = None if medium is None else medium.upper()
         return [
             table
-            for (its_group, its_medium), table in self._held.tables.items()
+            for (its_group, its_medium), table in self._tables.tables.items()
             if group in (None, its_group) and wanted in (None, its_medium)
         ]
 
     def _count_leading(
         self, lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]
     ) -> dict[str, int]:
-        """Per publisher, how many of the first `keys` it holds."""
+        """Return, per publisher, the number of leading `keys` that it holds."""
         found: dict[str, int] = {}
         left = self._all_bits
         position = 0
         for start in range(0, len(keys), _LOOK_UP_AT_ONCE):
-            held_by = find_holders(lookups, keys[start : start + _LOOK_UP_AT_ONCE])
+            held_by = find_publishers(lookups, keys[start : start + _LOOK_UP_AT_ONCE])
             bits = held_by[0]
             if held_by.count(bits) == len(held_by) and left & bits == left:
-                position += len(held_by)  # the usual case, without a step for each block
+                position += len(held_by)  # the common case: no step per block
                 continue
             for bits in held_by:
                 still = left & bits
@@ -351,12 +353,14 @@ class PrefixMirror:
             bit = bits & -bits
             bits ^= bit
             publisher_id = self._id_of_bit.get(bit)
-            if publisher_id is not None:  # not removed meanwhile
+            if publisher_id is not None:  # the publisher was not removed meanwhile
                 found[publisher_id] = position
 
 
-def find_holders(lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]) -> list[int]:
-    """Return for each key the publishers that hold it in any of the tables, as bits."""
+def find_publishers(
+    lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]
+) -> list[int]:
+    """Return the publishers that hold each key in any of the tables, as bits."""
     held_by = lookups[0](keys)
     for look_up in lookups[1:]:
         held_by = list(map(or_, held_by, look_up(keys)))

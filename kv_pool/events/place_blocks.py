@@ -1,10 +1,10 @@
-"""`PlaceBlocks`: the blocks of one place by hash, and which of them follow which. Compiled.
+"""`PlaceBlocks`: the blocks of one place by hash, and their parents and children. Compiled.
 
 ```text
-spans     a -> S   b -> S   c -> S   f -> T            S: a b c, T: f, whose parent is b
+spans     a -> S   b -> S   c -> S   f -> T            S: a b c; T: f, with parent b
 copies    b -> 1                                       a second block carries b
-children  b -> f                                       spans by the parent of their first block
-tails     {}                                           with b removed: {b}, and c is the first of a span
+children  b -> f                                       first blocks of spans by their parent
+tails     {}                                           {b} once b is removed; c then starts a span
 ```
 """
 
@@ -26,23 +26,23 @@ from kv_pool.events.block_spans import (
     pack_tokens,
     trim,
 )
-from kv_pool.ids import ExternalBlockHash
+from kv_pool.ids import ExternalBlockHash, GroupId
 
 NUM_SHARDS: Final = 256
-"""Pieces in which the spans of a place are copied."""
+"""Number of pieces in which the spans of a place are copied."""
 
 
 class Place(NamedTuple):
-    """Where blocks are. The same hash in two places is two facts."""
+    """A location of blocks. The same hash in two places counts as two blocks."""
 
     medium: str | None
-    group_idx: int | None
+    group_idx: GroupId | None
     locality: str | None
     ownership: str | None
 
 
 class Change(NamedTuple):
-    """A span that was added, or a list of hashes that are resident no longer."""
+    """A span that was added, or a list of hashes that are no longer resident."""
 
     place: Place
     added: BlockSpan | None
@@ -52,21 +52,21 @@ class Change(NamedTuple):
 class PlaceBlocks:
     """The blocks of one place.
 
-    `spans` is one dict, for bulk calls: when it grows, no other thread runs for some milliseconds at a
-    million blocks, as when the pool's own map grows. Spans are in `shards`, to be copied in pieces.
+    `spans` is one dict, for bulk calls: with a million blocks, growing it blocks other threads for some
+    milliseconds, as growing the pool's own map does. `shards` has the same spans, to be copied in pieces.
 
     Attributes:
-        place: where they are.
-        spans: hash -> the span that has it.
-        copies: hash -> the blocks beyond the first that carry it, where there are any.
-        children: hash -> the first hash of the span behind it, or of several as the keys of a dict. What
-            follows within a span is not in here.
+        place: the location of the blocks.
+        spans: hash -> the span that contains it.
+        copies: hash -> number of blocks beyond the first that carry it, if any.
+        children: hash -> the first hash of the span that follows it; a dict with such hashes as keys if there
+            are several. Children within the same span are not included.
         tails: the hashes in `children` that are not resident.
-        shards: all spans by serial, in pieces.
-        packed: the token ids of the last `store` as a msgpack array, where one was made.
-        has_unknown: the last `remove` had hashes that were not resident.
-        has_tails: the last `store` brought a hash that resident blocks have for their parent.
-        changes: None, or what happened since a list was put here, oldest first.
+        shards: all spans by serial, in `NUM_SHARDS` dicts.
+        packed: the token ids of the last `store` as a msgpack array, if it packed them.
+        has_unknown: whether the last `remove` had hashes that were not resident.
+        has_tails: whether the last `store` added the parent of blocks that were already resident.
+        changes: None, or a list to which all changes are appended, oldest first.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class PlaceBlocks:
         return len(self.spans)
 
     def __iter__(self) -> Iterator[tuple[ExternalBlockHash, int]]:
-        """Yield each hash and how many blocks carry it."""
+        """Yield each hash and the number of blocks that carry it."""
         for block_hash in self.spans:
             yield block_hash, 1 + self.copies.get(block_hash, 0)
 
@@ -110,12 +110,12 @@ class PlaceBlocks:
         return serial
 
     def find_block(self, block_hash: Any) -> ResidentBlock:
-        """Return a resident block, to be looked at before the next change. Raises KeyError."""
+        """Return a resident block, valid until the next change. Raises KeyError."""
         span = self.spans[block_hash]
         return ResidentBlock(span, find_position(span, block_hash))
 
     def list_children(self, block: ResidentBlock) -> list[Any]:
-        """Return the hashes of the resident blocks whose parent is this one, as `find_block` found it."""
+        """Return the hashes of the resident children of a block returned by `find_block`."""
         span = block.span
         children = list_children(self.children.get(span.hashes[block.position]))
         if block.position + 1 < span.end:
@@ -133,14 +133,14 @@ class PlaceBlocks:
         extra_keys: Any,
         lookahead_token_ids: Any,
     ) -> list[int] | None:
-        """Add one copy of each hash, of which there is at least one. O(hashes).
+        """Add one copy of each hash; `hashes` is not empty. O(hashes).
 
         Args:
             parent: the hash before the first one; None at the start of a sequence.
-            token_ids: those of all blocks; None where they are not kept or not known.
-            extra_keys, lookahead_token_ids: tuples with an entry for each block; None without any.
+            token_ids: of all blocks; None if they are not kept or unknown.
+            extra_keys, lookahead_token_ids: tuples with one entry per block; None if there are none.
         Returns:
-            The positions of those that had no copy before; None for all.
+            The positions of hashes that had no copy before; None if this is all of them.
         """
         spans = self.spans
         num_blocks = len(hashes)
@@ -178,7 +178,7 @@ class PlaceBlocks:
         return self.store_parts(span, found, token_ids)
 
     def store_next(self, span: BlockSpan, block_hash: Any, packed: bytes | None) -> list[int] | None:
-        """Add one copy of a hash that follows the last one of a span; return as `store`."""
+        """Add one copy of a hash that follows the last one of a span. Returns as `store`."""
         spans = self.spans
         num_before = len(spans)
         spans.setdefault(block_hash, span)
@@ -196,12 +196,12 @@ class PlaceBlocks:
         return None
 
     def store_parts(self, whole: BlockSpan, found: list[Any], token_ids: list[Any] | None) -> list[int]:
-        """Replace a span by one for each run of blocks that had no copy; count the copies of the others.
+        """Replace a span by one span per run of new blocks; count the copies of the other blocks.
 
         Args:
-            found: for each hash the span that had it; `whole` for none.
+            found: the span that already had each hash; `whole` for new hashes.
         Returns:
-            The positions of those that had no copy before.
+            The positions of hashes that had no copy before.
         """
         hashes = whole.hashes
         first_copies: list[int] = []
@@ -220,7 +220,7 @@ class PlaceBlocks:
                 else:
                     self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
             if first < position and (not is_fresh or position - first == MAX_SPAN_BLOCKS):
-                parts.append(self.take_part(whole, first, position, token_ids))
+                parts.append(self.slice_span(whole, first, position, token_ids))
                 first = position
             if not is_fresh:
                 first = position + 1
@@ -233,8 +233,8 @@ class PlaceBlocks:
             self.add_span(part)
         return first_copies
 
-    def take_part(self, whole: BlockSpan, first: int, end: int, token_ids: list[Any] | None) -> BlockSpan:
-        """Return blocks `[first, end)` of a span as one of their own."""
+    def slice_span(self, whole: BlockSpan, first: int, end: int, token_ids: list[Any] | None) -> BlockSpan:
+        """Return blocks `[first, end)` of a span as a new span."""
         tokens: Any = None
         if token_ids is not None:
             size: int = whole.kind.block_size
@@ -250,7 +250,7 @@ class PlaceBlocks:
         )
 
     def add_span(self, span: BlockSpan) -> None:
-        """Note a span whose hashes are in `spans` already, and what it follows."""
+        """Register a span whose hashes are in `spans` already, and link it to its parent."""
         serial: int = span.serial
         self.shards[serial % NUM_SHARDS][serial] = span
         parent = span.parent
@@ -261,26 +261,26 @@ class PlaceBlocks:
                 self.tails.add(parent)
             else:
                 before.has_children = True
-        self.tell_added(span)
+        self.note_added(span)
 
     def attach_tails(self, hashes: Any) -> bool:
-        """Note that these hashes are resident now; return True if one of them has blocks behind it."""
+        """Remove newly resident hashes from `tails`; return True if there were any."""
         found = self.tails.intersection(hashes)
         for block_hash in found:
             self.tails.remove(block_hash)
             self.spans[block_hash].has_children = True
         return bool(found)
 
-    def tell_added(self, span: BlockSpan) -> None:
+    def note_added(self, span: BlockSpan) -> None:
         if self.changes is not None:
             self.changes.append(Change(self.place, copy_span(span, span.serial), None))
 
     # ---- removals ----------------------------------------------------------------------------------
 
     def remove(self, hashes: list[Any]) -> list[Any]:
-        """Remove one copy of each; return those that are not resident then, whether they were or not.
+        """Remove one copy of each hash; return the hashes that are not resident afterwards.
 
-        A hash may come several times. O(hashes).
+        These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
         self.has_unknown = False
         copies = self.copies
@@ -340,7 +340,7 @@ class PlaceBlocks:
         return gone
 
     def cut(self, span: BlockSpan, num_blocks: i32) -> None:
-        """Drop blocks at the end of a span. They are out of `spans` already."""
+        """Drop blocks from the end of a span. They are no longer in `spans`."""
         old_end = span.end
         end = old_end - num_blocks
         if span.has_children:
@@ -355,7 +355,7 @@ class PlaceBlocks:
             trim(span)
 
     def cut_first(self, span: BlockSpan) -> None:
-        """Drop the first block of a span that has others. It is out of `spans` already."""
+        """Drop the first of several blocks of a span. It is no longer in `spans`."""
         position = span.start
         block_hash = span.hashes[position]
         self.unlink(find_parent(span, position), block_hash)
@@ -365,8 +365,8 @@ class PlaceBlocks:
         trim(span)
 
     def remove_inner(self, inner: list[Any]) -> None:
-        """Remove hashes from between others: [hash, its span, hash, its span ...]."""
-        # All of them are resident again at first: what is left of a span that is split has to be.
+        """Remove inner blocks of spans, given as [hash, its span, hash, its span ...]."""
+        # First make all of them resident again: the remainder of a span that is split must be resident.
         for index in range(0, len(inner), 2):
             self.spans[inner[index]] = inner[index + 1]
         for index in range(0, len(inner), 2):
@@ -380,7 +380,7 @@ class PlaceBlocks:
                 self.split(span, find_position(span, block_hash))
 
     def split(self, span: BlockSpan, position: i32) -> None:
-        """Make two spans of one, without the block at this position. O(shorter one)."""
+        """Split a span in two, without the block at this position. O(blocks of the shorter part)."""
         hashes = span.hashes
         other = copy_span(span, self.take_serial())
         if position - span.start < span.end - position:
@@ -395,22 +395,22 @@ class PlaceBlocks:
         self.shards[serial % NUM_SHARDS][serial] = other
         self.link(hashes[position], hashes[position + 1])
         self.tails.add(hashes[position])
-        self.tell_added(other)
+        self.note_added(other)
         trim(span)
         trim(other)
 
     def drop_span(self, span: BlockSpan) -> None:
-        """Forget a span that loses its last blocks, before its `end` moves."""
+        """Remove a span that has lost all its blocks. Called before `end` is updated."""
         serial: int = span.serial
         del self.shards[serial % NUM_SHARDS][serial]
         parent = find_parent(span, span.start)
         if parent is not None:
             self.unlink(parent, span.hashes[span.start])
 
-    # ---- which follows which -----------------------------------------------------------------------
+    # ---- parents and children ----------------------------------------------------------------------
 
     def link(self, parent: Any, child: Any) -> None:
-        """Note that `child`, the first of a span, follows `parent`."""
+        """Record that `child`, the first hash of a span, follows `parent`."""
         children = self.children
         known = children.setdefault(parent, child)
         if known is not child and known != child:
@@ -420,7 +420,7 @@ class PlaceBlocks:
                 children[parent] = {known: None, child: None}
 
     def unlink(self, parent: Any, child: Any) -> None:
-        """Forget that `child` follows `parent`, which may be None."""
+        """Remove the link from `parent`, which may be None, to `child`."""
         if parent is None:
             return
         known = self.children[parent]
@@ -433,7 +433,7 @@ class PlaceBlocks:
 
 
 def list_children(children: Any) -> list[Any]:
-    """Return the hashes in a value of `PlaceBlocks.children`, or in None."""
+    """Return the hashes in a value of `PlaceBlocks.children`; [] for None."""
     if children is None:
         return []
     return list(children) if type(children) is dict else [children]

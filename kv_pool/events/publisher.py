@@ -1,4 +1,4 @@
-"""`ZMQEventPublisher`: a pool's events, over ZeroMQ, as vLLM 0.33 publishes them."""
+"""`ZMQEventPublisher`: publishes a pool's events over ZeroMQ, in the format of vLLM 0.33."""
 
 import logging
 import threading
@@ -28,18 +28,19 @@ _logger = logging.getLogger(__name__)
 
 
 _Published = tuple[int, float, list[KVCacheEvent]]
-"""A batch on its way to the publisher's thread: how many were published before it, dropped ones included;
-when; its events. A plain tuple, since the pool's thread makes it."""
+"""A queued batch: the number of batches published before it, including dropped ones; its time; its events.
+
+A plain tuple, since the pool's thread creates it."""
 
 MAX_SENT_TOGETHER = 8
-"""Batches that wait for each other; the first of them for less than a millisecond."""
+"""Batches that are encoded before they are sent together; the first waits for less than a millisecond."""
 
 _CLOSE = None
-"""Stands in the queue behind the last batch."""
+"""The end of the queue, put after the last batch."""
 
 
 class ZMQEventPublisher:
-    """Sends a pool's events to subscribers, and the batches they missed to those who ask.
+    """A ZeroMQ publisher of a pool's events; replays missed batches on request.
 
         with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5657")) as publisher:
             ...
@@ -51,23 +52,23 @@ class ZMQEventPublisher:
     replay thread       replay buffer, state.iter_snapshot --> ROUTER socket
     ```
 
-    What is lost on the way does not pass unnoticed: a batch that was dropped, or could not be encoded, leaves
-    a hole in the sequence. A state that has missed a batch begins anew: the next one starts with
-    `AllBlocksCleared`, and readers know too few blocks for a while instead of wrong ones for good.
+    Readers notice every loss: a batch that was dropped or could not be encoded leaves a hole in the sequence.
+    If the state missed a batch, the next one starts with `AllBlocksCleared`: readers then know too few blocks
+    for a while, but never wrong ones.
 
     Args:
         config: see `PublisherConfig`.
-        state: changes what is sent, and knows what is resident; the publisher's alone from now on. None:
-            events are sent as they are, and a replay request that is too old gets what is left, as in vLLM.
+        state: filters the events and tracks resident blocks; owned by the publisher from now on. None sends
+            events unchanged, and answers a replay request that is too old from the buffer, as vLLM does.
         clock: seconds since the epoch, for the time in batches.
-        monotonic: seconds, for heartbeats, for readers that are too slow, and for the end.
+        monotonic: seconds, for heartbeats, slow readers and `close()`.
 
     Attributes:
-        endpoint, replay_endpoint: with the real port in place of 0.
+        endpoint, replay_endpoint: with the actual port instead of 0.
 
     Raises:
-        EndpointError: an endpoint in use, or one that cannot be bound or connected to.
-        InvalidArgumentError: a key file that can not be used.
+        EndpointError: an endpoint that is in use, or cannot be bound or connected to.
+        InvalidArgumentError: a key file that cannot be used.
         MissingDependencyError: when this module is imported without pyzmq.
         OutOfThreadsError: the system starts no more threads. The endpoints are free again.
     """
@@ -92,9 +93,9 @@ class ZMQEventPublisher:
         self._max_queue_size = config.max_queue_size
         self._next_number = 0
         self._is_closed = False
-        self._give_up_s = float("inf")
+        self._linger_deadline_s = float("inf")
 
-        first_sequence = config.choose_first_sequence(clock)
+        first_sequence = config.find_first_sequence(clock)
         self._first_sequence = first_sequence
         self._expected_number = 0
         self._must_clear = False
@@ -132,7 +133,7 @@ class ZMQEventPublisher:
             is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
         ):
             _logger.warning(
-                "whoever reaches %s can read the token ids of all prompts; CURVE keys prevent it",
+                "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
                 " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
             )
         try:
@@ -148,14 +149,14 @@ class ZMQEventPublisher:
     # ---- the pool's thread ---------------------------------------------------------------------------
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """Hand over the events of one scheduler step, as one batch; they belong to the publisher now.
+        """Publish the events of one scheduler step as one batch. The publisher takes ownership of the list.
 
-        No events, no batch. Never waits for a socket, an encoder or a reader. Any thread may call it; what
-        one thread publishes is sent in its order.
+        An empty list is not sent. Never waits for a socket, an encoder or a reader. May be called from any
+        thread; the batches of one thread are sent in order.
 
         Raises:
             PublisherClosedError: after `close()`.
-        Cost: O(1), whatever is in the list.
+        Cost: O(1), independent of the number of events.
         """
         if not events:
             return
@@ -163,7 +164,7 @@ class ZMQEventPublisher:
         self._publishing.acquire()
         try:
             if self._is_closed:
-                raise PublisherClosedError("events came after close(); they are not sent")
+                raise PublisherClosedError("publish() was called after close(); the events are not sent")
             number = self._next_number
             self._next_number = number + 1
             if self._queue.qsize() < self._max_queue_size or self._make_room(events):
@@ -172,7 +173,7 @@ class ZMQEventPublisher:
             self._publishing.release()
 
     def _make_room(self, events: list[KVCacheEvent]) -> bool:
-        """Drop the oldest batch, or say that these events are to be dropped; count it either way."""
+        """Drop and count the oldest batch; or count these events as dropped and return False."""
         if self.config.when_full == "drop_newest":
             self._count_dropped(events)
             return False
@@ -189,15 +190,15 @@ class ZMQEventPublisher:
         self._num_events_dropped += _count(events)
         if is_worth_logging(self._num_batches_dropped):
             _logger.warning(
-                "%d batches of events dropped so far, %d wait to be sent; a larger max_queue_size holds more",
+                "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
                 self._num_batches_dropped,
                 self._queue.qsize(),
             )
 
-    # ---- from outside --------------------------------------------------------------------------------
+    # ---- any thread ----------------------------------------------------------------------------------
 
-    def statistics(self) -> PublisherStatistics:
-        """The numbers so far; a batch under way may be in some of them and not in others yet."""
+    def get_statistics(self) -> PublisherStatistics:
+        """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
         last_sequence = self._buffer.last_sequence
         return PublisherStatistics(
@@ -221,17 +222,17 @@ class ZMQEventPublisher:
         )
 
     def close(self) -> None:
-        """Send what was published so far, wait for it to leave, and stop. Does nothing the second time.
+        """Send the batches published so far, and stop. Idempotent.
 
-        Takes up to `linger_s` for what is queued here and as long again for what ZeroMQ holds for subscribers
-        that are behind; what is left then is dropped, the first part of it counted.
+        Waits up to `linger_s` for the queue, and as long again for the batches that ZeroMQ holds for slow
+        subscribers. The rest is dropped; batches dropped from the queue are counted.
         """
         with self._closing:
             if self._is_closed:
                 return
             with self._publishing:
                 self._is_closed = True
-                self._give_up_s = self._monotonic() + self.config.linger_s
+                self._linger_deadline_s = self._monotonic() + self.config.linger_s
                 self._queue.put(_CLOSE)
             self._thread.join()
             self._sockets.end()
@@ -267,11 +268,11 @@ class ZMQEventPublisher:
                 self._send(beat)
                 sent_s = self._monotonic()
                 continue
-            # What is queued is prepared first and sent together: ZeroMQ's thread is woken once for all of it.
+            # Prepare all queued batches, then send them together: this wakes ZeroMQ's thread only once.
             ready: list[tuple[int, bytes]] = []
             while published is not None:
                 number, ts, events = published
-                if self._monotonic() >= self._give_up_s:
+                if self._monotonic() >= self._linger_deadline_s:
                     self._count_dropped(events)
                 else:
                     self._skip_to(number)
@@ -296,12 +297,12 @@ class ZMQEventPublisher:
         self._sockets.live.close()
 
     def _find_next_number(self) -> int:
-        """Of the batch that comes next: behind the dropped ones if no other is queued."""
+        """Return the number of the next batch to send; skips dropped batches if the queue is empty."""
         with self._publishing:
             return self._next_number if self._queue.empty() else self._expected_number
 
     def _skip_to(self, number: int) -> None:
-        """Leave a hole in place of the batches before this one that were dropped."""
+        """Leave a hole in the sequence for the batches that were dropped before this one."""
         num_dropped = number - self._expected_number
         if num_dropped:
             self._buffer.leave_hole(self._buffer.last_sequence + num_dropped)
@@ -309,7 +310,7 @@ class ZMQEventPublisher:
         self._expected_number = number
 
     def _prepare(self, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]) -> None:
-        """Append one batch to those that are to be sent, or leave a hole in its place. Never raises."""
+        """Encode a batch and append it to `ready`; on failure leave a hole in the sequence. Never raises."""
         sequence = self._buffer.last_sequence + 1
         try:
             if self._state is not None:
@@ -318,11 +319,11 @@ class ZMQEventPublisher:
                 self._add_kinds(events)
             payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
         except Exception:
-            # One bad event must not end the stream: this batch is a hole, the next one is sent.
+            # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             self._buffer.leave_hole(sequence)
             self._count_failed(1, _count(events))
             return
-        # Kept before it is sent: a reader that has seen a batch live can ask for it.
+        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
         self._buffer.append(sequence, payload)
         ready.append((sequence, payload))
         self._num_events_sent += len(events)
@@ -332,12 +333,12 @@ class ZMQEventPublisher:
         self._num_batches_failed += num_batches
         self._num_events_failed += num_events
         if is_worth_logging(self._num_batches_failed):
-            _logger.exception("%d batches of events could not be sent so far", self._num_batches_failed)
+            _logger.exception("%d batches of events failed so far", self._num_batches_failed)
 
     def _apply(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
-        """What to send for these events: with kinds, and as the state wants it.
+        """Return the events to send instead of these: with kinds, and filtered by the state.
 
-        The batch is sent even when that is nothing: a snapshot taken from now on says that it has it.
+        The batch is sent even if no event is left: snapshots taken from now on include its sequence.
         """
         if self._must_clear:
             events = [AllBlocksCleared(), *events]
@@ -356,7 +357,7 @@ class ZMQEventPublisher:
             self._add_kind(event)
 
     def _add_kind(self, event: Any) -> None:
-        # By attribute and not by class: connectors bring classes of their own.
+        # Test attributes rather than classes: connectors use their own classes.
         group_id = getattr(event, "group_idx", None)
         if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
             return
@@ -368,7 +369,7 @@ class ZMQEventPublisher:
             event.kv_cache_spec_kind = "unknown"
 
     def _send(self, ready: list[tuple[int, bytes]]) -> None:
-        """Send batches that are in the replay buffer already. Never raises."""
+        """Send batches that are already in the replay buffer. Never raises."""
         for sequence, payload in ready:
             try:
                 self._backlog.send(self._topic, pack_sequence(sequence), payload)
@@ -380,5 +381,5 @@ class ZMQEventPublisher:
 
 
 def _count(events: Any) -> int:
-    """How many events there are; what is no list, and not to be published, counts as one."""
+    """Return the number of events; an invalid argument that is not a list counts as one."""
     return len(events) if isinstance(events, list) else 1

@@ -1,4 +1,4 @@
-"""`ReaderConnections`: the connections to a publisher's sockets: counts, limits and closes them."""
+"""`ReaderConnections`: counts, limits and closes the connections to a publisher's sockets."""
 
 import fcntl
 import logging
@@ -20,20 +20,20 @@ _COUNT = struct.Struct("i")
 
 
 class ReaderConnections:
-    """Counts the readers' connections, closes those beyond a limit at once, and others on demand.
+    """The connections of readers; closes those beyond a limit at once, and others on request.
 
-    ZeroMQ frees what it holds for a reader when the connection ends, and has no call that ends one. It does
-    report each connection's file descriptor, so this shuts the connection itself down. A descriptor may
-    belong to another file by then: it is duplicated, and left alone unless it is a connection to one of the
-    endpoints watched here.
+    ZeroMQ frees the messages held for a reader when its connection ends, but has no call that ends one. It
+    does report the file descriptor of each connection, so this class shuts down the connection itself. By
+    then the descriptor may belong to another file: it is duplicated first, and shut down only if it is
+    a connection to one of the watched endpoints.
 
     Args:
-        max_readers: connections to all watched sockets together.
+        max_readers: maximum number of connections to all watched sockets together.
 
     Attributes:
-        num_refused: connections that were closed since `max_readers` were open.
+        num_refused: connections that were closed because `max_readers` were open.
 
-    Threads: one of its own, from `start` to `stop`; the other methods can be called from any.
+    Runs a thread of its own from `start` to `stop`; the other methods may be called from any thread.
     """
 
     def __init__(self, max_readers: int) -> None:
@@ -46,17 +46,17 @@ class ReaderConnections:
         self._thread: threading.Thread | None = None
 
     def watch(self, one: "zmq.SyncSocket") -> None:
-        """Notice connections to a socket from now on. To be called before it is bound, and before `start`."""
+        """Monitor the connections of a socket. Call this before the socket is bound, and before `start`."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitors.append((one.get_monitor_socket(events), set()))
 
     def add_address(self, endpoint: str) -> None:
-        """Name the endpoint of a watched socket, with its real port."""
+        """Register the endpoint of a watched socket, with its actual port."""
         if address := _find_address(endpoint):
             self._addresses.add(address)
 
     def start(self) -> None:
-        """Start to count connections.
+        """Start the thread that counts connections.
 
         Raises:
             OutOfThreadsError: the system starts no more threads. Nothing has changed.
@@ -64,7 +64,7 @@ class ReaderConnections:
         self._thread = start_thread("kv_pool event readers", self._run)
 
     def stop(self) -> None:
-        """End the thread and close the monitors. The watched sockets may be closed before or after."""
+        """Stop the thread and close the monitors. The watched sockets may be closed before or after."""
         if self._thread is not None:
             self._wake_writer.send(b"x")
             self._thread.join()
@@ -80,7 +80,7 @@ class ReaderConnections:
             return sum(len(descriptors) for _, descriptors in self._monitors)
 
     def cut(self, descriptor: int) -> bool:
-        """Shut a connection down; False if the descriptor is not one of a connection to a watched socket."""
+        """Shut down a connection; return False if the descriptor is not a connection to a watched socket."""
         connection = self._duplicate(descriptor)
         if connection is None:
             return False
@@ -92,7 +92,7 @@ class ReaderConnections:
         return True
 
     def cut_slowest(self) -> bool:
-        """Close the first watched socket's connection with most bytes unsent; False if none has any."""
+        """Close the first watched socket's connection with the most unsent bytes; False if none has any."""
         with self._lock:
             descriptors = list(self._monitors[0][1])
         num_unsent, slowest = max(
@@ -101,7 +101,7 @@ class ReaderConnections:
         return num_unsent > 0 and self.cut(slowest)
 
     def _count_unsent(self, descriptor: int) -> int:
-        """Count the bytes that the kernel holds for the other side."""
+        """Return the number of bytes in the kernel's send buffer."""
         connection = self._duplicate(descriptor)
         if connection is None:
             return 0
@@ -113,14 +113,14 @@ class ReaderConnections:
         return int(_COUNT.unpack(answer)[0])
 
     def _duplicate(self, descriptor: int) -> socket.socket | None:
-        """Duplicate the descriptor of a connection to one of the endpoints; None if it is something else."""
+        """Duplicate the descriptor of a connection to one of the endpoints; None for any other descriptor."""
         try:
             connection = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
             return None
         names: list[Any] = []
         with suppress(OSError):
-            # This end of connections that were accepted, the other end of those that were made.
+            # The endpoint is the local name of an accepted connection, the peer name of an outgoing one.
             names = [connection.getsockname(), connection.getpeername()]
         if any(_name_address(name) in self._addresses for name in names):
             return connection
@@ -141,7 +141,7 @@ class ReaderConnections:
                     poller.unregister(monitor)
 
     def _read(self, monitor: "zmq.SyncSocket", descriptors: set[int]) -> bool:
-        """Take note of what a monitor reports; False at its end."""
+        """Handle the events of a monitor; return False when it has ended."""
         while True:
             try:
                 event, descriptor = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
@@ -167,14 +167,14 @@ class ReaderConnections:
         self.num_refused += 1
         if is_worth_logging(self.num_refused):
             _logger.warning(
-                "%d connections were refused so far, since %d readers are connected; max_readers admits more",
+                "%d connections refused so far: %d readers are connected; raise max_readers to admit more",
                 self.num_refused,
                 self.max_readers,
             )
 
 
 def _find_address(endpoint: str) -> int | str | None:
-    """Return what `_name_address` returns for connections to this endpoint; None for inproc."""
+    """Return the `_name_address` of connections to this endpoint; None for inproc."""
     if endpoint.startswith("ipc://"):
         return endpoint.removeprefix("ipc://")
     match = re.fullmatch(r"tcp://.*:(\d+)", endpoint)
@@ -182,7 +182,7 @@ def _find_address(endpoint: str) -> int | str | None:
 
 
 def _name_address(name: Any) -> int | str | None:
-    """Return the port of an Internet address, the path of a local one."""
+    """Return the port of an Internet address, or the path of a Unix one."""
     if isinstance(name, tuple):
         return int(name[1])
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name) or None

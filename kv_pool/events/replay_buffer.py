@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: the last batches as they were sent, for readers that missed some."""
+"""`ReplayBuffer`: the most recently sent batches, for readers that missed some."""
 
 import threading
 from bisect import bisect_left
@@ -14,39 +14,38 @@ class ReplayBuffer:
 
     ```text
     first_sequence ... | oldest ... a hole ... last_sequence
-       gone              listed, but for holes, whose batches were never sent
+       dropped           in the buffer, except for holes: batches that were never sent
     ```
 
     Attributes:
-        last_sequence: of the latest batch, whether it was sent or left a hole; at the start one below the
-            first.
+        last_sequence: sequence of the latest batch or hole; one below the first sequence at the start.
     """
 
     def __init__(self, capacity: int, first_sequence: int) -> None:
         self.last_sequence = first_sequence - 1
         self._batches: deque[SentBatch] = deque(maxlen=capacity)
-        # Copying a deque while another thread appends to it is an error.
+        # An append to a full deque shifts the indices that a search in another thread uses.
         self._lock = threading.Lock()
 
     def append(self, sequence: int, payload: bytes) -> None:
-        """Keep a batch, above all the others; the oldest goes when there are too many. O(1)."""
+        """Add a batch with a higher sequence than all others; drop the oldest beyond `capacity`. O(1)."""
         with self._lock:
             self._batches.append((sequence, payload))
             self.last_sequence = sequence
 
     def leave_hole(self, sequence: int) -> None:
-        """A batch of this sequence, above all the others, was not sent and never will be."""
+        """Record that the batch with this sequence, higher than all others, will never be sent."""
         with self._lock:
             self.last_sequence = sequence
 
     def list_from(self, start: int, limit: int) -> list[SentBatch]:
-        """The first `limit` batches from `start` on that are still here, in order. No bytes are copied."""
+        """Return the first `limit` buffered batches from `start` on, in order. No bytes are copied."""
         with self._lock:
             first = bisect_left(self._batches, start, key=itemgetter(0))
             return [self._batches[index] for index in range(first, min(first + limit, len(self._batches)))]
 
     def has_all_from(self, start: int) -> bool:
-        """Would `list_from` begin with `start` itself? True, too, when `start` has yet to come."""
+        """Return True if `list_from` would begin with `start` itself, or if `start` is in the future."""
         with self._lock:
             if start > self.last_sequence:
                 return True

@@ -1,4 +1,4 @@
-"""`ReplayReader`: one reader on the replay socket: what it asked for, and what it has not read yet."""
+"""`ReplayReader`: one reader on the replay socket, with its requests and unread replies."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WAITING_REQUESTS = 8
-"""Requests of one reader that wait for the answers before them."""
+"""Maximum number of queued requests of one reader."""
 
 LEAST_BYTES_PER_S = 1_000_000
 """A reader that reads as fast as this is never dropped."""
@@ -18,8 +18,8 @@ class Reply:
 
     Attributes:
         frames: without the reader's identity.
-        is_tracked: True if ZeroMQ is to report when it has let go of it, which costs something.
-        is_snapshot, is_end: what it is, if not a batch.
+        is_tracked: whether ZeroMQ reports when it has released the message, at some cost.
+        is_snapshot, is_end: whether it is a snapshot or the end marker rather than a batch.
     """
 
     frames: list[bytes]
@@ -37,7 +37,7 @@ class UnreadReply:
     """A reply that was sent.
 
     Attributes:
-        tracker: done when ZeroMQ has let go of it.
+        tracker: done when ZeroMQ has released the message.
     """
 
     reply: Reply
@@ -46,15 +46,15 @@ class UnreadReply:
 
 @dataclass(slots=True)
 class ReplayReader:
-    """What the replay server knows of one reader, from its first request until it has read all answers.
+    """The replay server's state for one reader, from its first request until it has read all answers.
 
     Attributes:
-        descriptor: of the connection that its latest request came over; -1 if there is none (inproc).
-        progress_s: when it last read something, or had nothing to read.
-        starts: the sequences that wait for an answer.
-        answer: the rest of the answer under way; None between two answers.
-        next_reply: the reply that found no room.
-        unread: tracked replies that were sent, oldest first.
+        descriptor: file descriptor of the connection of its first pending request; -1 for inproc.
+        progress_s: the last time at which it read a reply or had none to read.
+        starts: the start sequences of queued requests.
+        answer: the rest of the current answer; None between two answers.
+        next_reply: the reply that could not be sent yet.
+        unread: tracked replies that were sent but not read, oldest first.
     """
 
     identity: bytes
@@ -66,25 +66,25 @@ class ReplayReader:
     unread: deque[UnreadReply] = field(default_factory=deque)
 
     def note_progress(self, now: float) -> None:
-        """Forget the replies that were read."""
+        """Remove the replies that were read."""
         while self.unread and self.unread[0].tracker.done:
             self.unread.popleft()
             self.progress_s = now
 
     @property
     def is_served(self) -> bool:
-        """True between the first reply of an answer and the moment when all was read."""
+        """Whether an answer is being sent, or a tracked reply is unread."""
         return self.answer is not None or bool(self.unread)
 
     @property
     def is_done(self) -> bool:
-        """True if nothing is left to do for it."""
+        """Whether all its requests are answered and read."""
         return not self.is_served and not self.starts
 
     def count_unread(self) -> int:
-        """Bytes of the tracked replies that it has not read."""
+        """Return the size of its unread tracked replies, in bytes."""
         return sum(len(unread.reply.payload) for unread in self.unread)
 
     def find_deadline(self, slow_reader_s: float) -> float:
-        """When it counts as slow if it reads nothing until then."""
+        """Return the time at which the reader counts as slow if it reads nothing until then."""
         return self.progress_s + slow_reader_s + self.count_unread() / LEAST_BYTES_PER_S

@@ -1,4 +1,4 @@
-"""`ReplayServer`: answers readers that missed batches, on a thread of its own."""
+"""`ReplayServer`: answers replay requests, on a thread of its own."""
 
 import logging
 import threading
@@ -13,7 +13,6 @@ from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import KVEventBatch
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.live_backlog import FRAMES_BYTES, return_free_memory
-from kv_pool.events.pace import Pace
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
@@ -22,68 +21,69 @@ from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.snapshot_batch import encode_in_pieces
 from kv_pool.events.sockets import REPLAY_HWM
+from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
 
 MAX_FILLED = 200_000
-"""Numbers that a snapshot and the empty batches behind it fill at most."""
+"""Maximum number of sequences that a snapshot and the empty batches after it fill."""
 
 MAX_ANSWERS = 32
-"""Readers that are served at a time; others wait."""
+"""Maximum number of readers served at the same time; others wait."""
 
 REQUESTS_AT_ONCE = 16
-"""Requests that are taken between two rounds of replies."""
+"""Maximum number of requests received between two rounds of replies."""
 
 TRACKED_BYTES = 2**16
-"""Of longer replies it is known when they were read."""
+"""Replies of at least this size are tracked until they are read."""
 
 LOOK_AGAIN_MS = 20
-"""Until the next look whether readers have read, since ZeroMQ does not report all of that."""
+"""Polling interval while readers are served, since ZeroMQ does not report every read."""
 
 TRIM_BYTES = 2**20
-"""When this much was sent, memory is given back afterwards."""
+"""After sending at least this much, the server returns memory to the system when it is idle."""
 
 NUM_TRIMS = 3
-"""Looks after which it is; ZeroMQ frees what it held for a reader a moment after the connection ended."""
+"""How often it does so, as ZeroMQ frees a reader's messages some time after the connection has ended."""
 
 END_POSITION = 3
-"""Of the end marker's frame that is not empty, behind the identity."""
+"""Index of the end marker's only non-empty frame, counted from the identity."""
 
 COPY_BYTES = 1024
-"""What is shorter is copied into ZeroMQ rather than shared with it."""
+"""Shorter frames are copied into ZeroMQ rather than shared with it."""
 
 _logger = logging.getLogger(__name__)
 
 
 class ReplayServer:
-    """Answers each request with the batches from the wanted one on, and an end marker.
+    """A server that answers each request with the batches from the requested one on, and an end marker.
 
     ```text
-    wanted sequence               answer
-    still in the buffer           the batches from there to the newest, end
-    yet to come                   end
-    gone, or a hole, no state     whatever is left after it, end
-    gone, or a hole, with state   a snapshot (a clear, everything resident) under the wanted number, empty
-                                  batches up to the last one that is in it, the batches after it, end
-    the same, and more than       a snapshot under the number of the last batch that is in it, the batches
+    requested sequence            answer
+    in the buffer                 the batches from there to the newest, end
+    in the future                 end
+    dropped or a hole, no state   the remaining batches after it, end
+    dropped or a hole, state      a snapshot (a clear, all resident blocks) under the requested number, empty
+                                  batches up to the last one it includes, the batches after it, end
+    the same, and more than       a snapshot under the number of the last batch it includes, the batches
     MAX_FILLED numbers to fill    after it, end
     ```
 
-    With a state an answer has no gap behind its first batch: Dynamo's indexer would apply what stands behind
-    a gap without asking for what is missing, and strict readers refuse it. Where the buffer does not continue
-    the answer, a snapshot does; where one was sent already the answer ends, and the reader asks again at the
-    gap that it sees live.
+    With a state an answer has no gap after its first batch: Dynamo's indexer would apply the batches after
+    a gap without requesting the missing ones, and strict readers reject them. If the buffer does not continue
+    the answer, a snapshot does; if one was sent already, the answer ends, and the reader requests the rest
+    when it sees a gap live.
 
-    Readers that do not read cost a bounded amount of memory, all together. `MAX_ANSWERS` of them are served
-    at a time; ZeroMQ holds `REPLAY_HWM` replies for each, and of long ones an equal share of
-    `max_unread_bytes`; a reply is made when there is room for it. A reader that reads nothing for
-    `slow_reader_s` is disconnected, and its memory goes back to the system.
+    All readers together use a bounded amount of memory. `MAX_ANSWERS` of them are served at the same time.
+    For each, ZeroMQ holds at most `REPLAY_HWM` replies, and of tracked replies an equal share of
+    `max_unread_bytes`; replies are created only when they can be sent. A reader that reads nothing for
+    `slow_reader_s` is disconnected, and its memory returns to the system.
 
     Args:
-        socket: a ROUTER, used and in the end closed by the server's thread.
-        connections: those of the socket.
-        encode: of the batches in snapshots.
-        clock: for their time, seconds since the epoch.
+        socket: a ROUTER, used and finally closed by the server's thread.
+        connections: the connections of the socket.
+        encode: encodes the batches of snapshots.
+        clock: time in those batches, in seconds since the epoch.
 
     Attributes:
         num_replays, num_snapshots, num_abandoned, num_malformed, num_events_failed, num_readers_dropped: as
@@ -123,7 +123,7 @@ class ReplayServer:
         self._num_trims_due = 0
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
-        # The thread waits for sockets, so it is woken by one.
+        # The thread polls sockets, so a socket is needed to wake it.
         address = f"inproc://kv_pool-replay-{id(self)}"
         self._wake_sender: zmq.SyncSocket = context.socket(zmq.PAIR)
         self._wake_receiver: zmq.SyncSocket = context.socket(zmq.PAIR)
@@ -140,15 +140,15 @@ class ReplayServer:
         self._thread = start_thread("kv_pool event replay", self._run)
 
     def stop(self) -> None:
-        """End the thread after the reply it is sending, or the piece of a snapshot; its socket is closed.
+        """Stop the thread after the current reply or piece of a snapshot, and close the socket.
 
-        A server that was never started closes its socket, too.
+        The socket is also closed if the server was never started.
         """
         self._is_stopping = True
         if self._thread is None:
             self._close_sockets()
         else:
-            # Nothing receives this if the thread has ended by now; a blocking send would wait for ever.
+            # If the thread has already ended, a blocking send would wait forever.
             with suppress(zmq.Again):
                 self._wake_sender.send(b"", zmq.DONTWAIT)
             self._thread.join()
@@ -157,7 +157,7 @@ class ReplayServer:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        # The descriptor becomes readable, too, when a reader has made room for replies.
+        # The descriptor also becomes readable when a reader has read replies.
         poller.register(self._socket.FD, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
         try:
@@ -177,7 +177,7 @@ class ReplayServer:
         self._socket.close()
 
     def _clean_up(self) -> None:
-        """Give memory back, when no reader is served."""
+        """Return memory to the system when no reader is served."""
         if self._readers:
             return
         self._snapshot = None
@@ -186,13 +186,13 @@ class ReplayServer:
             self._num_bytes_sent = 0
         elif self._num_trims_due:
             self._num_trims_due -= 1
-            self._socket.getsockopt(zmq.EVENTS)  # what closed connections left is freed by this call
+            self._socket.getsockopt(zmq.EVENTS)  # makes ZeroMQ free the messages of closed connections
             return_free_memory()
 
     # ---- requests ------------------------------------------------------------------------------------
 
     def _receive_requests(self) -> bool:
-        """Take some of the requests that are there; False if there was none."""
+        """Receive some of the pending requests; return False if there was none."""
         for num_received in range(REQUESTS_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -201,12 +201,12 @@ class ReplayServer:
             try:
                 if len(frames) != 3 or len(frames[1]):
                     raise EventStreamError(
-                        f"a replay request has {len(frames)} frames, not identity, empty, start"
+                        f"a replay request has {len(frames)} frames; it must be identity, empty, start"
                     )
                 start = unpack_sequence(frames[2].bytes)
             except EventStreamError as error:
                 self.num_malformed += 1
-                _logger.debug("a malformed request was ignored: %s", error)
+                _logger.debug("ignored a malformed replay request: %s", error)
                 continue
             self._note_request(frames[0].bytes, _find_descriptor(frames[2]), start)
         return True
@@ -219,19 +219,19 @@ class ReplayServer:
                 return
             reader = self._readers[identity] = ReplayReader(identity, descriptor, self._monotonic())
         if len(reader.starts) >= MAX_WAITING_REQUESTS:
-            self._abandon("a reader asks again and again without reading")
+            self._abandon("a reader sends requests without reading the answers")
             return
         reader.starts.append(start)
 
     def _abandon(self, reason: str) -> None:
         self.num_abandoned += 1
         if is_worth_logging(self.num_abandoned):
-            _logger.warning("%d replays were left out or cut short so far: %s", self.num_abandoned, reason)
+            _logger.warning("%d replays skipped or cut short so far: %s", self.num_abandoned, reason)
 
     # ---- replies -------------------------------------------------------------------------------------
 
     def _serve_readers(self) -> bool:
-        """Send what there is room for, a few replies to each reader; False if there was none."""
+        """Send a few replies to each reader; return False if none could be sent."""
         is_busy = False
         now = self._monotonic()
         for reader in list(islice(self._readers.values(), MAX_ANSWERS)):
@@ -244,8 +244,8 @@ class ReplayServer:
                 self._abandon(f"the reader is gone: {error}")
                 del self._readers[reader.identity]
             except Exception:
-                # Whatever goes wrong for one reader, the others are served.
-                _logger.exception("a replay request was not answered")
+                # A failure for one reader must not stop the service for the others.
+                _logger.exception("a replay request failed")
                 self._abandon("it failed")
                 del self._readers[reader.identity]
             else:
@@ -254,7 +254,7 @@ class ReplayServer:
         return is_busy
 
     def _serve(self, reader: ReplayReader, now: float) -> bool:
-        """Send a few replies. Raises ZMQError if the reader is gone."""
+        """Send a few replies to a reader. Raises ZMQError if the reader is gone."""
         if reader.answer is None and reader.starts:
             if not reader.unread:
                 reader.progress_s = now
@@ -268,7 +268,7 @@ class ReplayServer:
         return True
 
     def _try_to_send(self, reader: ReplayReader, reply: Reply, now: float) -> bool:
-        """Send if there is room for this reply; False if not."""
+        """Send a reply; return False if the reader has too many unread ones."""
         num_bytes = len(reply.payload)
         if reply.is_tracked and not reply.is_end:
             num_unread = reader.count_unread()
@@ -277,7 +277,7 @@ class ReplayServer:
         frames: list[Any] = [reader.identity, *reply.frames]
         tracker = None
         if reply.is_tracked:
-            # Shared with ZeroMQ, even a short one, so that it reports when it has let go of it.
+            # Share even a short frame with ZeroMQ, so that it reports when it has released it.
             position = END_POSITION if reply.is_end else -1
             frames[position] = zmq.Frame(frames[position], track=True, copy=False)
             tracker = frames[position].tracker
@@ -296,7 +296,7 @@ class ReplayServer:
         return True
 
     def _drop_slow_readers(self) -> None:
-        """Close the connections of readers that do not read; ZeroMQ then frees what it held for them."""
+        """Close the connections of readers that do not read; ZeroMQ then frees their messages."""
         now = self._monotonic()
         for reader in list(self._readers.values()):
             reader.note_progress(now)
@@ -311,7 +311,7 @@ class ReplayServer:
     # ---- answers -------------------------------------------------------------------------------------
 
     def _iter_answer(self, reader: ReplayReader, start: int) -> Iterator[Reply | None]:
-        """The replies to one request, each made when there is room for it; None while that has to wait."""
+        """Yield the replies to one request, created on demand; None while a snapshot has to wait."""
         number, last = start, self._buffer.last_sequence
         state = self._state
         leaves_gaps = state is None
@@ -327,7 +327,7 @@ class ReplayServer:
                 while self._must_wait_for_snapshot(reader):
                     yield None
                 snapshot = self._take_snapshot(state, number)
-                state = None  # one for each answer
+                state = None  # one snapshot per answer
                 if snapshot is None:
                     leaves_gaps = True
                     continue
@@ -347,17 +347,17 @@ class ReplayServer:
         return Reply(frames, is_snapshot or len(payload) >= TRACKED_BYTES, is_snapshot)
 
     def _iter_empty(self, first: int, last: int) -> Iterator[Reply]:
-        """Batches without events under these numbers, for readers that want each number."""
+        """Yield empty batches with these sequences, for readers that require every sequence."""
         payload = self._encode(KVEventBatch(self._clock(), [], self._config.data_parallel_rank))
-        pace = Pace()
+        yield_timer = YieldTimer()
         for sequence in range(first, last + 1):
-            pace.step()
+            yield_timer.yield_if_due()
             yield self._make_reply(sequence, payload)
 
     # ---- snapshots -----------------------------------------------------------------------------------
 
     def _must_wait_for_snapshot(self, reader: ReplayReader) -> bool:
-        """True while the reader has one that it has not read, or others have too many of those."""
+        """Return True while this reader has an unread snapshot, or all readers have too many unread bytes."""
         if any(unread.reply.is_snapshot for unread in reader.unread):
             return True
         payloads = {
@@ -368,13 +368,13 @@ class ReplayServer:
         }
         if sum(map(len, payloads.values())) < self._config.max_unread_bytes:
             return False
-        reader.progress_s = self._monotonic()  # not to be blamed on this reader
+        reader.progress_s = self._monotonic()  # the wait is not this reader's fault
         return True
 
     def _take_snapshot(self, state: ResidentState, number: int) -> SentBatch | None:
-        """One batch with all that is resident; the one before if the stream goes on from there, too.
+        """Return a batch with all resident blocks; the previous one if the buffer continues from it.
 
-        None if the state cannot tell: readers get what the buffer has then.
+        None if the state raises an error: readers then get the batches in the buffer.
         """
         snapshot = self._snapshot
         if snapshot is None or snapshot[0] < number or not self._buffer.has_all_from(snapshot[0] + 1):
@@ -387,7 +387,7 @@ class ReplayServer:
                     ts, chunks, self._config.data_parallel_rank, self._encode
                 )
             except Exception:
-                _logger.exception("no snapshot could be taken")
+                _logger.exception("taking a snapshot failed")
                 return None
             self.num_events_failed += num_left_out
             self._snapshot = sequence, payload
@@ -396,12 +396,12 @@ class ReplayServer:
     def _until_stopping(self, chunks: Iterator[list[KVCacheEvent]]) -> Iterator[list[KVCacheEvent]]:
         for chunk in chunks:
             if self._is_stopping:
-                raise EventStreamError("the publisher was closed while a snapshot was taken")
+                raise EventStreamError("the publisher was closed while taking a snapshot")
             yield chunk
 
 
 def _find_descriptor(frame: "zmq.Frame") -> int:
-    """Return the descriptor of the connection that a frame came over; -1 if it came over none."""
+    """Return the descriptor of the connection on which a frame arrived; -1 for inproc."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""`ReplayedBatches`: which live batches are known, because they were replayed or are in a snapshot."""
+"""`ReplayedBatches`: recognizes live batches that were replayed or are included in a snapshot."""
 
 import xxhash
 
@@ -6,57 +6,57 @@ _MAX_FINGERPRINTS = 100_000
 
 
 class ReplayedBatches:
-    """What was handed on in answers, to be compared with what comes live.
+    """Fingerprints of replayed batches, to be compared with live ones.
 
-    A live batch with the bytes of a replayed one is that batch again. Another one under the same number is of
-    another life of the publisher.
+    A live batch with the bytes of a replayed one is the same batch. A live batch with the same number and
+    other bytes belongs to another incarnation of the publisher.
 
-    Memory: a fingerprint each of 100 000 replayed batches; the oldest are dropped.
+    Memory: one fingerprint for each of the last 100,000 replayed batches.
     """
 
     def __init__(self) -> None:
         self._fingerprints: dict[int, int] = {}
-        # A replayed batch's number: live batches up to there are in a snapshot, or were called lost.
+        # See `passed`.
         self._passed: int | None = None
         self._last_live: int | None = None
 
     @property
     def passed(self) -> int | None:
-        """The number up to which live batches are in a snapshot, or were called lost."""
+        """The number up to which live batches are included in a snapshot or were reported as lost."""
         return self._passed
 
     def add(self, sequence: int, fingerprint: int) -> None:
-        """Note a batch that was handed on in an answer."""
+        """Record a replayed batch."""
         if len(self._fingerprints) >= _MAX_FINGERPRINTS:
             del self._fingerprints[next(iter(self._fingerprints))]
         self._fingerprints[sequence] = fingerprint
 
     def note_live(self, sequence: int) -> None:
-        """Note a batch that came live, handed on or not."""
+        """Record a live batch, whether it was returned to the caller or not."""
         self._last_live = sequence
 
     def pass_to(self, sequence: int) -> None:
-        """Note that live batches up to this number are in what was replayed, or were called lost."""
+        """Record that live batches up to this number were replayed or reported as lost."""
         self._passed = sequence
 
     def forget(self, passed: int | None = None) -> None:
-        """Forget all replayed batches; `passed` as for `pass_to`."""
+        """Forget all replayed batches; set `passed`."""
         self._fingerprints.clear()
         self._passed = passed
 
-    def begin_new_life(self) -> None:
-        """Forget everything: numbers begin again."""
+    def begin_incarnation(self) -> None:
+        """Forget all batches: the publisher has restarted."""
         self.forget()
         self._last_live = None
 
-    def contradict(self, sequence: int, payload: bytes) -> bool:
-        """Return True if another batch was replayed under this number."""
+    def contradicts(self, sequence: int, payload: bytes) -> bool:
+        """Return True if a different batch was replayed under this number."""
         return self._fingerprints.get(sequence) not in (None, make_fingerprint(payload))
 
-    def have(self, sequence: int, payload: bytes) -> bool:
-        """Return True if this live batch was replayed, or was sent before what was replayed.
+    def contains(self, sequence: int, payload: bytes) -> bool:
+        """Return True if this live batch was replayed, or its number is at most `passed`.
 
-        Over one connection numbers only grow, so one that is not above the last live one was not sent before.
+        Numbers only grow on one connection: a number up to the last live one is from another incarnation.
         """
         if self._fingerprints.get(sequence) == make_fingerprint(payload):
             return True
@@ -66,5 +66,5 @@ class ReplayedBatches:
 
 
 def make_fingerprint(payload: bytes) -> int:
-    """Return a number that differs between payloads, to compare bytes that are not kept."""
+    """Return a 64-bit hash of a payload, to compare it with payloads that are no longer kept."""
     return xxhash.xxh3_64_intdigest(payload)

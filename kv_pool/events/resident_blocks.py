@@ -1,4 +1,4 @@
-"""`ResidentBlocks`: which hashes have blocks, how many, and what was announced of them. Compiled."""
+"""`ResidentBlocks`: the resident hashes, their number of copies and their announced fields. Compiled."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -8,8 +8,8 @@ from kv_pool.events.block_spans import BlockKind
 from kv_pool.events.place_blocks import Change, Place, PlaceBlocks
 from kv_pool.ids import ExternalBlockHash
 
-# Positions of fields in the tuple that `msgspec.structs.astuple` makes of a `BlockStored`. Compiled code gets
-# all of them by that call in the time that two take by name.
+# Positions of fields in the tuple that `msgspec.structs.astuple` makes of a `BlockStored`. In compiled code
+# that call takes as long as reading two fields by name.
 HASHES: Final = 0
 PARENT: Final = 1
 TOKEN_IDS: Final = 2
@@ -26,16 +26,16 @@ OWNERSHIP: Final = 12
 LOOKAHEAD: Final = 14
 
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
-"""Entries of dicts that one call of `drop_some` gives back: 0.1 ms."""
+"""Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
 
 
 class ResidentBlocks:
-    """Counts copies by the stream of a pool, which has an event for each block that gains or loses a hash.
+    """The resident blocks of a pool, counted from its events: one for each block that gains or loses a hash.
 
     Attributes:
-        places: the blocks by hash, for each place.
-        changes: None, or what happened since a list was put here by `watch`, oldest first; None in it for a
-            clearing.
+        places: the blocks of each place.
+        changes: None, or the list set by `watch`, to which all changes are appended, oldest first; a None
+            in it stands for a clear.
     """
 
     def __init__(self, keeps_token_ids: bool) -> None:
@@ -44,7 +44,7 @@ class ResidentBlocks:
         self.changes: list[Change | None] | None = None
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, Any]] = []
-        # Most events have the place and the kind of the one before.
+        # Most events have the same place and kind as the previous one.
         self._last_blocks: PlaceBlocks | None = None
         self._last_medium: Any = None
         self._last_group_idx: Any = None
@@ -62,19 +62,19 @@ class ResidentBlocks:
         return sum(map(len, self.places.values()))
 
     def __iter__(self) -> Iterator[tuple[Place, ExternalBlockHash, int]]:
-        """Yield each hash with its place and how many blocks carry it."""
+        """Yield each hash with its place and the number of blocks that carry it."""
         for place, blocks in self.places.items():
             for block_hash, num_copies in blocks:
                 yield place, block_hash, num_copies
 
     def watch(self, changes: list[Change | None] | None) -> None:
-        """Append all changes to this list from now on; None for to none."""
+        """Append all changes to this list from now on; None stops this."""
         self.changes = changes
         for blocks in self.places.values():
             blocks.changes = changes
 
-    def find_blocks(self, medium: Any, group_idx: Any, locality: Any, ownership: Any) -> PlaceBlocks:
-        """Return the blocks of a place, which is added if it is new."""
+    def get_or_add_place(self, medium: Any, group_idx: Any, locality: Any, ownership: Any) -> PlaceBlocks:
+        """Return the blocks of a place; a new place is added."""
         blocks = self._last_blocks
         if (
             blocks is not None
@@ -96,12 +96,12 @@ class ResidentBlocks:
         self._last_ownership = ownership
         return blocks
 
-    def find_stored(self, fields: tuple[Any, ...]) -> PlaceBlocks:
-        """Return the blocks of the place of a `BlockStored`, of which these are the fields."""
-        return self.find_blocks(fields[MEDIUM], fields[GROUP_IDX], fields[LOCALITY], fields[OWNERSHIP])
+    def get_or_add_stored_place(self, fields: tuple[Any, ...]) -> PlaceBlocks:
+        """Return the blocks of the place of a `BlockStored` with these fields."""
+        return self.get_or_add_place(fields[MEDIUM], fields[GROUP_IDX], fields[LOCALITY], fields[OWNERSHIP])
 
     def _find_kind(self, fields: tuple[Any, ...]) -> BlockKind:
-        """Return the kind of an event's blocks, one object for all that are equal."""
+        """Return the kind of an event's blocks; equal kinds are one object."""
         last = self._last_kind
         block_size: Any = fields[BLOCK_SIZE]
         lora_id: Any = fields[LORA_ID]
@@ -131,13 +131,13 @@ class ResidentBlocks:
         return kind
 
     def store(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
-        """Add one copy of each hash of a `BlockStored`, which has some. O(hashes).
+        """Add one copy of each hash of a `BlockStored` that has hashes. O(hashes).
 
         Args:
-            blocks: those of the event's place.
-            fields: those of the event, by `astuple`.
+            blocks: the blocks of the event's place.
+            fields: the event as a tuple, from `astuple`.
         Returns:
-            The positions in the event of those that had no copy before; None for all.
+            The positions of hashes that had no copy before; None if this is all of them.
         """
         hashes: list[Any] = fields[HASHES]
         num_blocks = len(hashes)
@@ -154,14 +154,14 @@ class ResidentBlocks:
         return blocks.store(hashes, fields[PARENT], self._find_kind(fields), token_ids, extra_keys, lookahead)
 
     def remove(self, blocks: PlaceBlocks, hashes: list[Any]) -> list[Any]:
-        """Remove one copy of each, as `PlaceBlocks.remove`."""
+        """Remove one copy of each hash, as `PlaceBlocks.remove`."""
         gone = blocks.remove(hashes)
         if self.changes is not None:
             self.changes.append(Change(blocks.place, None, gone.copy()))
         return gone
 
     def clear(self) -> None:
-        """Remove all hashes, wherever they are. The memory goes back in pieces, by `drop_some`."""
+        """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
             self._forgotten += [blocks.spans, blocks.copies, blocks.children, *blocks.shards]
         self.places = {}
@@ -172,7 +172,7 @@ class ResidentBlocks:
             self.changes.append(None)
 
     def drop_some(self) -> None:
-        """Give some memory of what was cleared back; a tenth of a millisecond at most."""
+        """Free some of the memory of cleared blocks, for at most about 0.1 ms."""
         num_left = NUM_FORGOTTEN_AT_ONCE
         while self._forgotten and num_left > 0:
             last = self._forgotten[-1]
@@ -190,12 +190,12 @@ def find_place(event: BlockStored | BlockRemoved) -> Place:
 
 
 def is_dense(event: BlockStored) -> bool:
-    """Return True if its tokens are those of its blocks, and no others."""
+    """Return True if the event has exactly the tokens of its blocks."""
     return len(event.token_ids) == len(event.block_hashes) * event.block_size
 
 
 def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:
-    """Return the entries if there is one for each hash, and one that is not None."""
+    """Return the entries as a tuple; None if not one per hash, or if all are None."""
     if entries and len(entries) == num_hashes and entries.count(None) < num_hashes:
         return tuple(entries)
     return None

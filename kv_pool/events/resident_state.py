@@ -1,4 +1,4 @@
-"""`ResidentState`: what a publisher asks of its state. `StreamState` is one."""
+"""`ResidentState`: the protocol of a publisher's state. `StreamState` implements it."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -7,19 +7,19 @@ from kv_pool.core.kv_events import KVCacheEvent
 
 
 class ResidentState(Protocol):
-    """Knows what is resident by the events that went through it."""
+    """A state that tracks the resident blocks through the events applied to it."""
 
     def apply(
         self, events: list[KVCacheEvent], sequence: int | None = None, *, packs_tokens: bool = False
     ) -> list[KVCacheEvent]:
-        """Take note of the batch that gets this sequence; what to send in it instead, maybe nothing.
+        """Apply the batch with this sequence; return the events to send instead, possibly none.
 
-        The publisher's thread calls it, with sequences that go up. A batch without events says only that the
-        sequence is taken.
+        Called from the publisher's thread, with increasing sequences. A batch without events only records
+        that the sequence is used.
         """
 
     def iter_snapshot(self) -> tuple[int, Iterator[list[KVCacheEvent]]]:
-        """The sequence after which the events are true, and the events: a clear, then stores, parents first.
+        """Return the sequence of the last included batch, and events: a clear, then stores, parents first.
 
-        Another thread calls it, and takes the lists, while batches go on.
+        Called, and its lists consumed, by another thread while batches are applied.
         """

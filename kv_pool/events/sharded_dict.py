@@ -1,4 +1,4 @@
-"""`ShardedDict`: a dict in pieces, so that no single operation on it takes long."""
+"""`ShardedDict`: a dict in pieces, so that no single operation takes long."""
 
 from typing import Final, Generic, TypeVar
 
@@ -10,10 +10,10 @@ Value = TypeVar("Value")
 
 
 class ShardedDict(Generic[Value]):
-    """From block hashes to values, spread over `NUM_SHARDS` dicts.
+    """A map from block hashes to values, spread over `NUM_SHARDS` dicts.
 
-    Copying, growing or dropping a dict is one call during which no other thread runs: some milliseconds with
-    100,000 entries, and microseconds with a 256th of them.
+    Copying, growing or dropping a dict is a single call that blocks all other threads: for milliseconds with
+    100,000 entries, for microseconds with a 256th of them.
     """
 
     __slots__ = ("shards",)
@@ -22,7 +22,7 @@ class ShardedDict(Generic[Value]):
         self.shards: list[dict[ExternalBlockHash, Value]] = [{} for _ in range(NUM_SHARDS)]
 
     def shard(self, block_hash: ExternalBlockHash) -> dict[ExternalBlockHash, Value]:
-        """The dict that has this hash, if any has."""
+        """Return the dict that this hash belongs to."""
         return self.shards[find_shard(block_hash)]
 
     def __contains__(self, block_hash: ExternalBlockHash) -> bool:
@@ -33,5 +33,5 @@ class ShardedDict(Generic[Value]):
 
 
 def find_shard(block_hash: ExternalBlockHash) -> int:
-    """The number of the shard that has this hash, if any has."""
+    """Return the index of the shard that this hash belongs to."""
     return hash(block_hash) % NUM_SHARDS

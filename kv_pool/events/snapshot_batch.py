@@ -1,4 +1,4 @@
-"""A snapshot as one batch, encoded piece by piece; how a reader recognizes one."""
+"""Encode a snapshot as one batch, piece by piece; recognize a snapshot."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,15 +13,15 @@ _HEAD_BYTES = 40
 def encode_in_pieces(
     ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
 ) -> tuple[bytes, int]:
-    """One batch with the events of all chunks.
+    """Encode the events of all chunks as one batch.
 
-    msgspec holds the interpreter's lock while it encodes, and the pool's thread waits for that: it is called
-    for one chunk at a time.
+    Chunks are encoded one at a time, because msgspec holds the GIL while it encodes, which blocks the pool's
+    thread.
 
     Args:
         encode: `encode_batch` or `encode_batch_positional`.
     Returns:
-        The payload, and how many events were left out since they cannot be encoded.
+        The payload, and the number of events omitted because they cannot be encoded.
     """
     pieces = []
     num_events = num_left_out = 0
@@ -36,13 +36,13 @@ def encode_in_pieces(
                     num_events += 1
                 except Exception:
                     num_left_out += 1
-    # [ts, [pieces], rank], as if it had been encoded in one go.
+    # [ts, [pieces], rank]: the same bytes as from a single call.
     head = b"\x93" + msgspec.msgpack.encode(ts) + _make_array_header(num_events)
     return b"".join([head, *pieces, msgspec.msgpack.encode(rank)]), num_left_out
 
 
 def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
-    """The elements of an array of these events, without the array's header."""
+    """Return the encoded events without an array header."""
     payload = encode(KVEventBatch(0.0, events, 0))
     # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
     return payload[10 + len(_make_array_header(len(events))) : -1]
@@ -57,9 +57,9 @@ def _make_array_header(length: int) -> bytes:
 
 
 def is_snapshot(payload: bytes) -> bool:
-    """Does a batch begin with a clear? What comes before it does not matter then for the state after it.
+    """Return True if a batch begins with a clear, so that the state after it does not depend on earlier ones.
 
-    Told by its first bytes, since snapshots can be large: a clear has no fields, so its name stands right
-    behind the time and the number of events, and no event is short enough for a second one to stand there.
+    Checks only the first bytes, since snapshots can be large: a clear has no fields, so its name directly
+    follows the time and the number of events, and no other event is short enough to precede it there.
     """
     return b"AllBlocksCleared" in payload[:_HEAD_BYTES]

@@ -1,4 +1,4 @@
-"""The sockets of a publisher: opened both or none, encrypted where that was asked for."""
+"""The sockets of a publisher: either both open or none; encrypted if configured."""
 
 from typing import TYPE_CHECKING
 
@@ -13,32 +13,33 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 MAX_RECEIVED_BYTES = 4096
-"""Of one frame from outside, which is a subscription or a number; a peer that sends more is cut off."""
+"""Maximum size of a received frame, a subscription or a number; a peer that sends more is disconnected."""
 
 REPLAY_HWM = 16
-"""Replies that ZeroMQ holds for one reader; the replay server has the rest sent when these are read."""
+"""Number of replies that ZeroMQ holds for one reader; the replay server sends more as these are read."""
 
-MAX_HELD_REQUESTS = 64
-"""Requests that ZeroMQ holds of one reader."""
+MAX_QUEUED_REQUESTS = 64
+"""Number of requests that ZeroMQ holds per reader."""
 
 HANDSHAKE_MS = 10_000
-"""After this a connection that has not said what it is, or has no key, is closed."""
+"""Time limit of the ZeroMQ handshake; connections without a valid key fail it."""
 
 
 class PublisherSockets:
-    """A PUB socket for live batches and, if replay is configured, a ROUTER.
+    """A PUB socket for live batches and, if replay is configured, a ROUTER socket.
 
-    They are in a ZeroMQ context of their own; with an inproc endpoint in `zmq.Context.instance()`, in which
-    others can find them. Each is used and closed by one thread at a time; `end` comes after that.
+    They use a ZeroMQ context of their own, but with an inproc endpoint `zmq.Context.instance()`, so that
+    other sockets of the process can connect. Each socket is used and closed by one thread at a time; call
+    `end` after that.
 
     Attributes:
-        context, live, replay: the sockets and theirs; `replay` may be None.
-        connections: those of the sockets; not started.
-        endpoint, replay_endpoint: with the real port in place of 0.
+        context, live, replay: the context and its sockets; `replay` may be None.
+        connections: the connections of the sockets; not started.
+        endpoint, replay_endpoint: with the actual port instead of 0.
 
     Raises:
-        EndpointError: an address that can not be bound or connected to. Nothing is left open.
-        InvalidArgumentError: a key file that can not be used. Nothing is left open.
+        EndpointError: an address that cannot be bound or connected to. Nothing is left open.
+        InvalidArgumentError: a key file that cannot be used. Nothing is left open.
     """
 
     def __init__(self, config: PublisherConfig) -> None:
@@ -65,8 +66,8 @@ class PublisherSockets:
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self.replay = self._open(zmq.ROUTER, endpoints, config.linger_s, REPLAY_HWM)
-                self.replay.setsockopt(zmq.RCVHWM, MAX_HELD_REQUESTS)
-                # Without this what a reader has no room for is lost in silence, the end marker included.
+                self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
+                # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = self._attach(self.replay, replay_endpoint, binds=True)
         except BaseException:
@@ -77,7 +78,7 @@ class PublisherSockets:
             raise
 
     def end(self) -> None:
-        """Wait until what the closed sockets still had is sent, for `linger_s` at most."""
+        """Wait up to `linger_s` until the closed sockets have sent their messages."""
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
@@ -100,7 +101,7 @@ class PublisherSockets:
         return socket
 
     def _attach(self, socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
-        """Bind or connect; the endpoint as others can reach it."""
+        """Bind or connect a socket; return its endpoint with the actual port."""
         self.connections.watch(socket)
         try:
             if not binds:
@@ -111,9 +112,9 @@ class PublisherSockets:
         except zmq.ZMQError as error:
             verb = "bind" if binds else "connect to"
             way_out = (
-                "is another publisher running? Take another port, or 0 for a free one"
+                "is another publisher running? Use another port, or 0 for a free one"
                 if error.errno == zmq.EADDRINUSE
-                else "a publisher binds an address of this machine and connects to one of another"
+                else "a publisher binds to addresses of this machine and connects to those of other machines"
             )
             raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
@@ -122,7 +123,7 @@ class PublisherSockets:
 
 
 def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":
-    """Admit the readers whose public keys are in a directory, and nobody else."""
+    """Start an authenticator that admits only the readers whose public keys are in a directory."""
     from zmq.auth import load_certificates
     from zmq.auth.thread import ThreadAuthenticator
 
@@ -132,7 +133,7 @@ def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) 
         raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
     if not num_keys:
         raise InvalidArgumentError(
-            f"curve_client_keys_dir {keys_dir} has no .key file, so nobody could read; put public keys there"
+            f"curve_client_keys_dir {keys_dir} has no .key file, so no reader could connect; add public keys"
         )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()

@@ -1,4 +1,4 @@
-"""A `BlockStored` in parts: the blocks from one position to another, as an event of their own."""
+"""Splitting a `BlockStored` into events for ranges of its blocks."""
 
 import msgspec
 
@@ -7,8 +7,8 @@ from kv_pool.events.resident_blocks import is_dense
 from kv_pool.ids import ExternalBlockHash
 
 
-def take_span(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
-    """Blocks `[first, end)` of the event, after `parent`. The tokens are left out if they are not dense."""
+def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
+    """Return an event for blocks `[first, end)`, after `parent`; without tokens if the event is not dense."""
     size = event.block_size
     return msgspec.structs.replace(
         event,
@@ -21,16 +21,17 @@ def take_span(event: BlockStored, first: int, end: int, parent: ExternalBlockHas
 
 
 def without_holes(event: BlockStored) -> BlockStored:
-    """The event, without tokens if they are those of other blocks, too."""
+    """Return the event; without tokens if they do not match its blocks."""
     if is_dense(event):
         return event
-    return take_span(event, 0, len(event.block_hashes), event.parent_block_hash)
+    return slice_event(event, 0, len(event.block_hashes), event.parent_block_hash)
 
 
-def take_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
-    """The blocks at these positions, ascending: one event for each run of neighbours.
+def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
+    """Return one event per run of consecutive positions; `positions` are ascending.
 
-    The event itself if all. The parent is the block before in the event, whether it is among those or not.
+    The event itself if all its positions are given. The parent of a part is the preceding block of the event,
+    even if that block is not at one of the positions.
     """
     if len(positions) == len(event.block_hashes):
         return [event]
@@ -40,15 +41,16 @@ def take_positions(event: BlockStored, positions: list[int]) -> list[BlockStored
         if index + 1 == len(positions) or positions[index + 1] != position + 1:
             start = positions[first]
             parent = event.block_hashes[start - 1] if start else event.parent_block_hash
-            parts.append(take_span(event, start, position + 1, parent))
+            parts.append(slice_event(event, start, position + 1, parent))
             first = index + 1
     return parts
 
 
 def split_repeats(event: BlockStored) -> list[BlockStored]:
-    """Parts of the event in which no hash is twice, nor its own parent; the event itself if that is so.
+    """Split an event so that in each part no hash occurs twice or is its own parent.
 
-    A hash that comes again has the parent that it had first, and one that is its own parent has none.
+    Returns [event] if no split is needed. A repeated hash gets the parent of its first occurrence; a hash
+    that is its own parent gets None.
     """
     hashes = event.block_hashes
     parent = event.parent_block_hash
@@ -64,10 +66,10 @@ def split_repeats(event: BlockStored) -> list[BlockStored]:
         if position == 0:
             part_parent = its_parent
         elif block_hash in seen:
-            parts.append(take_span(event, first, position, part_parent))
+            parts.append(slice_event(event, first, position, part_parent))
             first, part_parent = position, its_parent
             seen.clear()
         seen.add(block_hash)
         parent = block_hash
-    parts.append(take_span(event, first, len(hashes), part_parent))
+    parts.append(slice_event(event, first, len(hashes), part_parent))
     return parts

@@ -1,4 +1,4 @@
-"""The items of an event stream as a subscriber hands them on, and what is asked and counted on the way."""
+"""The items of a subscriber's event stream, its replay requests and its counters."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ class ReceivedBatch:
     """The next batch of the stream.
 
     Attributes:
-        sequence: its number; one more than that of the batch before, unless an item between says otherwise
-            or `is_reset` is true.
-        batch: the decoded payload. When the stream is read again to make up for an earlier loss, the first
-            batch begins with an `AllBlocksCleared` that the subscriber added.
-        is_replayed: it came on request, not live.
+        sequence: one more than that of the previous batch, unless a `BatchesLost` or `PublisherRestarted`
+            came in between or `is_reset` is true.
+        batch: the decoded payload. If the stream is read again to heal an earlier loss, the first batch
+            begins with an `AllBlocksCleared` that the subscriber added.
+        is_replayed: whether the batch was requested rather than received live.
     """
 
     sequence: int
@@ -24,18 +24,18 @@ class ReceivedBatch:
 
     @property
     def is_reset(self) -> bool:
-        """It begins with a clear: whatever was missed before does not matter for the state after it."""
+        """Whether the batch begins with a clear, so that the state after it needs no earlier batch."""
         events = self.batch.unread_events
         return bool(events) and isinstance(events[0], AllBlocksCleared)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchesLost:
-    """Batches `first` to `last` will not come.
+    """Batches `first` to `last` (inclusive) are lost.
 
     Attributes:
-        is_healed: the next item is a snapshot, or another batch that begins with a clear: events are
-            missing, the state is not.
+        is_healed: whether the next item is a snapshot or another batch that begins with a clear: events are
+            missing, but the state will be complete.
     """
 
     first: int
@@ -45,12 +45,15 @@ class BatchesLost:
 
 @dataclass(frozen=True, slots=True)
 class PublisherRestarted:
-    """What comes next is a new life of the publisher: nothing it said before holds any more."""
+    """The publisher has restarted: state from its earlier batches is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherSilent:
-    """Nothing came for so long, and a request, where one is possible, was not answered. Said once."""
+    """No message arrived for `num_seconds`, and a replay request, if possible, was not answered.
+
+    Reported once, until the next message.
+    """
 
     num_seconds: float
 
@@ -59,15 +62,15 @@ StreamItem = ReceivedBatch | BatchesLost | PublisherRestarted | PublisherSilent
 
 
 @dataclass(eq=False, slots=True)
-class ReplayRequest:
-    """What to ask the publisher for; each is a new object.
+class BatchRequest:
+    """A replay request; each request is a new object.
 
     Attributes:
-        start: the first sequence wanted.
-        is_overlapping: `start` is the last batch that was taken, wanted for its bytes.
-        deadline: when to give it up, by the caller's clock; moves on with each reply.
-        is_probe: asked because of silence.
-        is_healing: asked to make up for an earlier loss; live batches are handed on until the answer begins.
+        start: the first sequence requested.
+        is_overlapping: whether `start` is the last batch received, requested to compare its bytes.
+        deadline: when the request times out, by the caller's clock; extended by each reply.
+        is_probe: whether it was sent because the publisher was silent.
+        is_healing: whether it is to heal an earlier loss; live batches continue until the answer begins.
     """
 
     start: int
@@ -79,24 +82,24 @@ class ReplayRequest:
 
 
 @dataclass(slots=True)
-class ContinuityCounts:
-    """What happened so far.
+class StreamCounts:
+    """The counters of a stream.
 
     Attributes:
-        num_batches: handed on, live or replayed.
-        num_replayed: of these, those that came on request.
-        num_lost: batches that will not come and that no snapshot made up for.
-        num_skipped: numbers that a snapshot stands for.
-        num_snapshots: batches beginning with a clear that came on request out of turn.
-        num_duplicates: batches that came again, live after replayed.
-        num_stale: live batches of a life that was over already.
-        num_malformed: payloads that are no batch; each is lost, too.
-        num_dropped_events: events of unknown types, or malformed other than in their tokens, in batches that
-            were handed on.
-        num_restarts: new lives of the publisher.
-        num_requests, num_timeouts: replays asked for, and those not answered in time.
-        num_silences: times that nothing came for too long.
-        num_heals: earlier losses that a later answer made up for.
+        num_batches: batches returned, live or replayed.
+        num_replayed: of these, the replayed ones.
+        num_lost: batches lost and not replaced by a snapshot.
+        num_skipped: batches replaced by a snapshot.
+        num_snapshots: replayed batches that begin with a clear and replace the expected batch.
+        num_duplicates: batches received twice, such as live after replayed.
+        num_stale: live batches of a previous incarnation.
+        num_malformed: payloads that are not batches; also counted as lost.
+        num_dropped_events: events of unknown types or with malformed fields other than tokens, in batches
+            that were returned.
+        num_restarts: restarts of the publisher.
+        num_requests, num_timeouts: replay requests sent, and those not answered in time.
+        num_silences: number of times the publisher became silent.
+        num_heals: earlier losses that a later answer healed.
     """
 
     num_batches: int = 0

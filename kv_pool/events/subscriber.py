@@ -1,4 +1,4 @@
-"""`KVEventSubscriber`: a publisher's event stream over ZeroMQ, with what was missed fetched or named."""
+"""`KVEventSubscriber`: reads a publisher's event stream; missed batches are requested or reported as lost."""
 
 import threading
 import time
@@ -13,41 +13,42 @@ from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint
 from kv_pool.events.sequence_frames import END_OF_REPLAY, MAX_SEQUENCE, unpack_sequence
-from kv_pool.events.stream_items import ContinuityCounts, ReplayRequest, StreamItem
+from kv_pool.events.stream_items import BatchRequest, StreamCounts, StreamItem
 from kv_pool.events.subscriber_sockets import READ_AT_ONCE, READ_BYTES_AT_ONCE, SubscriberSockets
 from kv_pool.events.zmq_module import zmq
 
 DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
-"""Larger than a snapshot of 100,000 blocks of 128 tokens each, about 70 MB."""
+"""A snapshot of 100,000 blocks of 128 tokens has about 70 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriberStatistics:
-    """The numbers so far.
+    """The counters and the state of a subscriber.
 
     Attributes:
-        counts: what happened to the stream.
-        next_sequence: of the batch that should come next; None while nothing is known.
-        is_recovering: what was missed is being asked for; live batches wait meanwhile.
-        is_incomplete: requests were not answered, so batches may be missing; they will be asked for again.
+        counts: the counters of the stream.
+        next_sequence: sequence of the next batch; None if it is unknown.
+        is_recovering: whether missed batches are being requested; live batches are queued meanwhile.
+        is_incomplete: whether batches may be missing because requests were unanswered; requests will be
+            repeated.
         is_silent: see `PublisherSilent`.
-        num_held: live batches that wait for the answer.
-        num_connections: times that the live connection was made.
-        num_unreadable: messages that are none of the stream's: wrong frames.
+        num_queued: live batches queued until the answer is complete.
+        num_connections: number of times that the live connection was established.
+        num_unreadable: messages with invalid frames.
     """
 
-    counts: ContinuityCounts
+    counts: StreamCounts
     next_sequence: int | None
     is_recovering: bool
     is_incomplete: bool
     is_silent: bool
-    num_held: int
+    num_queued: int
     num_connections: int
     num_unreadable: int
 
 
 class KVEventSubscriber:
-    """Iterates over a publisher's batches, `for item in subscriber` or `async for item in subscriber`.
+    """An iterator over a publisher's batches, for `for item in subscriber` and `async for`.
 
         with KVEventSubscriber("tcp://host:5557", "tcp://host:5657") as subscriber:
             for item in subscriber:
@@ -56,27 +57,28 @@ class KVEventSubscriber:
                     case BatchesLost(first, last, is_healed): ...
                     case PublisherRestarted() | PublisherSilent(): ...
 
-    Whatever was missed - before the start, by a full queue, while the connection was gone - is asked for and
-    comes in order; what cannot be had any more is said (see `Continuity`). Without a replay endpoint each gap
-    is a loss, and a restart is noticed only if the numbers fall. Publishers of kv_pool with a state and of
-    vLLM are both understood.
+    Missed batches are requested and returned in order, whether they were sent before the start, dropped by
+    a full queue, or sent while disconnected. Batches that are no longer available are reported as lost (see
+    `Continuity`). Without a replay endpoint each gap is a loss, and a restart is noticed only if the sequence
+    decreases. Works with publishers of kv_pool and of vLLM.
 
     Args:
-        endpoint: the publisher's PUB socket; connected to again and again until it is there.
-        replay_endpoint: its ROUTER socket; None to do without.
-        topic: only batches whose topic begins so.
-        binds: bind `endpoint` instead, for publishers that connect.
-        replay_timeout_s, max_attempts, silence_after_s, max_held, max_held_bytes: see `Continuity`.
-        hwm: live batches that ZeroMQ keeps while no one iterates; more are dropped, and asked for later.
-        max_message_bytes: size of one frame. A publisher that sends a larger one is disconnected from, and
-            connected to again: batches are lost live and asked for, a larger snapshot is never received.
-        curve: keys, where the publisher encrypts.
-        context: a ZeroMQ context to use, for inproc endpoints; its own if None.
-        clock: seconds of any clock that only goes forward.
+        endpoint: the publisher's PUB socket; ZeroMQ retries the connection until it exists.
+        replay_endpoint: the publisher's ROUTER socket; None for no replay.
+        topic: receive only batches whose topic has this prefix.
+        binds: bind `endpoint` instead of connecting, for publishers that connect.
+        replay_timeout_s, max_attempts, silence_after_s, max_queued, max_queued_bytes: see `Continuity`.
+        hwm: number of live batches that ZeroMQ queues between iterations; more are dropped and requested
+            later.
+        max_message_bytes: maximum size of a frame. After a larger one the subscriber disconnects from the
+            publisher and reconnects: a live batch is requested again, a larger snapshot is never received.
+        curve: keys, for a publisher that encrypts.
+        context: a ZeroMQ context, needed for inproc endpoints; None for a new one.
+        clock: a monotonic clock, in seconds.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
-        InvalidArgumentError: an endpoint or key that can not be meant. Nothing is left open.
+        InvalidArgumentError: an invalid endpoint or key. Nothing is left open.
 
     One thread or task iterates at a time; `close` may be called from any.
     """
@@ -91,8 +93,8 @@ class KVEventSubscriber:
         replay_timeout_s: float = 5.0,
         max_attempts: int = 3,
         silence_after_s: float | None = None,
-        max_held: int = 10_000,
-        max_held_bytes: int = 64 * 2**20,
+        max_queued: int = 10_000,
+        max_queued_bytes: int = 64 * 2**20,
         hwm: int = 100_000,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         curve: CurveKeys | None = None,
@@ -102,7 +104,9 @@ class KVEventSubscriber:
         check_endpoint(endpoint)
         if replay_endpoint is not None:
             check_endpoint(replay_endpoint)
-        check_bounds(max_held=max_held, max_held_bytes=max_held_bytes, max_message_bytes=max_message_bytes)
+        check_bounds(
+            max_queued=max_queued, max_queued_bytes=max_queued_bytes, max_message_bytes=max_message_bytes
+        )
         self.replay_endpoint = replay_endpoint
         self._clock = clock
         self._machine = Continuity(
@@ -111,14 +115,14 @@ class KVEventSubscriber:
             replay_timeout_s,
             max_attempts,
             silence_after_s,
-            max_held,
-            max_held_bytes,
+            max_queued,
+            max_queued_bytes,
         )
         self._ready: deque[StreamItem] = deque()
-        self._asked: ReplayRequest | None = None
+        self._asked: BatchRequest | None = None
         self._num_connections = 0
         self._num_unreadable = 0
-        # `close` from another thread or task wakes an iteration that waits; that one then closes the sockets.
+        # `close` from another thread or task wakes a waiting iteration, which then closes the sockets.
         self._lock = threading.Lock()
         self._is_iterating = False
         self._is_closing = False
@@ -167,16 +171,16 @@ class KVEventSubscriber:
             self._end_iterating()
 
     def poll(self, timeout_s: float = 0.0) -> list[StreamItem]:
-        """What is there, in order, after waiting up to `timeout_s` for a first item; [] if none came."""
+        """Return the available items in order, after waiting up to `timeout_s` for the first; [] if none."""
         if not self._begin_iterating():
             return []
         try:
-            give_up = self._clock() + timeout_s
+            deadline = self._clock() + timeout_s
             while not self._ready and not self._is_closing:
-                left_s = max(0.0, give_up - self._clock())
+                left_s = max(0.0, deadline - self._clock())
                 wait_s = self._find_wait_s()
                 self._wait_and_read(left_s if wait_s is None else min(wait_s, left_s))
-                if self._clock() >= give_up:
+                if self._clock() >= deadline:
                     break
             items = list(self._ready)
             self._ready.clear()
@@ -184,22 +188,22 @@ class KVEventSubscriber:
         finally:
             self._end_iterating()
 
-    def stats(self) -> SubscriberStatistics:
-        """The numbers so far. From any thread."""
+    def get_statistics(self) -> SubscriberStatistics:
+        """Return the counters and the state. May be called from any thread."""
         machine = self._machine
         return SubscriberStatistics(
-            counts=machine.counts(),
+            counts=machine.get_counts(),
             next_sequence=machine.expected,
             is_recovering=machine.is_recovering,
             is_incomplete=machine.is_incomplete,
             is_silent=machine.is_silent,
-            num_held=machine.num_held,
+            num_queued=machine.num_queued,
             num_connections=self._num_connections,
             num_unreadable=self._num_unreadable,
         )
 
     def close(self) -> None:
-        """End: an iteration under way stops, and the sockets are closed. Does nothing the second time."""
+        """Stop a running iteration and close the sockets. Idempotent."""
         with self._lock:
             if self._is_closing:
                 return
@@ -227,7 +231,7 @@ class KVEventSubscriber:
             if self._is_closing:
                 return False
             if self._is_iterating:
-                raise InvalidArgumentError("someone iterates over this subscriber already")
+                raise InvalidArgumentError("another thread or task is iterating over this subscriber")
             self._is_iterating = True
             return True
 
@@ -250,20 +254,20 @@ class KVEventSubscriber:
             self._read()
 
     def _read(self) -> bool:
-        """Take some of what has arrived, without waiting. True if there was anything, or there is an item."""
+        """Handle some of the messages that have arrived, without waiting; False if there was none."""
         if self._machine.has_ready:
-            self._take(self._machine.take_held(self._clock()))
+            self._take(self._machine.take_queued(self._clock()))
             return True
         messages, num_connections, has_any = self._sockets.read()
-        # Before the messages: what comes over a new connection may be of a new life.
+        # Before the messages: those from a new connection may be from a new incarnation.
         for _ in range(num_connections):
             self._num_connections += 1
-            self._take(self._machine.take_connected(self._clock()))
+            self._take(self._machine.handle_connection(self._clock()))
         for message in messages:
             self._take_live(message)
         num_replies = num_bytes = 0
         while num_replies < READ_AT_ONCE and num_bytes < READ_BYTES_AT_ONCE:
-            # Taking a reply may end the request, and with it its socket.
+            # Handling a reply may end the request and close its socket.
             reply = self._sockets.read_reply()
             if reply is None:
                 break
@@ -271,7 +275,7 @@ class KVEventSubscriber:
             num_bytes += len(reply[-1])
             self._take_reply(reply)
         self._sockets.reconnect_if_due()
-        self._take(self._machine.take_time(self._clock()))
+        self._take(self._machine.handle_timers(self._clock()))
         return has_any or num_replies > 0 or bool(self._ready)
 
     def _take(self, items: list[StreamItem]) -> None:
@@ -289,25 +293,25 @@ class KVEventSubscriber:
         except EventStreamError:
             self._num_unreadable += 1
             return
-        self._take(self._machine.take_live(sequence, frames[2], self._clock()))
+        self._take(self._machine.handle_live(sequence, frames[2], self._clock()))
 
     def _take_reply(self, frames: list[bytes]) -> None:
         now = self._clock()
         try:
-            # With the topic since vLLM 0.26, without it before.
+            # Since vLLM 0.26 replies include the topic.
             if len(frames) not in (3, 4) or frames[0]:
                 raise EventStreamError(f"a reply has {len(frames)} frames")
             if frames[-2] == END_OF_REPLAY:
-                self._take(self._machine.take_replay_end(now))
+                self._take(self._machine.handle_replay_end(now))
                 return
             sequence = unpack_sequence(frames[-2])
         except EventStreamError:
             self._num_unreadable += 1
             return
-        self._take(self._machine.take_replayed(sequence, frames[-1], now))
+        self._take(self._machine.handle_replayed(sequence, frames[-1], now))
 
     def _send_request(self) -> None:
-        """Request what the machine wants requested, and nothing else any more."""
+        """Send the machine's current request, replacing the previous one."""
         request = self._machine.request
         self._asked = request
         self._sockets.ask(self.replay_endpoint, None if request is None else request.start)
@@ -321,7 +325,7 @@ class KVEventSubscriber:
 
 
 def check_bounds(**bounds: int) -> None:
-    """Raise InvalidArgumentError for a bound below 1, which ZeroMQ would take for none."""
+    """Raise InvalidArgumentError for a bound below 1, which ZeroMQ would treat as no bound."""
     for name, bound in bounds.items():
         if bound < 1:
-            raise InvalidArgumentError(f"{name} is {bound}; it is at least 1")
+            raise InvalidArgumentError(f"{name} is {bound}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""`SubscriberSockets`: the sockets of a subscriber: live batches, answers, the state of the connection."""
+"""`SubscriberSockets`: the sockets of a subscriber for live batches, replays and connection events."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from kv_pool.events.growing_pause import GrowingPause
 from kv_pool.events.sequence_frames import pack_sequence
 from kv_pool.events.zmq_module import zmq
 
-# What is read from a socket before items are handed on: enough to spread the cost of a turn, little enough
-# that decoded batches take little memory.
+# Messages read from a socket per turn: enough to spread the cost of a turn, few enough to limit the memory of
+# decoded batches.
 READ_AT_ONCE = 16
 READ_BYTES_AT_ONCE = 2**18
 
@@ -25,12 +25,12 @@ _MAX_RECONNECT_S = 5.0
 
 
 class Arrived(NamedTuple):
-    """What was read from the live socket and its monitor.
+    """The messages read from the live socket and its monitor.
 
     Attributes:
         messages: the frames of each live message.
-        num_connections: times that the connection was made.
-        has_any: there was something to read.
+        num_connections: number of times that the connection was established.
+        has_any: whether there was anything to read.
     """
 
     messages: list[list[bytes]]
@@ -39,26 +39,27 @@ class Arrived(NamedTuple):
 
 
 class SubscriberSockets:
-    """A SUB socket with its monitor, a DEALER socket for each request, and a pair of sockets to end a wait.
+    """A SUB socket with its monitor, a DEALER socket per request, and a socket pair to interrupt a wait.
 
     Args:
         endpoint: the publisher's PUB socket.
-        topic: only batches whose topic begins so.
-        binds: bind `endpoint` instead.
-        hwm: live batches that ZeroMQ keeps; more are dropped.
-        max_message_bytes: size of one frame; a publisher that sends a larger one is disconnected from.
-        curve: keys, where the publisher encrypts.
-        context: a ZeroMQ context to use; its own if None.
-        clock: seconds.
+        topic: receive only batches whose topic has this prefix.
+        binds: bind `endpoint` instead of connecting.
+        hwm: number of live batches that ZeroMQ queues; more are dropped.
+        max_message_bytes: maximum size of a frame; ZeroMQ disconnects from a publisher that sends a larger
+            one.
+        curve: keys, for a publisher that encrypts.
+        context: a ZeroMQ context; None for a new one.
+        clock: in seconds.
 
     Attributes:
-        endpoint: with the real port.
+        endpoint: with the actual port.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
         InvalidArgumentError: a key that cannot be used. Nothing is left open.
 
-    One thread or task at a time; `wake` from any.
+    Used by one thread or task at a time, except `wake`.
     """
 
     def __init__(
@@ -98,27 +99,27 @@ class SubscriberSockets:
 
     @property
     def reconnect_at(self) -> float | None:
-        """When `reconnect_if_due` has something to do; None for not."""
+        """When `reconnect_if_due` will reconnect; None if no reconnection is planned."""
         return self._reconnecting.due_s
 
     def wait(self, wait_s: float | None) -> None:
-        """Wait until a socket has something or `wake` is called, for `wait_s` at most; None for no limit."""
+        """Wait until a socket is readable or `wake` is called, up to `wait_s`; None for no limit."""
         poller = zmq.Poller()
         for one in self._list():
             poller.register(one, zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        # Rounded up, since waking a moment too early would mean to turn around for nothing.
+        # Rounded up: waking too early would cost an extra turn.
         poller.poll(None if wait_s is None else int(wait_s * 1000) + 1)
 
     async def wait_async(self, wait_s: float | None) -> None:
-        """Wait until a socket may have something, by ZeroMQ's descriptors: its sockets need no other kind."""
+        """Wait as `wait` does, in an event loop, by watching the file descriptors of the sockets."""
         loop = asyncio.get_running_loop()
         has_news = asyncio.Event()
         descriptors: list[Any] = [self._wake_reader.fileno(), *(one.FD for one in self._list())]
         for descriptor in descriptors:
             loop.add_reader(descriptor, has_news.set)
         try:
-            # A descriptor tells of changes only: what came before it was watched has to be looked for.
+            # A descriptor signals changes only: check for messages that arrived before it was watched.
             if not any(int(one.EVENTS) & zmq.POLLIN for one in self._list()):
                 await asyncio.wait_for(has_news.wait(), wait_s)
         except TimeoutError:
@@ -128,7 +129,7 @@ class SubscriberSockets:
                 loop.remove_reader(descriptor)
 
     def wake(self) -> None:
-        """End a wait, this one or the next."""
+        """Interrupt the current wait, or the next one."""
         self._wake_writer.send(b"x")
 
     def _list(self) -> list["zmq.SyncSocket"]:
@@ -137,9 +138,9 @@ class SubscriberSockets:
     # ---- reading -----------------------------------------------------------------------------------
 
     def read(self) -> Arrived:
-        """Take some of what has arrived, without waiting.
+        """Return some of the messages that have arrived, without waiting.
 
-        The monitor is read last, so for each message it has told of the connection that the message came by.
+        The monitor is read last, so that it has reported the connection of each message read before.
         """
         messages: list[list[bytes]] = []
         num_bytes = num_events = num_connections = 0
@@ -152,7 +153,7 @@ class SubscriberSockets:
         while self._monitor is not None and (event := receive(self._monitor)) is not None:
             num_events += 1
             if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
-                # ZeroMQ connects again by itself, but not after a message beyond the size limit.
+                # ZeroMQ reconnects by itself, but not after a message beyond the size limit.
                 if not self._binds and self._reconnecting.due_s is None:
                     self._reconnecting.plan(self._clock())
             else:
@@ -163,23 +164,23 @@ class SubscriberSockets:
         return Arrived(messages, num_connections, bool(messages) or num_events > 0)
 
     def read_reply(self) -> list[bytes] | None:
-        """Take the next frames that answer the last request; None if there are none yet, or no request."""
+        """Return the frames of the next reply to the last request; None if there is no reply or request."""
         return None if self._replay is None else receive(self._replay)
 
     def reconnect_if_due(self) -> None:
-        """Connect again where ZeroMQ does not."""
+        """Reconnect when a planned reconnection is due."""
         if self._reconnecting.is_due(self._clock()):
             self._reconnecting.due_s = None
-            with contextlib.suppress(zmq.ZMQError):  # ZeroMQ has given this connection up itself
+            with contextlib.suppress(zmq.ZMQError):  # ZeroMQ may have dropped the endpoint already
                 self._live.disconnect(self.endpoint)
             self._live.connect(self.endpoint)
 
     # ---- requests, opening, closing ----------------------------------------------------------------
 
     def ask(self, replay_endpoint: str | None, start: int | None) -> None:
-        """Request batches from `start` on over a connection of its own, and drop the last request.
+        """Send a request for the batches from `start` on over a new connection; cancel the previous request.
 
-        Without an endpoint or a start nothing is requested any more.
+        If the endpoint or `start` is None, only cancels.
         """
         if self._replay is not None:
             self._replay.close(linger=0)
@@ -188,13 +189,13 @@ class SubscriberSockets:
             return
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.setsockopt(zmq.LINGER, 0)
-        # Beyond this the publisher's side waits: a ROUTER keeps a whole replay for its reader.
+        # Beyond this limit replies stay with the publisher, whose ROUTER queues them.
         self._replay.setsockopt(zmq.RCVHWM, _REPLAY_HWM)
         self._attach(self._replay, replay_endpoint, False)
         self._replay.send_multipart([b"", pack_sequence(start)])
 
     def _attach(self, one: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
-        """Connect or bind; return the endpoint with its real port."""
+        """Connect or bind; return the endpoint with its actual port."""
         try:
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.IPV6, is_ipv6(endpoint))
@@ -210,14 +211,14 @@ class SubscriberSockets:
         except zmq.ZMQError as error:
             if error.errno == zmq.EINVAL and self._curve is not None:
                 raise InvalidArgumentError(
-                    f"keys of {endpoint}: {error}; they are 40 bytes of Z85"
+                    f"keys of {endpoint}: {error}; a key is 40 bytes of Z85"
                 ) from error
             verb = "bind" if binds else "connect to"
             raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}") from error
         return bytes(one.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def close(self) -> None:
-        """Close all sockets, and the context if it is its own. Call it once."""
+        """Close all sockets, and the context unless it was passed in. Call it once."""
         if self._monitor is not None:
             self._live.disable_monitor()
             self._monitor.close(linger=0)
@@ -231,12 +232,12 @@ class SubscriberSockets:
 
 
 def receive(one: "zmq.SyncSocket") -> list[bytes] | None:
-    """Return the next message of a socket, None if there is none yet."""
+    """Return the next message of a socket; None if there is none yet."""
     try:
         frame = one.recv(zmq.NOBLOCK, copy=False, track=False)
     except zmq.Again:
         return None
-    # Not `recv_multipart`, which takes 1 µs for each frame to ask the socket whether another one follows.
+    # `recv_multipart` takes 1 µs more per frame, to ask the socket whether another one follows.
     frames = [frame.bytes]
     while frame.more:
         frame = one.recv(copy=False, track=False)

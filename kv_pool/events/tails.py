@@ -1,11 +1,11 @@
-"""Blocks behind a hash that was removed and is stored again are announced again, behind it.
+"""When a removed block is stored again, announce the resident blocks after it again.
 
 ```text
 announced so far        a b c d stored, b removed      some readers cannot reach c and d any more
-b is stored again       c d removed, b c d stored      all readers reach all of them
+b is stored again       c d removed, b c d stored      all readers reach all blocks
 ```
 
-Dynamo's indexer hides what stands behind a removed block; storing the block does not bring it back.
+Dynamo's indexer hides the blocks after a removed block; storing it again does not restore them.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ from kv_pool.events.chains import is_alike, make_event
 from kv_pool.events.place_blocks import PlaceBlocks
 
 MAX_TAIL_BLOCKS = 1024
-"""Blocks that are announced again for one stored event; what is beyond stays as it was."""
+"""Maximum number of blocks announced again per store; further blocks are not announced again."""
 
 
 def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEvent]:
-    """Return one removal of the blocks behind these, then stores of all; [] if none is.
+    """Return one removal of the blocks after `fresh`, then stores of both; [] if no blocks follow.
 
     Args:
-        blocks: those of one place.
+        blocks: the blocks of one place.
         fresh: hashes that have just become resident, parents first, and are not announced yet.
 
-    O(blocks announced).
+    Cost: O(blocks announced).
     """
     place = blocks.place
     are_fresh = set(fresh)

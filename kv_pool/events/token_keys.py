@@ -1,7 +1,7 @@
-"""Keys of blocks by their content, independent of the engine's hash: tokens, adapter, extra keys.
+"""Content keys of blocks, independent of the engine's hash: tokens, adapter, extra keys.
 
-The keys are valid in one process only. They have 64 bits and no secret: a sender that tries can make two
-prompts share a key, which costs a router a cache miss and exposes no data.
+The keys are valid in one process only. They have 64 bits and no secret: a malicious sender can make two
+prompts share a key, which costs a router a cache miss but exposes no data.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _DECODE_TOKENS = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def root_key(lora_name: str | None) -> Any:
-    """Return the parent key of every first block of this adapter."""
+    """Return the parent key of first blocks with this adapter."""
     return xxhash.xxh3_64_intdigest(b"" if lora_name is None else b"lora " + lora_name.encode())
 
 
@@ -35,8 +35,8 @@ def chain_keys(
     Args:
         parent: key of the block before the first token, or `root_key`.
         token_ids: a sequence of ints, or the bytes of a msgpack array of them.
-        extra_keys: one entry per block as events carry it; may be shorter. The adapter's name, which comes
-            first in each entry where there is an adapter, may be left out.
+        extra_keys: one entry per block, as in events; may be shorter. The adapter's name, the first element
+            of each entry if there is an adapter, may be omitted.
     Raises: InvalidArgumentError, InvalidTypeError: a token that is not an unsigned 64-bit integer.
     """
     digest = xxhash.xxh3_64_intdigest
@@ -75,7 +75,7 @@ def pack_blocks(token_ids: Any, block_size: int) -> list[bytes]:
 
 
 def encode_list(token_ids: Any) -> bytes | None:
-    """Return the msgpack array of a list, None if that takes a check of its elements first."""
+    """Return token ids as a msgpack array; None if an element cannot be encoded as it is."""
     if not isinstance(token_ids, list):
         token_ids = token_ids.tolist() if hasattr(token_ids, "tolist") else [*token_ids]
     try:
@@ -100,8 +100,8 @@ def count_packed(packed: bytes) -> int:
 def split_packed(packed: bytes, block_size: int) -> list[bytes] | None:
     """Return the bytes of each full block of a msgpack array of unsigned integers.
 
-    None if an integer is not in its shortest form or is no unsigned integer: the bytes would not be equal
-    for equal tokens. Written for the compiled build; elsewhere encoding block by block is faster.
+    None if an element is not an unsigned integer in its shortest form: equal tokens would then not have equal
+    bytes. Written for the compiled build; in plain Python encoding block by block is faster.
     """
     num_tokens = count_packed(packed)
     if num_tokens < 0 or block_size < 1:

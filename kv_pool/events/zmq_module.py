@@ -1,4 +1,4 @@
-"""pyzmq, or an error that says how to get it. The only place that imports it."""
+"""Import pyzmq, or raise an error that says how to install it. The only module that imports it."""
 
 from kv_pool.errors import MissingDependencyError, describe_install
 

@@ -1,1 +1,1 @@
-"""The pool under engines that bring their own scheduler."""
+"""Adapters for engines that have their own scheduler."""

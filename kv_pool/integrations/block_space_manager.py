@@ -1,4 +1,4 @@
-"""`BlockSpaceManager`: requests and swap by the names of vLLM 0.6's manager, for schedulers of groups."""
+"""`BlockSpaceManager`: allocation and swapping under vLLM 0.6's names, for schedulers of sequence groups."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from kv_pool.core.arguments import as_int
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, BlockId, RequestId
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_counts import count_blocks_touched_by_append, count_required_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -16,26 +16,28 @@ from kv_pool.manager.swap.swapper import BlockSwapper
 
 
 class GroupedSequence(Protocol):
-    """The attributes and methods of a sequence that `BlockSpaceManager` reads."""
+    """The attributes and methods of a sequence that `BlockSpaceManager` uses."""
 
-    seq_id: int
+    @property
+    def seq_id(self) -> int:
+        """The engine's number of the sequence."""
 
     def get_token_ids(self) -> Sequence[int]:
-        """Prompt and output so far."""
+        """Return the tokens of the prompt and of the output so far."""
 
 
 class SequenceGroup(Protocol):
-    """The methods of a group that `BlockSpaceManager` calls: the samples, or beams, of one prompt."""
+    """The samples, or beams, of one prompt; the methods that `BlockSpaceManager` calls."""
 
     def get_seqs(self) -> Sequence[GroupedSequence]:
-        """The sequences of the group that have not ended."""
+        """Return the sequences of the group that have not ended."""
 
 
 @dataclass(eq=False, slots=True)
 class _Record:
-    """A sequence as the manager underneath sees it; nothing is cached, so its tokens are only counted."""
+    """A sequence as a request of the `KVCacheManager`. Without caching, only its token counts matter."""
 
-    request_id: str
+    request_id: RequestId
     num_tokens: int
     num_computed_tokens: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -47,7 +49,7 @@ class _Record:
 
 
 class BlockSpaceManager:
-    """A `KVCacheManager` and a `BlockSwapper` under vLLM 0.6's names, with the naive allocator's behaviour.
+    """A `KVCacheManager` and a `BlockSwapper` under vLLM 0.6's names, like its naive block allocator.
 
         >>> from types import SimpleNamespace
         >>> from kv_pool.integrations.block_space_manager import BlockSpaceManager
@@ -60,22 +62,24 @@ class BlockSpaceManager:
         >>> manager.swap_out(group), manager.can_swap_in(group, 0)
         ([(0, 0), (1, 1), (2, 2)], <AllocStatus.OK: 'ok'>)
 
-    A group is admitted and swapped as one, all of its sequences or none. For prefix caching, several kinds of
-    attention and copies that take longer than a step use `KVCacheManager` and `BlockSwapper` themselves.
+    A group is admitted and swapped as a whole: all of its sequences or none. For prefix caching, several
+    kinds of attention, or copies that take longer than a step, use `KVCacheManager` and `BlockSwapper`
+    directly.
 
-    Its calls are made between two steps; a sequence's tokens count as computed when they have slots. Copies
-    are made in the order in which calls answer with them, before the step writes. Block ids run from 0, on
-    the device and on the host; those of `manager` and `swapper` are one higher.
+    Call the methods between steps; a sequence's tokens count as computed as soon as they have slots. Make the
+    returned copies in the order of the calls, before the step writes. Block ids run from 0, on the device and
+    on the host; the ids of `manager` and `swapper` are one higher.
 
-    What differs from vLLM's:
+    Differences from vLLM:
 
-    - The state of a sequence is where its blocks are: nowhere (waiting), on the device (running) or on the
-      host (swapped). `get_seqs()` is asked without a status.
-    - The watermark counts while others hold blocks: what fits alone is let in, where vLLM answers NEVER.
-    - An append of nothing touches no block, where vLLM counts one.
-    - What the caller does wrong, or does not ask about before, raises and changes nothing.
+    - The state of a sequence follows from its blocks: none (waiting), on the device (running) or on the host
+      (swapped). `get_seqs()` is called without a status.
+    - The watermark applies only while other sequences hold blocks: a group that fits only into an empty pool
+      is admitted, where vLLM answers NEVER.
+    - An append of no tokens touches no block, where vLLM counts one.
+    - Caller errors, and calls that do not fit, raise and change nothing.
 
-    As vLLM's: what sequences of a group share is copied for each of them when they are swapped.
+    As in vLLM, a block that several sequences of a group share is copied once for each of them by a swap.
 
     Args:
         block_size: tokens per block.
@@ -83,7 +87,7 @@ class BlockSpaceManager:
         watermark: share of the device's blocks that admission and swapping in leave free.
 
     Attributes:
-        watermark_blocks: the same in blocks, rounded down.
+        watermark_blocks: the watermark in blocks, rounded down.
     """
 
     def __init__(
@@ -94,7 +98,9 @@ class BlockSpaceManager:
         self.num_total_cpu_blocks = as_int("num_cpu_blocks", num_cpu_blocks)
         for name in ("num_total_gpu_blocks", "num_total_cpu_blocks"):
             if getattr(self, name) < 0:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it counts blocks, 0 or more")
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.block_size < 1:
+            raise InvalidArgumentError(f"block_size is {block_size}; a block has at least 1 token")
         if not 0 <= watermark < 1:
             raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
         self.watermark = watermark
@@ -105,7 +111,7 @@ class BlockSpaceManager:
         )
         self._records: dict[int, _Record] = {}
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     def get_num_free_gpu_blocks(self) -> int:
         """Return how many blocks of the device are free."""
@@ -115,7 +121,7 @@ class BlockSpaceManager:
         """Return how many blocks of the host are free."""
         return self.swapper.host_pool.get_num_free_blocks()
 
-    def get_block_table(self, seq: GroupedSequence) -> list[int]:
+    def get_block_table(self, seq: GroupedSequence) -> list[BlockId]:
         """Return the ids of the sequence's blocks, on the device or, if it is swapped, on the host.
 
         Raises:
@@ -127,25 +133,25 @@ class BlockSpaceManager:
             if self.swapper.is_swapped_out(record.request_id)
             else self.manager.get_block_ids(record.request_id)
         )
-        return [block_id - 1 for block_id in ids]
+        return [BlockId(block_id - 1) for block_id in ids]
 
     # ---- waiting -> running ----------------------------------------------------------------------
 
     def can_allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
-        """Whether `allocate` with the same arguments would succeed; changes nothing.
+        """Return whether `allocate` with the same arguments would succeed; changes nothing.
 
         Raises:
-            InvalidArgumentError: a sequence of the group has blocks, or they differ in length.
+            InvalidArgumentError: a sequence of the group already has blocks, or their lengths differ.
         """
         _, num_tokens = self._check_waiting(seq_group)
         need = count_required_blocks(num_tokens, num_lookahead_slots, self.block_size)
         return self._judge_gpu(need)
 
     def allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> None:
-        """Give slots to all tokens of the group's prompt; its sequences share them.
+        """Allocate slots for all tokens of the group's prompt; its sequences share them.
 
         Raises:
-            OutOfBlocksError: `can_allocate` does not answer OK.
+            OutOfBlocksError: `can_allocate` does not return OK.
             InvalidArgumentError: as `can_allocate`. In both cases nothing has changed.
         Cost: O(blocks and sequences).
         """
@@ -156,9 +162,9 @@ class BlockSpaceManager:
             raise OutOfBlocksError(
                 f"the group needs {need} blocks, {self.get_num_free_gpu_blocks()} are free of "
                 f"{self.num_total_gpu_blocks}, {self.watermark_blocks} of which stay free; "
-                f"can_allocate() answers {status.name}"
+                f"can_allocate() returns {status.name}"
             )
-        first = _Record(str(seqs[0].seq_id), num_tokens)
+        first = _Record(RequestId(str(seqs[0].seq_id)), num_tokens)
         self.manager.allocate_slots(first, num_tokens, num_lookahead_tokens=num_lookahead_slots)
         first.num_computed_tokens = num_tokens
         self._records[seqs[0].seq_id] = first
@@ -168,22 +174,25 @@ class BlockSpaceManager:
     # ---- running ---------------------------------------------------------------------------------
 
     def can_append_slots(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> bool:
-        """Whether `append_slots` would succeed for each running sequence of the group; changes nothing.
+        """Return whether `append_slots` would succeed for all running sequences of the group; changes
+        nothing.
 
-        Each block that an append touches counts as one: a new one, or a copy of one that is shared.
+        Each block that an append touches counts as one, whether it is new or a copy of a shared block.
         """
         num_touched = sum(
             self._count_touched(seq, record, num_lookahead_slots) for seq, record in self._list(seq_group)
         )
         return num_touched <= self.get_num_free_gpu_blocks()
 
-    def append_slots(self, seq: GroupedSequence, num_lookahead_slots: int = 0) -> list[tuple[int, int]]:
-        """Give slots to the tokens that the sequence has got since.
+    def append_slots(
+        self, seq: GroupedSequence, num_lookahead_slots: int = 0
+    ) -> list[tuple[BlockId, BlockId]]:
+        """Allocate slots for the tokens appended since the last call.
 
         Returns:
-            Block copies to make, (source, target): of blocks that it shared and is about to write to.
+            Block copies to make, (source, target): shared blocks that the sequence is about to write to.
         Raises:
-            OutOfBlocksError: too few blocks are free; ask `can_append_slots` first.
+            OutOfBlocksError: too few blocks are free; call `can_append_slots` first.
             InvalidArgumentError: the sequence is not running, or has fewer tokens than before. In both cases
                 nothing has changed.
         """
@@ -198,35 +207,37 @@ class BlockSpaceManager:
             if added is None:
                 raise OutOfBlocksError(
                     f"sequence {seq.seq_id} has {num_new} new tokens, {self.get_num_free_gpu_blocks()} "
-                    "blocks are free; ask can_append_slots() first, and preempt or swap out others"
+                    "blocks are free; call can_append_slots() first, and preempt or swap out other groups"
                 )
         except BaseException:
             record.num_tokens = num_before
             raise
         record.num_computed_tokens = record.num_tokens
-        return [(move.source - 1, move.target - 1) for move in self.manager.take_block_copies()]
+        return [
+            (BlockId(move.source - 1), BlockId(move.target - 1)) for move in self.manager.take_block_copies()
+        ]
 
     def fork(self, parent_seq: GroupedSequence, child_seq: GroupedSequence) -> None:
-        """Let a sequence without blocks share those of another one; each copies what it writes to.
+        """Let a sequence without blocks share the blocks of another one, with copy-on-write.
 
         Raises:
-            InvalidArgumentError: the parent is not running, the child has blocks or fewer tokens than the
-                parent has slots for. Nothing has changed.
+            InvalidArgumentError: the parent is not running, the child already has blocks, or it has fewer
+                tokens than the parent has slots. Nothing has changed.
         """
         parent = self._find(parent_seq)
         if child_seq.seq_id in self._records:
-            raise InvalidArgumentError(f"sequence {child_seq.seq_id} has blocks already")
+            raise InvalidArgumentError(f"sequence {child_seq.seq_id} already has blocks")
         if len(child_seq.get_token_ids()) < parent.num_tokens:
             raise InvalidArgumentError(
                 f"sequence {child_seq.seq_id} has {len(child_seq.get_token_ids())} tokens, its parent "
                 f"{parent_seq.seq_id} has slots for {parent.num_tokens}"
             )
-        child = _Record(str(child_seq.seq_id), parent.num_tokens, parent.num_computed_tokens)
+        child = _Record(RequestId(str(child_seq.seq_id)), parent.num_tokens, parent.num_computed_tokens)
         self.manager.fork(parent, child)
         self._records[child_seq.seq_id] = child
 
     def free(self, seq: GroupedSequence) -> None:
-        """Give the sequence's blocks back, wherever they are; nothing happens if it has none."""
+        """Free the sequence's blocks, on the device or on the host; no-op if it has none."""
         record = self._records.get(seq.seq_id)
         if record is None:
             return
@@ -239,17 +250,17 @@ class BlockSpaceManager:
     # ---- running <-> swapped ---------------------------------------------------------------------
 
     def can_swap_out(self, seq_group: SequenceGroup) -> bool:
-        """Whether the host has room for all blocks of the group's running sequences; changes nothing."""
+        """Return whether the blocks of the group's running sequences fit on the host; changes nothing."""
         need = sum(len(self.get_block_table(seq)) for seq, _ in self._list(seq_group))
         return need <= self.get_num_free_cpu_blocks()
 
-    def swap_out(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move the group's running sequences to the host.
+    def swap_out(self, seq_group: SequenceGroup) -> list[tuple[BlockId, BlockId]]:
+        """Swap the group's running sequences out to the host.
 
         Returns:
             Copies to make, (device block, host block), before any of these device blocks is written.
         Raises:
-            OutOfBlocksError: `can_swap_out` answers False. Nothing has changed.
+            OutOfBlocksError: `can_swap_out` returns False. Nothing has changed.
         """
         if not self.can_swap_out(seq_group):
             raise OutOfBlocksError(
@@ -260,10 +271,10 @@ class BlockSpaceManager:
         return self._commit_all(self.swapper.swap_out(record) for _, record in running)
 
     def can_swap_in(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
-        """Whether `swap_in` would succeed and leave room for the group's next tokens; changes nothing.
+        """Return whether `swap_in` would succeed and leave blocks for the next tokens; changes nothing.
 
         Returns:
-            OK, LATER while others hold too many blocks, or NEVER for more blocks than the device has.
+            OK; LATER while other sequences hold too many blocks; NEVER for more blocks than the device has.
         """
         need = 0
         for seq, record in self._list(seq_group, is_swapped=True):
@@ -273,30 +284,30 @@ class BlockSpaceManager:
             need += max(num_held, num_needed)
         return self._judge_gpu(need)
 
-    def swap_in(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move the group's swapped sequences back to the device.
+    def swap_in(self, seq_group: SequenceGroup) -> list[tuple[BlockId, BlockId]]:
+        """Swap the group's swapped sequences in to the device.
 
         Returns:
-            Copies to make, (host block, device block), before the step reads or writes them.
+            Copies to make, (host block, device block), before the step reads or writes these blocks.
         Raises:
-            OutOfBlocksError: `can_swap_in` does not answer OK. Nothing has changed.
+            OutOfBlocksError: `can_swap_in` does not return OK. Nothing has changed.
         """
         status = self.can_swap_in(seq_group)
         if status is not AllocStatus.OK:
             raise OutOfBlocksError(
                 f"{self.get_num_free_gpu_blocks()} blocks are free of {self.num_total_gpu_blocks}, "
-                f"{self.watermark_blocks} of which stay free; can_swap_in() answers {status.name}"
+                f"{self.watermark_blocks} of which stay free; can_swap_in() returns {status.name}"
             )
         swapped = self._list(seq_group, is_swapped=True)
         return self._commit_all(self.swapper.swap_in(record, num_new_tokens=0) for _, record in swapped)
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------
 
-    def _commit_all(self, plans: Iterable[SwapPlan | None]) -> list[tuple[int, int]]:
+    def _commit_all(self, plans: Iterable[SwapPlan | None]) -> list[tuple[BlockId, BlockId]]:
         moves = []
         for plan in plans:
             assert plan is not None, "the group was found to fit"
-            moves += [(move.source - 1, move.target - 1) for move in plan.moves]
+            moves += [(BlockId(move.source - 1), BlockId(move.target - 1)) for move in plan.moves]
             plan.commit()
         return moves
 
@@ -309,7 +320,7 @@ class BlockSpaceManager:
     def _list(
         self, seq_group: SequenceGroup, is_swapped: bool = False
     ) -> list[tuple[GroupedSequence, _Record]]:
-        """The sequences of the group that are on the device, or on the host."""
+        """Return the sequences of the group that are on the device, or on the host if `is_swapped`."""
         known = [
             (seq, self._records[seq.seq_id]) for seq in seq_group.get_seqs() if seq.seq_id in self._records
         ]
@@ -320,25 +331,24 @@ class BlockSpaceManager:
         ]
 
     def _check_waiting(self, seq_group: SequenceGroup) -> tuple[list[GroupedSequence], int]:
-        """The sequences of a group that is to be admitted, and how many tokens each has."""
+        """Return the sequences of a group to admit, and the number of tokens of each."""
         seqs = list(seq_group.get_seqs())
         lengths = {len(seq.get_token_ids()) for seq in seqs}
         if len(lengths) != 1:
             raise InvalidArgumentError(
-                f"the group's sequences have {sorted(lengths)} tokens; a group has one prompt"
+                f"the group's sequences have {sorted(lengths)} tokens; they must share one prompt"
             )
         for seq in seqs:
             if seq.seq_id in self._records:
-                raise InvalidArgumentError(f"sequence {seq.seq_id} has blocks already; free() it first")
+                raise InvalidArgumentError(f"sequence {seq.seq_id} already has blocks; free() it first")
         return seqs, lengths.pop()
 
     def _count_unseen(self, seq: GroupedSequence, record: _Record) -> int:
-        """Tokens that have no slots yet."""
+        """Return the number of tokens that have no slots yet."""
         num_unseen = len(seq.get_token_ids()) - record.num_tokens
         if num_unseen < 0:
             raise InvalidArgumentError(
-                f"sequence {seq.seq_id} has {-num_unseen} tokens less than it has slots for; tokens are only "
-                "appended"
+                f"sequence {seq.seq_id} has {-num_unseen} tokens fewer than slots; only append tokens"
             )
         return num_unseen
 

@@ -1,4 +1,4 @@
-"""`BlockManager`: the pool by the names that nano-vllm's scheduler calls."""
+"""`BlockManager`: the pool under the names that nano-vllm's scheduler calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, BlockId, GroupId
 from kv_pool.integrations.nano_vllm_views import (
     Blocks,
     ComputeHash,
@@ -17,45 +17,45 @@ from kv_pool.integrations.nano_vllm_views import (
     UsedBlockIds,
 )
 
-_GROUP_ID = 0
+_GROUP_ID = GroupId(0)
 
 
 class NanoSequence(Protocol):
-    """What `BlockManager` reads and writes of a nano-vllm `Sequence`."""
+    """The attributes and methods of a nano-vllm `Sequence` that `BlockManager` uses."""
 
     block_table: list[int]
     num_cached_tokens: int
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all tokens so far take, the last one perhaps not full."""
+        """Number of blocks that all tokens so far need, including a partly filled last one."""
 
     def block(self, i: int, /) -> list[int]:
-        """The token ids of block `i`."""
+        """Return the token ids of block `i`."""
 
     def __len__(self) -> int:
-        """Prompt and output so far, in tokens."""
+        """Return the number of tokens of the prompt and of the output so far."""
 
 
 class ScheduledSequence(NanoSequence, Protocol):
-    """What `hash_blocks` reads besides."""
+    """A `NanoSequence` with the attribute that `hash_blocks` also reads."""
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens of this step, after the `num_cached_tokens` that were computed before it."""
+        """Number of tokens of this step, after the `num_cached_tokens` computed before it."""
 
 
 class Admission(int):
-    """What `can_allocate` answers: a number for today's scheduler, a truth value for the one of 2025.
+    """The result of `can_allocate`: a number for today's scheduler, a truth value for the 2025 scheduler.
 
         >>> from kv_pool.integrations.nano_vllm import Admission
         >>> fits, full = Admission(0, has_room=True), Admission(-1, has_room=False)
         >>> fits == -1, bool(fits), full == -1, bool(full)
         (False, True, True, False)
 
-    The number: how many blocks of the prompt are cached, -1 where it does not fit; a cached block that is in
-    use costs nothing. True: even with every block of the prompt a new one it would fit. The two rules differ,
-    so a number of 0 or more may be false.
+    The number is how many blocks of the prompt are cached, or -1 if the prompt does not fit; a cached block
+    that is in use costs nothing. The truth value is True if the prompt would fit even if every block were
+    new. The two rules differ, so a number of 0 or more may be false.
     """
 
     has_room: bool
@@ -71,20 +71,20 @@ class Admission(int):
 
 @dataclass(eq=False, slots=True)
 class _Holding:
-    """The blocks of one sequence; to the pool, the request that they are cached for.
+    """The blocks of one sequence; the pool reads it as the request that it caches them for.
 
     Attributes:
         sequence: kept alive, since holdings are found by its identity.
-        caches_at_once: its full blocks are cached before the step that computes them, not after.
-        blocks: head first; what `sequence.block_table` says, as objects.
-        block_hashes: of the blocks from the head on that were made findable.
+        caches_at_once: whether full blocks are cached before the step that computes them, not after it.
+        blocks: the block objects of `sequence.block_table`, in order.
+        block_hashes: hashes of the blocks that are cached so far, from the first one on.
     """
 
     sequence: NanoSequence
     caches_at_once: bool
     blocks: list[KVCacheBlock]
     block_hashes: list[BlockHash]
-    # With events off the pool reads nothing but the hashes.
+    # The pool reads these only if events are enabled.
     all_token_ids: Sequence[int] = ()
     lora_request: Any = None
     mm_features: Sequence[Any] | None = None
@@ -93,13 +93,13 @@ class _Holding:
 
 
 class BlockManager:
-    """A `BlockPool` under nano-vllm's own scheduler: takes the place of `nanovllm.engine.block_manager`'s.
+    """A `BlockPool` for nano-vllm's own scheduler; replaces the class in `nanovllm.engine.block_manager`.
 
         from kv_pool.integrations.nano_vllm import BlockManager    # the one line to change, in scheduler.py
 
-    Same admissions, same preemptions, same `num_cached_tokens`, same ids in `block_table` as theirs. To take
-    a hit out of the middle of the free list costs them O(number of free blocks), here O(1). It serves both
-    shapes of the scheduler, and icinfer's, which has the earlier one:
+    Admissions, preemptions, `num_cached_tokens` and the ids in `block_table` are those of nano-vllm's
+    manager. That manager needs O(number of free blocks) to take a hit out of its free list; this one needs
+    O(1). This class supports both versions of the scheduler, and icinfer's, which matches the earlier one:
 
         | until 2025                          | today                                                 |
         |-------------------------------------|-------------------------------------------------------|
@@ -108,53 +108,54 @@ class BlockManager:
         | a full last block may be a hit      | the last block is always computed                     |
         | cached by `allocate`, `may_append`  | cached by `hash_blocks`, once computed                |
 
-    Which of the two a sequence lives by is decided by the way it was allocated.
+    The call of `allocate` decides which version applies to a sequence.
 
-    The order of reuse is theirs, not that of `KVCacheManager`: blocks are reused in the order in which they
-    were freed, cached or not, a sequence's tail before its head. Of several blocks with one prefix only the
-    one cached last can be hit; when it is reused the prefix is gone.
+    The reuse order is nano-vllm's, not that of `KVCacheManager`: blocks are reused in the order in which they
+    were freed, cached or not, a sequence's tail before its head. If several blocks have the same prefix, only
+    the one cached last can be hit; when it is reused, the prefix is evicted.
 
-    What differs from theirs, on purpose:
+    Deliberate differences from nano-vllm's manager:
 
-    - Their manager of 2025 leaves a reused block's old hash in its map, and tells a stale entry by comparing
-      that one block's tokens: the same tokens behind another prefix pass for a hit. Here they are none.
-    - They compare tokens behind 64 bits of xxhash; here 128 bits of hash decide (`BlockHasher`).
-    - Where the caller errs (freed twice, allocated twice, not allocated, too many) an error is raised and
-      nothing has changed; there it is an assertion, an IndexError half way, or nothing at all.
-    - Their attributes are read-only views here, and their hashes are other numbers. What the pool itself
-      knows is in `block_pool`, where block n of the engine is `blocks[n + 1]`: block 0 is the pool's null
-      block, which the engine never sees.
+    - The 2025 manager leaves a reused block's old hash in its map, and detects a stale entry by comparing the
+      tokens of that one block: the same tokens after another prefix count as a hit. Here they are a miss.
+    - It compares tokens in addition to 64 bits of xxhash; here 128 bits of hash decide (`BlockHasher`).
+    - Caller errors (double free, double allocation, not allocated, too many tokens) raise and change nothing;
+      there they cause an assertion, an IndexError half-way, or go unnoticed.
+    - Its attributes are read-only views here, and the hashes are different numbers. The pool's own state is
+      in `block_pool`, where block n of the engine is `blocks[n + 1]`: block 0 is the pool's null block, which
+      the engine never sees.
 
-    As theirs: a prompt of full blocks that are all cached leaves a scheduler of 2025 nothing to compute.
+    As in nano-vllm, a prompt whose blocks are all full and cached leaves the 2025 scheduler no token to
+    compute.
 
     Args:
-        num_blocks: blocks in the engine's KV tensors; all of them, 0 to num_blocks - 1, are handed out.
+        num_blocks: blocks in the engine's KV tensors; all of them, 0 to num_blocks - 1, can be allocated.
         block_size: tokens per block, the same as `Sequence.block_size`.
-        hasher: names the prefixes; by default `xxh3_128` with a secret seed.
+        hasher: hashes the prefixes; by default `xxh3_128` with a secret seed.
 
     Attributes:
-        blocks: by id, each with `block_id`, `ref_count`, `hash` and `token_ids`.
+        blocks: the blocks by id, each with `block_id`, `ref_count`, `hash` and `token_ids`.
         free_block_ids: ids of free blocks, the next to be reused first: `free_block_ids[0]`, `len`, `in`.
         used_block_ids: ids of blocks that sequences hold.
-        hash_to_block_id: from the hash of a cached prefix to the block that holds its end.
+        hash_to_block_id: maps the hash of a cached prefix to the id of its last block.
 
-    Contract: nano-vllm's `BlockManager`, with a scheduler that gives each sequence one object.
+    Contract: nano-vllm's `BlockManager`, with a scheduler that uses one object per sequence.
     """
 
     compute_hash = ComputeHash()
 
     def __init__(self, num_blocks: int, block_size: int, *, hasher: BlockHasher | None = None) -> None:
         if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise InvalidArgumentError(f"num_blocks is {num_blocks!r}; it counts blocks, at least 1")
+            raise InvalidArgumentError(f"num_blocks is {num_blocks!r}; it is an integer, at least 1")
         self.hasher = BlockHasher(block_size=block_size) if hasher is None else hasher
         if self.hasher.block_size != block_size or self.hasher.num_lookahead_tokens:
             raise InvalidArgumentError(
                 f"the hasher covers {self.hasher.block_size} tokens and {self.hasher.num_lookahead_tokens} "
-                f"of lookahead; make it with block_size={block_size} and none"
+                f"lookahead tokens; create it with block_size={block_size} and no lookahead"
             )
         self.block_size = block_size
         self.block_pool = BlockPool(num_blocks + 1, True, block_size)
-        # By the pool's ids: what was in a block when it was cached last.
+        # By the pool's block ids: the tokens of the block when it was last cached.
         self._token_ids: list[Sequence[int]] = [()] * (num_blocks + 1)
         self.blocks = Blocks(self.block_pool, self._token_ids)
         self.free_block_ids = FreeBlockIds(self.block_pool)
@@ -165,11 +166,11 @@ class BlockManager:
     # ---- prefill ---------------------------------------------------------------------------------
 
     def can_allocate(self, seq: NanoSequence) -> Admission:
-        """Would the sequence fit now, and how much of it is cached? Changes nothing.
+        """Return whether the sequence fits now, and how many of its blocks are cached. Changes nothing.
 
         Raises:
-            InvalidArgumentError: the sequence cuts its tokens into blocks of another size.
-        Cost: O(tokens of the cached blocks and one more), whatever is free.
+            InvalidArgumentError: the sequence uses another block size.
+        Cost: O(tokens of the cached blocks and one more), independent of the number of free blocks.
         """
         num_blocks = self._count_blocks(seq)
         hits, _ = self._find_cached_prefix(seq, num_blocks - 1)
@@ -180,23 +181,23 @@ class BlockManager:
         )
 
     def allocate(self, seq: NanoSequence, num_cached_blocks: int | None = None) -> None:
-        """Fill `seq.block_table` for all its tokens, and set `seq.num_cached_tokens`.
+        """Allocate blocks for all tokens into `seq.block_table`, and set `seq.num_cached_tokens`.
 
             |<-- num_cached_blocks -->|<------ get_new_blocks ------>|
             |      touch these        |  full, full, ..., maybe full |
 
         Args:
-            num_cached_blocks: what `can_allocate` answered, or less; `hash_blocks` will cache the others.
-                None: as many as are found, the last one too if it is full; all full ones are cached now.
+            num_cached_blocks: the result of `can_allocate`, or less; `hash_blocks` caches the other blocks
+                later. None: use all cached blocks, including a full last one, and cache all full blocks now.
         Raises:
-            OutOfBlocksError: it does not fit.
-            InvalidArgumentError: the sequence has blocks; more hits are asked for than there are; it cuts its
-                tokens into blocks of another size. In all cases nothing has changed.
-        Cost: O(tokens looked up or cached, blocks), whatever is free.
+            OutOfBlocksError: too few blocks are free.
+            InvalidArgumentError: the sequence already has blocks, has fewer cached blocks than
+                `num_cached_blocks`, or uses another block size. In all cases nothing has changed.
+        Cost: O(tokens looked up or cached, blocks), independent of the number of free blocks.
         """
         if id(seq) in self._holdings or seq.block_table:
             raise InvalidArgumentError(
-                f"{_name(seq)} holds blocks already, {len(seq.block_table)} in its table; "
+                f"{_name(seq)} already holds blocks, {len(seq.block_table)} in its table; "
                 "deallocate() it first"
             )
         num_blocks = self._count_blocks(seq)
@@ -209,17 +210,17 @@ class BlockManager:
             new_hashes = []
             if num_cached_blocks != len(hits):
                 raise InvalidArgumentError(
-                    f"{_name(seq)} was to get {num_cached_blocks} cached blocks, {len(hits)} are; "
-                    "ask can_allocate() again, and keep it waiting on -1"
+                    f"{_name(seq)} has {len(hits)} cached blocks, not {num_cached_blocks}; "
+                    "call can_allocate() again, and keep the sequence waiting if it returns -1"
                 )
         pool = self.block_pool
         num_wanted = num_blocks - sum(1 for block in hits if block.ref_cnt)
         if num_wanted > pool.get_num_free_blocks():
             raise OutOfBlocksError(
                 f"{_name(seq)} needs {num_wanted} free blocks, {pool.get_num_free_blocks()} are free of "
-                f"{pool.num_gpu_blocks - 1}; ask can_allocate() first, and preempt others"
+                f"{pool.num_gpu_blocks - 1}; call can_allocate() first, and preempt other sequences"
             )
-        # Hits first: until they are touched, they may be among the blocks that get_new_blocks takes.
+        # Touch hits first: until then, get_new_blocks may take them.
         pool.touch(hits)
         blocks = hits + pool.get_new_blocks(num_blocks - len(hits))
         holding = _Holding(seq, caches_at_once, blocks, hashes)
@@ -231,20 +232,21 @@ class BlockManager:
     def hash_blocks(self, seq: ScheduledSequence) -> None:
         """Cache the blocks that are full after this step's `seq.num_scheduled_tokens` tokens.
 
-        To be called before they are added to `seq.num_cached_tokens`. Blocks that were cached before are
-        passed over.
+        Call this before these tokens are added to `seq.num_cached_tokens`. Skips blocks that are already
+        cached.
+
         Raises:
-            InvalidArgumentError: the sequence has no blocks, or has neither tokens nor blocks for so many.
-                Nothing has changed.
+            InvalidArgumentError: the sequence has no blocks, or too few tokens or blocks for the scheduled
+                tokens. Nothing has changed.
         Cost: O(tokens of the blocks cached).
         """
         holding = self._holding_of(seq)
         num_computed_tokens = seq.num_cached_tokens + seq.num_scheduled_tokens
         if num_computed_tokens > min(len(seq), len(holding.blocks) * self.block_size):
             raise InvalidArgumentError(
-                f"{_name(seq)} says {num_computed_tokens} tokens are computed after this step, but has "
-                f"{len(seq)} tokens and {len(holding.blocks)} blocks of {self.block_size}; call it before "
-                "num_cached_tokens is counted up"
+                f"{_name(seq)} would have {num_computed_tokens} computed tokens after this step, but has "
+                f"{len(seq)} tokens and {len(holding.blocks)} blocks of {self.block_size}; call "
+                "hash_blocks() before num_cached_tokens is increased"
             )
         num_full_blocks = num_computed_tokens // self.block_size
         self._cache(holding, self._hash_blocks(seq, holding.block_hashes, num_full_blocks))
@@ -252,7 +254,7 @@ class BlockManager:
     # ---- decode ----------------------------------------------------------------------------------
 
     def can_append(self, seq: NanoSequence) -> bool:
-        """Is there a free block, if the sequence's last token needs one? Changes nothing. O(1).
+        """Return whether a block is free if the sequence's last token needs one. Changes nothing. O(1).
 
         Raises:
             InvalidArgumentError: the sequence has no blocks.
@@ -263,9 +265,9 @@ class BlockManager:
         """Append a block to the table if the sequence's last token has no slot yet.
 
         Raises:
-            OutOfBlocksError: none is free; ask `can_append` first.
+            OutOfBlocksError: no block is free; call `can_append` first.
             InvalidArgumentError: the sequence has no blocks. In both cases nothing has changed.
-        Cost: O(1), and O(block_size) where a block becomes full that is cached before it is computed.
+        Cost: O(1); O(block_size) when a block becomes full and is cached before it is computed.
         """
         holding = self._holding_of(seq)
         new_hashes: list[BlockHash] = []
@@ -278,37 +280,39 @@ class BlockManager:
             seq.block_table.extend(_to_engine_id(block) for block in blocks)
         self._cache(holding, new_hashes)
 
-    # ---- at the end, or on preemption ------------------------------------------------------------
+    # ---- end or preemption -----------------------------------------------------------------------
 
     def deallocate(self, seq: NanoSequence) -> None:
-        """Give all blocks of the sequence back, empty its table, set `num_cached_tokens` to 0.
+        """Free all blocks of the sequence, empty its table and set `num_cached_tokens` to 0.
 
-        They stay findable until they are reused.
+        Cached blocks can be hit until they are reused.
+
         Raises:
-            InvalidArgumentError: the sequence has no blocks (freed twice?).
-            InvalidBlockError: its table is not the one that was filled here, or a block of it was freed
-                behind the manager's back. In all cases nothing has changed.
+            InvalidArgumentError: the sequence has no blocks. Was it freed twice?
+            InvalidBlockError: its table was changed outside this manager, or one of its blocks was freed
+                outside this manager. In all cases nothing has changed.
         Cost: O(blocks).
         """
         holding = self._holding_of(seq)
         if seq.block_table != [_to_engine_id(block) for block in holding.blocks]:
             raise InvalidBlockError(
-                f"the block_table of {_name(seq)} has {len(seq.block_table)} blocks and was filled with "
-                f"{len(holding.blocks)}, or other ones; only the block manager writes it"
+                f"the block_table of {_name(seq)} ({len(seq.block_table)} blocks) is not the one that this "
+                f"manager wrote ({len(holding.blocks)} blocks); only the block manager may change it"
             )
-        # Not free_blocks(), which reuses what has no hash first: theirs reuses in the order of freeing.
+        # Not free_blocks(), which reuses blocks without a hash first: nano-vllm reuses in the order of
+        # freeing.
         self.block_pool.unpin_blocks(reversed(holding.blocks), _ignore_reuse)
         del self._holdings[id(seq)]
         seq.block_table.clear()
         seq.num_cached_tokens = 0
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------
 
     def _holding_of(self, seq: NanoSequence) -> _Holding:
         holding = self._holdings.get(id(seq))
         if holding is None:
             raise InvalidArgumentError(
-                f"{_name(seq)} has no blocks here: never allocated, or deallocated already; "
+                f"{_name(seq)} has no blocks: it was never allocated, or is already deallocated; "
                 "call allocate() first"
             )
         return holding
@@ -317,8 +321,8 @@ class BlockManager:
         num_blocks = -(-len(seq) // self.block_size)
         if num_blocks != seq.num_blocks or num_blocks == 0:
             raise InvalidArgumentError(
-                f"{_name(seq)} has {len(seq)} tokens in {seq.num_blocks} blocks, which blocks of "
-                f"{self.block_size} would be {num_blocks}; set Sequence.block_size to the manager's"
+                f"{_name(seq)} has {len(seq)} tokens in {seq.num_blocks} blocks, but with block size "
+                f"{self.block_size} it would have {num_blocks}; set Sequence.block_size to the manager's"
             )
         return num_blocks
 
@@ -328,7 +332,7 @@ class BlockManager:
     def _find_cached_prefix(
         self, seq: NanoSequence, max_num_blocks: int
     ) -> tuple[list[KVCacheBlock], list[BlockHash]]:
-        """The blocks of the sequence that can be hit, head first, and their hashes; hashes one block more."""
+        """Return the sequence's cached blocks in order, and their hashes. Hashes one block more than hit."""
         hits: list[KVCacheBlock] = []
         hashes: list[BlockHash] = []
         while len(hits) < max_num_blocks:
@@ -343,14 +347,14 @@ class BlockManager:
     def _hash_blocks(
         self, seq: NanoSequence, known: Sequence[BlockHash], num_full_blocks: int
     ) -> list[BlockHash]:
-        """The hashes that come after `known`, up to that of the `num_full_blocks`-th block."""
+        """Return the hashes after `known`, up to that of the `num_full_blocks`-th block."""
         token_ids: list[int] = []
         for index in range(len(known), num_full_blocks):
             token_ids.extend(seq.block(index))
         return self.hasher.hash_blocks(token_ids, known[-1] if known else None)
 
     def _cache(self, holding: _Holding, new_hashes: list[BlockHash]) -> None:
-        """Make the next blocks of the sequence findable by these hashes, and no other block."""
+        """Cache the next blocks of the sequence under these hashes, and evict other blocks with them."""
         pool = self.block_pool
         for block_hash in new_hashes:
             for block in pool.get_cached_block(block_hash, [_GROUP_ID]) or ():
@@ -364,9 +368,9 @@ class BlockManager:
         )
 
 
-def _to_engine_id(block: KVCacheBlock) -> int:
-    """The block's place in the engine's KV tensors, which have none for the null block."""
-    return block.block_id - 1
+def _to_engine_id(block: KVCacheBlock) -> BlockId:
+    """Return the block's index in the engine's KV tensors, which have no null block."""
+    return BlockId(block.block_id - 1)
 
 
 def _name(seq: NanoSequence) -> str:
@@ -374,4 +378,4 @@ def _name(seq: NanoSequence) -> str:
 
 
 def _ignore_reuse(block: KVCacheBlock) -> None:
-    """Nobody waits for the block."""
+    """Do nothing: no request waits for the reuse of the block."""

@@ -1,6 +1,6 @@
-"""The blocks of a nano-vllm `BlockManager` under the names of nano-vllm's attributes: live, read-only views.
+"""Live, read-only views of a `BlockManager`'s blocks, under the names of nano-vllm's attributes.
 
-An id here is the engine's: block n is `block_pool.blocks[n + 1]`, as block 0 of the pool is its null block.
+Ids are the engine's: block n is `block_pool.blocks[n + 1]`, since block 0 of the pool is its null block.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -13,23 +13,23 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, BlockId, GroupId
 
 NO_HASH = -1
 """The hash of a block that is not cached, and the `prefix` of a sequence's first block."""
 
 
 class Block:
-    """One block of the engine; what it says changes as the block does.
+    """A live view of one block.
 
     Attributes:
-        block_id: the engine's.
+        block_id: the engine's id.
     """
 
     __slots__ = ("_block", "_token_ids", "block_id")
 
     def __init__(self, block: KVCacheBlock, token_ids: Sequence[int]) -> None:
-        self.block_id = block.block_id - 1
+        self.block_id = BlockId(block.block_id - 1)
         self._block = block
         self._token_ids = token_ids
 
@@ -38,18 +38,18 @@ class Block:
 
     @property
     def ref_count(self) -> int:
-        """How many sequences hold the block; 0 for a free one."""
+        """Number of sequences that hold the block; 0 for a free one."""
         return self._block.ref_cnt
 
     @property
     def hash(self) -> int:
-        """The hash by which the block is found, as from `compute_hash`; -1 while it is not cached."""
+        """The hash under which the block is cached, as from `compute_hash`; -1 while it is not cached."""
         key = self._block.block_hash
         return NO_HASH if key is None else int.from_bytes(get_block_hash(key), "big")
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens in the block, as many as a block has; [] while it is not cached."""
+        """The tokens of the block, as many as the block size; [] while it is not cached."""
         return [] if self._block.block_hash is None else list(self._token_ids)
 
 
@@ -70,7 +70,7 @@ class Blocks(Sequence[Block]):
         return Block(self._block_pool.blocks[number], self._token_ids[number])
 
 
-class FreeBlockIds(Sequence[int]):
+class FreeBlockIds(Sequence[BlockId]):
     """The ids of the free blocks, next to be reused first. `len` and `in` are O(1); `[i]` is O(i)."""
 
     def __init__(self, block_pool: BlockPool) -> None:
@@ -79,9 +79,9 @@ class FreeBlockIds(Sequence[int]):
     def __len__(self) -> int:
         return self._block_pool.get_num_free_blocks()
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[BlockId]:
         for block in self._block_pool.free_block_queue.iter_blocks_after(None):
-            yield block.block_id - 1
+            yield BlockId(block.block_id - 1)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -96,7 +96,7 @@ class FreeBlockIds(Sequence[int]):
         return is_free(self._block_pool, block_id) is True
 
 
-class UsedBlockIds(Set[int]):
+class UsedBlockIds(Set[BlockId]):
     """The ids of the blocks that sequences hold, lowest first. `len` and `in` are O(1), a walk O(blocks)."""
 
     def __init__(self, block_pool: BlockPool) -> None:
@@ -109,19 +109,21 @@ class UsedBlockIds(Set[int]):
     def __len__(self) -> int:
         return self._block_pool.num_gpu_blocks - 1 - self._block_pool.get_num_free_blocks()
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[BlockId]:
         return (
-            block.block_id - 1 for block in self._block_pool.blocks if block.ref_cnt and not block.is_null
+            BlockId(block.block_id - 1)
+            for block in self._block_pool.blocks
+            if block.ref_cnt and not block.is_null
         )
 
     def __contains__(self, block_id: object) -> bool:
         return is_free(self._block_pool, block_id) is False
 
 
-class HashToBlockId(Mapping[int, int]):
-    """From the hash of each cached prefix to the block that holds its end. O(1) but for a walk.
+class HashToBlockId(Mapping[int, BlockId]):
+    """A mapping from the hash of each cached prefix to the id of its last block. O(1), except iteration.
 
-    What is in it can be hit: the hash of a block that was reused is in it no more.
+    Every entry can be hit: the hash of a reused block is removed.
     """
 
     def __init__(self, block_pool: BlockPool, digest_size: int) -> None:
@@ -135,15 +137,15 @@ class HashToBlockId(Mapping[int, int]):
         for key in self._block_pool.cached_block_hash_to_block.entries:
             yield int.from_bytes(get_block_hash(key), "big")
 
-    def __getitem__(self, block_hash: int) -> int:
+    def __getitem__(self, block_hash: int) -> BlockId:
         if not isinstance(block_hash, int) or not 0 <= block_hash < 256**self._digest_size:
             raise KeyError(block_hash)
         found = self._block_pool.get_cached_block(
-            BlockHash(block_hash.to_bytes(self._digest_size, "big")), [0]
+            BlockHash(block_hash.to_bytes(self._digest_size, "big")), [GroupId(0)]
         )
         if found is None:
             raise KeyError(block_hash)
-        return found[0].block_id - 1
+        return BlockId(found[0].block_id - 1)
 
 
 class _HasHasher(Protocol):
@@ -151,7 +153,7 @@ class _HasHasher(Protocol):
 
 
 class ComputeHash:
-    """`BlockManager.compute_hash`: of a manager by its hasher, of the class by a `BlockHasher()`."""
+    """`BlockManager.compute_hash`: uses the manager's hasher, or a `BlockHasher()` if called on the class."""
 
     def __get__(self, manager: _HasHasher | None, owner: type) -> Callable[..., int]:
         return MethodType(compute_hash, owner if manager is None else manager.hasher)
@@ -168,14 +170,14 @@ def compute_hash(hasher: BlockHasher | type, token_ids: Sequence[int], prefix: i
         >>> manager.hash_to_block_id.get(head, -1)
         -1
 
-    It differs from nano-vllm's number, and between processes: 128 bits with a secret seed, or what the
-    manager's `hasher` makes. Called on the class it is that of managers without a `hasher` of their own.
+    The number differs from nano-vllm's, and between processes: 128 bits with a secret seed by default, or the
+    result of the manager's `hasher`. Called on the class, it uses the default hasher.
 
     Args:
-        token_ids: of one full block.
-        prefix: the hash of the block before; -1 for the first block of a sequence.
+        token_ids: the tokens of one full block.
+        prefix: the hash of the previous block; -1 for the first block of a sequence.
     Raises:
-        InvalidArgumentError: the tokens are no full block, or `prefix` is no hash.
+        InvalidArgumentError: the tokens are not a full block, or `prefix` is not a hash.
     Cost: O(tokens).
     """
     tokens = as_list("token_ids", token_ids)
@@ -184,12 +186,11 @@ def compute_hash(hasher: BlockHasher | type, token_ids: Sequence[int], prefix: i
         hasher = BlockHasher(block_size=max(1, len(tokens)))
     if len(tokens) != hasher.block_size or not tokens:
         raise InvalidArgumentError(
-            f"token_ids has {len(tokens)} tokens; only full blocks, of {hasher.block_size}, are hashed"
+            f"token_ids has {len(tokens)} tokens; only full blocks of {hasher.block_size} tokens are hashed"
         )
     if not NO_HASH <= prefix < 256**hasher.digest_size:
         raise InvalidArgumentError(
-            f"prefix is {prefix}; a hash has {hasher.digest_size} bytes and is not negative, "
-            "-1 stands for none"
+            f"prefix is {prefix}; it is a hash of {hasher.digest_size} bytes, 0 or more, or -1 for none"
         )
     parent = None if prefix == NO_HASH else BlockHash(prefix.to_bytes(hasher.digest_size, "big"))
     return int.from_bytes(hasher.hash_blocks(tokens, parent)[0], "big")

@@ -1,7 +1,7 @@
-"""`PagedTransformerLayer`, `PagedInferenceEngine`: a small model whose keys and values are in blocks.
+"""`PagedTransformerLayer`, `PagedInferenceEngine`: a small model that stores keys and values in blocks.
 
-This file needs torch. It is for reading and for experiments, one sequence at a time; models of transformers
-run on blocks by `PagedCache`.
+Needs torch. For study and experiments, one sequence at a time; to run a transformers model on blocks, use
+`PagedCache`.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
+from kv_pool.ids import SequenceId
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 
 _BLOCK_SIZE = 16
@@ -20,14 +21,14 @@ _KV_SHARE = 0.7
 
 
 class PagedAttention:
-    """Attention of a sequence's last tokens over all of its tokens, which are in an allocator's blocks."""
+    """Attention of a sequence's last tokens over all of its tokens, stored in an allocator's blocks."""
 
     def __init__(self, allocator: KVCacheAllocator, layer: int = 0) -> None:
         self.allocator = allocator
         self.layer = layer
 
-    def update_kv_cache(self, k_values: Any, v_values: Any, sequence_id: int, position: int) -> None:
-        """Store K and V of the tokens from `position` on; the sequence is extended where it ends before them.
+    def update_kv_cache(self, k_values: Any, v_values: Any, sequence_id: SequenceId, position: int) -> None:
+        """Store K and V of the tokens from `position` on; extend the sequence if it is too short.
 
         Args:
             k_values, v_values: (num_heads, head_dim) for one token, or (num_tokens, num_heads, head_dim).
@@ -40,15 +41,15 @@ class PagedAttention:
         if position > table.length:
             raise InvalidArgumentError(
                 f"sequence {sequence_id} has {table.length} tokens; the next one is at {table.length}, "
-                f"not at {position}"
+                f"not {position}"
             )
         num_missing = position + len(k_values) - table.length
         if num_missing > 0:
             self.allocator.extend_sequence(sequence_id, num_missing)
         self.allocator.write(self.layer, sequence_id, position, k_values, v_values)
 
-    def compute_attention(self, query: Any, sequence_id: int, context_length: int) -> Any:
-        """Attend to the first `context_length` tokens; the queries are those of the last among them.
+    def compute_attention(self, query: Any, sequence_id: SequenceId, context_length: int) -> Any:
+        """Attend to the first `context_length` tokens with the queries of the last of these tokens.
 
         Args:
             query: (num_heads, head_dim) for one token, or (num_tokens, num_heads, head_dim).
@@ -56,13 +57,17 @@ class PagedAttention:
             The same shape.
         """
         queries = query[None] if query.dim() == 2 else query
-        key, value = self.allocator.read(self.layer, sequence_id, context_length)
-        output = attend(queries, key.to(queries.dtype), value.to(queries.dtype))
+        # The allocator returns NumPy arrays if its library is not torch.
+        key, value = (
+            torch.as_tensor(read).to(queries.dtype)
+            for read in self.allocator.read(self.layer, sequence_id, context_length)
+        )
+        output = attend(queries, key, value)
         return output[0] if query.dim() == 2 else output
 
 
 def attend(query: Any, key: Any, value: Any) -> Any:
-    """Causal attention: (num_queries, heads, dim) over (num_tokens, heads, dim); the last tokens ask."""
+    """Return causal attention of the last tokens (num_queries, heads, dim) over (num_tokens, heads, dim)."""
     num_queries, num_tokens = len(query), len(key)
     positions = torch.arange(num_tokens, device=query.device)
     is_seen = positions[None, :] <= positions[num_tokens - num_queries :, None]
@@ -71,16 +76,16 @@ def attend(query: Any, key: Any, value: Any) -> Any:
 
 
 class PagedTransformerLayer(nn.Module):  # type: ignore[misc]
-    """One transformer layer, K and V of which are in blocks.
+    """A transformer layer that stores K and V in blocks.
 
     Args:
-        layer: of the allocator's storage; each layer of a model has its own.
+        layer: the layer of the allocator's storage to use; each layer of a model has its own.
     """
 
     def __init__(self, d_model: int, n_heads: int, allocator: KVCacheAllocator, layer: int = 0) -> None:
         super().__init__()
         if d_model % n_heads:
-            raise InvalidArgumentError(f"d_model is {d_model}, which {n_heads} heads cannot share")
+            raise InvalidArgumentError(f"d_model is {d_model}, which is not a multiple of n_heads, {n_heads}")
         self.d_model = d_model
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
@@ -90,13 +95,13 @@ class PagedTransformerLayer(nn.Module):  # type: ignore[misc]
         self.attn_norm = nn.LayerNorm(d_model)
         self.ffn_norm = nn.LayerNorm(d_model)
 
-    def forward(self, x: Any, sequence_id: int, position: int, use_kv_cache: bool = True) -> Any:
+    def forward(self, x: Any, sequence_id: SequenceId, position: int, use_kv_cache: bool = True) -> Any:
         """Compute consecutive tokens of one sequence.
 
         Args:
             x: (num_tokens, d_model).
-            position: of the first of them.
-            use_kv_cache: store K and V, and attend to all earlier tokens; False: attend among `x` only.
+            position: position of the first of them.
+            use_kv_cache: store K and V, and attend to all earlier tokens; False: attend within `x` only.
         Returns:
             (num_tokens, d_model).
         """
@@ -119,25 +124,29 @@ class PagedTransformerLayer(nn.Module):  # type: ignore[misc]
 
 @dataclass
 class ActiveSequence:
-    """What an engine knows of a sequence: the last layer's output for its last token, and its length."""
+    """The state of a sequence: the last layer's output for its last token, and its length."""
 
     hidden_state: Any
     length: int
 
 
 class PagedInferenceEngine:
-    """Layers over one allocator, as many blocks as 70 % of the memory hold: create, generate, free.
+    """A stack of layers over one allocator, whose blocks fill 70 % of the memory.
 
-    What goes in and comes out are vectors; embeddings and vocabulary are the caller's.
+    Inputs and outputs are vectors; the caller provides embeddings and vocabulary.
 
     Args:
         model_config: `n_layers`, `d_model`, `n_heads` and `head_dim`.
-        gpu_memory_gb: GiB of the device, for which blocks of 16 tokens are counted.
-        dtype, device: of K and V and of the layers. Blocks are counted by the dtype's size.
+        gpu_memory_gb: GiB of the device, from which the number of 16-token blocks is computed.
+        dtype, device: of K and V and of the layers.
+    Raises:
+        InvalidArgumentError: a key is missing, heads and model size do not match, the dtype is unknown, or
+            the memory is too small for a block.
 
     Attributes:
-        allocator, layers: blocks, and the modules, with random weights.
-        active_sequences: by number.
+        allocator: the blocks.
+        layers: the modules, with random weights.
+        active_sequences: the sequences by id.
     """
 
     def __init__(
@@ -148,8 +157,18 @@ class PagedInferenceEngine:
         dtype: str = "float16",
         device: str = "cpu",
     ) -> None:
+        missing = sorted({"n_layers", "d_model", "n_heads", "head_dim"} - set(model_config))
+        if missing:
+            raise InvalidArgumentError(f"model_config lacks {', '.join(missing)}")
         heads, head_dim = model_config["n_heads"], model_config["head_dim"]
-        torch_dtype = getattr(torch, dtype)
+        if heads * head_dim != model_config["d_model"]:
+            raise InvalidArgumentError(
+                f"n_heads is {heads} and head_dim {head_dim}; d_model must be "
+                f"{heads * head_dim}, not {model_config['d_model']}"
+            )
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+            raise InvalidArgumentError(f"dtype is {dtype!r}; it is float16, bfloat16, float32 or float64")
         total_blocks = KVCacheAllocator.count_blocks(
             gpu_memory_gb * 2**30 * _KV_SHARE,
             _BLOCK_SIZE,
@@ -173,31 +192,39 @@ class PagedInferenceEngine:
             PagedTransformerLayer(model_config["d_model"], heads, self.allocator, layer)
             for layer in range(model_config["n_layers"])
         ).to(device, torch_dtype)
-        self.active_sequences: dict[int, ActiveSequence] = {}
+        self.active_sequences: dict[SequenceId, ActiveSequence] = {}
+        self._dtype, self._device = torch_dtype, device
         self._next_id = 0
 
-    def create_sequence(self, prompt: Any) -> int:
-        """Compute a prompt, (num_tokens, d_model), and return the new sequence's number.
+    def create_sequence(self, prompt: Any) -> SequenceId:
+        """Compute a prompt, (num_tokens, d_model), and return the new sequence's id.
+
+        The prompt may have any floating-point type and device; it is converted to those of the layers.
 
         Raises:
-            InvalidArgumentError: an empty prompt.
+            InvalidArgumentError: the prompt is empty or has another shape.
             PoolExhaustedError: too few blocks are free. Nothing has changed.
         """
         if not len(prompt):
-            raise InvalidArgumentError("the prompt is empty; it needs a token")
-        sequence_id = self._next_id
+            raise InvalidArgumentError("the prompt is empty; it needs at least 1 token")
+        if prompt.dim() != 2 or prompt.shape[1] != self.model_config["d_model"]:
+            raise InvalidArgumentError(
+                f"the prompt has shape {tuple(prompt.shape)}; it must be (num_tokens, d_model), and d_model "
+                f"is {self.model_config['d_model']}"
+            )
+        sequence_id = SequenceId(self._next_id)
         self.allocator.allocate_sequence(sequence_id, len(prompt))
         self._next_id += 1
-        hidden = self._compute(prompt, sequence_id, 0)
+        hidden = self._compute(prompt.to(self._device, self._dtype), sequence_id, 0)
         self.active_sequences[sequence_id] = ActiveSequence(hidden[-1], len(prompt))
         return sequence_id
 
-    def generate_token(self, sequence_id: int) -> Any:
-        """Compute the last output as the next token, and return what comes of it: (d_model,).
+    def generate_token(self, sequence_id: SequenceId) -> Any:
+        """Feed the last output to the layers as the next token; return the new output, (d_model,).
 
         Raises:
             UnknownSequenceError: there is no such sequence.
-            PoolExhaustedError: it needs a block and none is free. Nothing has changed.
+            PoolExhaustedError: the token needs a block and none is free. Nothing has changed.
         """
         sequence = self.active_sequences.get(sequence_id)
         if sequence is None:
@@ -206,16 +233,16 @@ class PagedInferenceEngine:
         self.active_sequences[sequence_id] = ActiveSequence(hidden[-1], sequence.length + 1)
         return hidden[-1]
 
-    def free_sequence(self, sequence_id: int) -> None:
+    def free_sequence(self, sequence_id: SequenceId) -> None:
         """End a sequence and free its blocks.
 
         Raises:
-            UnknownSequenceError: there is no such sequence: freed twice?
+            UnknownSequenceError: there is no such sequence. Was it freed twice?
         """
         self.allocator.free_sequence(sequence_id)
         del self.active_sequences[sequence_id]
 
-    def _compute(self, hidden: Any, sequence_id: int, position: int) -> Any:
+    def _compute(self, hidden: Any, sequence_id: SequenceId, position: int) -> Any:
         with torch.no_grad():
             for layer in self.layers:
                 hidden = layer(hidden, sequence_id, position)

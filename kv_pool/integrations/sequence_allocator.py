@@ -1,4 +1,4 @@
-"""`KVCacheAllocator`: K and V of sequences by number and position, in blocks that sequences can share."""
+"""`KVCacheAllocator`: K and V of sequences by sequence id and position, in blocks that sequences share."""
 
 from __future__ import annotations
 
@@ -6,62 +6,71 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.core.arguments import as_int
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError, PoolExhaustedError, UnknownSequenceError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove, SequenceId
 from kv_pool.integrations.block_space_manager import BlockSpaceManager
-from kv_pool.manager.positions import find_place, list_slots
-from kv_pool.replay.capacity import ModelKV, count_blocks
+from kv_pool.manager.positions import find_block_and_offset, list_slots
+from kv_pool.replay.capacity import ModelKV
+from kv_pool.reports.statistics import PoolStatistics, read_statistics
 from kv_pool.storage.kv_storage import KVStorage
 
 
 class SequencePageTable:
-    """Where the tokens of one sequence are. A live view; the allocator changes it.
+    """The block table of one sequence; the allocator updates it.
 
     Attributes:
         sequence_id, block_size: as given to the allocator.
-        length: tokens that have slots.
-        blocks: ids in the order of the tokens.
+        length: number of tokens that have slots.
+        blocks: block ids in the order of the tokens.
     """
 
-    def __init__(self, sequence_id: int, block_size: int) -> None:
+    def __init__(self, sequence_id: SequenceId, block_size: int) -> None:
         self.sequence_id = sequence_id
         self.seq_id = sequence_id  # the name that a BlockSpaceManager reads
         self.block_size = block_size
         self.length = 0
-        self.blocks: list[int] = []
+        self.blocks: list[BlockId] = []
+
+    @property
+    def block_offsets(self) -> list[int]:
+        """The position of the first token of each block."""
+        return [index * self.block_size for index in range(len(self.blocks))]
 
     def __repr__(self) -> str:
         return f"<SequencePageTable {self.sequence_id}: {self.length} tokens in blocks {self.blocks}>"
 
     def get_token_ids(self) -> range:
-        """One number for each token: only how many there are matters."""
+        """Return one number per token; only their count matters."""
         return range(self.length)
 
     def get_seqs(self) -> list[SequencePageTable]:
-        """The sequence as a group of one."""
+        """Return the sequence as a group of one."""
         return [self]
 
-    def get_physical_location(self, virtual_position: int) -> tuple[int, int]:
+    def get_physical_location(self, virtual_position: int) -> tuple[BlockId, int]:
         """Return the block of a token and the token's offset in it.
 
         Raises:
-            InvalidArgumentError: a `ValueError`: no token of the sequence is there.
+            InvalidArgumentError: the sequence has no such position; also a `ValueError`.
         """
         if not 0 <= virtual_position < self.length:
             raise InvalidArgumentError(
                 f"position {virtual_position} of sequence {self.sequence_id} is not one of its "
                 f"{self.length} tokens"
             )
-        return find_place(self.blocks, virtual_position, self.block_size)
+        return find_block_and_offset(self.blocks, virtual_position, self.block_size)
 
-    def get_all_blocks(self) -> list[int]:
+    def get_all_blocks(self) -> list[BlockId]:
         """Return the ids of the sequence's blocks in the order of its tokens."""
         return list(self.blocks)
 
 
 class KVCacheAllocator:
-    """Blocks of K and V for sequences that grow, fork and end; ids from 0 to total_blocks - 1.
+    """An allocator of K and V blocks for sequences that grow, fork and end; ids from 0 to total_blocks - 1.
 
         >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
         >>> allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
@@ -72,16 +81,20 @@ class KVCacheAllocator:
         >>> table.blocks, len(allocator.free_blocks), len(allocator.used_blocks)
         ([0, 1, 2], 5, 3)
 
-    One `BlockSpaceManager` and one `KVStorage` underneath. To share prefixes by content, to schedule and to
-    preempt use `KVCacheManager`; under transformers `PagedSequences`.
+    Combines a `BlockSpaceManager` and a `KVStorage`. For prefix caching, scheduling and preemption use
+    `KVCacheManager`; with transformers use `PagedSequences`.
 
     Args:
         block_size: tokens per block.
         num_heads, head_dim, num_layers, dtype, device: of K and V, see `KVStorage.allocate`.
-        library: "torch" for tensors on the CPU as well; by default NumPy arrays there.
+        library: "torch" for tensors also on the CPU, where the default is NumPy arrays.
 
     Attributes:
-        manager, storage: block tables and bytes. A block's id in both is the one here.
+        total_blocks, block_size, num_heads, head_dim: as given.
+        manager: the block tables; same block ids.
+        storage: the bytes; same block ids.
+    Raises:
+        InvalidArgumentError: one of the sizes is below 1.
     """
 
     def __init__(
@@ -99,17 +112,28 @@ class KVCacheAllocator:
         self.manager = BlockSpaceManager(block_size, total_blocks, 0, watermark=0.0)
         self.total_blocks = self.manager.num_total_gpu_blocks
         self.block_size = self.manager.block_size
+        self.num_heads = as_int("num_heads", num_heads)
+        self.head_dim = as_int("head_dim", head_dim)
+        num_layers = as_int("num_layers", num_layers)
+        for name, size in (
+            ("total_blocks", self.total_blocks),
+            ("num_heads", self.num_heads),
+            ("head_dim", self.head_dim),
+            ("num_layers", num_layers),
+        ):
+            if size < 1:
+                raise InvalidArgumentError(f"{name} is {size}; it is at least 1")
         self.storage = KVStorage.allocate(
             self.total_blocks,
             self.block_size,
             num_layers,
-            num_heads,
-            head_dim,
+            self.num_heads,
+            self.head_dim,
             dtype=dtype,
             device=device,
             library=library,  # type: ignore[arg-type]
         )
-        self._tables: dict[int, SequencePageTable] = {}
+        self._tables: dict[SequenceId, SequencePageTable] = {}
 
     @staticmethod
     def count_blocks(
@@ -120,40 +144,54 @@ class KVCacheAllocator:
         head_dim: int,
         dtype_bytes: int = 2,
     ) -> int:
-        """Return how many blocks of K and V, of all layers, fit into so much memory.
+        """Return how many blocks of K and V, for all layers together, fit into `memory_bytes`.
 
             >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
             >>> KVCacheAllocator.count_blocks(24 * 2**30 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
             2150
 
         Raises:
-            InvalidArgumentError: not even one does.
+            InvalidArgumentError: not even one block fits.
         """
-        model = ModelKV(num_layers, num_heads, head_dim, dtype_bytes=dtype_bytes)
-        # Without a null block, which ids from 0 on do without.
-        return count_blocks(int(memory_bytes) + model.count_block_bytes(block_size), block_size, model)
+        block_bytes = ModelKV(num_layers, num_heads, head_dim, dtype_bytes=dtype_bytes).count_block_bytes(
+            block_size
+        )
+        num_blocks = int(memory_bytes // block_bytes)  # no null block: ids run from 0
+        if num_blocks < 1:
+            raise InvalidArgumentError(
+                f"{memory_bytes:,.0f} bytes are too few for a block of {block_size} tokens, which takes "
+                f"{block_bytes:,}"
+            )
+        return num_blocks
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     @property
-    def sequence_tables(self) -> Mapping[int, SequencePageTable]:
-        """The sequences by number, read-only."""
+    def sequence_tables(self) -> Mapping[SequenceId, SequencePageTable]:
+        """The block tables by sequence id, read-only."""
         return MappingProxyType(self._tables)
 
     @property
-    def used_blocks(self) -> set[int]:
+    def used_blocks(self) -> set[BlockId]:
         """Ids of blocks that sequences hold. O(held blocks)."""
         return {block_id for table in self._tables.values() for block_id in table.blocks}
 
     @property
-    def free_blocks(self) -> set[int]:
+    def free_blocks(self) -> set[BlockId]:
         """Ids of all other blocks. O(blocks)."""
-        return set(range(self.total_blocks)) - self.used_blocks
+        return set(map(BlockId, range(self.total_blocks))) - self.used_blocks
+
+    def get_statistics(self) -> PoolStatistics:
+        """Return a snapshot of counts and shares, such as for an `AllocationMonitor`. O(blocks)."""
+        known = read_statistics(
+            self.manager.manager.block_pool, block_size=self.block_size, run_length=DEFAULT_RUN_LENGTH
+        )
+        return msgspec.structs.replace(known, num_sequences=len(self._tables))
 
     def get_utilization(self) -> float:
-        """Return the share of the slots in used blocks that hold a token, 0 to 1; 1.0 where none is used."""
-        # Of a shared block the fullest use counts.
-        filled: dict[int, int] = {}
+        """Return the share of the slots in used blocks that hold a token, 0 to 1; 1.0 if none is used."""
+        # A shared block counts as full as its fullest sequence makes it.
+        filled: dict[BlockId, int] = {}
         for table in self._tables.values():
             for index, block_id in enumerate(table.blocks):
                 num_tokens = min(self.block_size, table.length - index * self.block_size)
@@ -162,41 +200,45 @@ class KVCacheAllocator:
 
     # ---- sequences -------------------------------------------------------------------------------
 
-    def allocate_sequence(self, sequence_id: int, initial_length: int = 0) -> SequencePageTable:
-        """Begin a sequence with slots for so many tokens.
+    def allocate_sequence(self, sequence_id: SequenceId, initial_length: int = 0) -> SequencePageTable:
+        """Create a sequence with slots for `initial_length` tokens.
 
         Raises:
-            PoolExhaustedError: a `MemoryError`: too few blocks are free.
-            InvalidArgumentError: the sequence exists, or a negative length. Nothing has changed.
+            PoolExhaustedError: too few blocks are free; also a `MemoryError`.
+            InvalidArgumentError: the sequence exists, or the length is negative. In both cases nothing has
+                changed.
         """
-        sequence_id = as_int("sequence_id", sequence_id)
+        sequence_id = SequenceId(as_int("sequence_id", sequence_id))
         if sequence_id in self._tables:
-            raise InvalidArgumentError(f"sequence {sequence_id} exists already; free_sequence() it first")
+            raise InvalidArgumentError(f"sequence {sequence_id} already exists; free_sequence() it first")
         table = SequencePageTable(sequence_id, self.block_size)
         self._extend(table, as_int("initial_length", initial_length))
         self._tables[sequence_id] = table
         return table
 
-    def extend_sequence(self, sequence_id: int, additional_tokens: int) -> None:
-        """Give slots to more tokens behind those of the sequence.
+    def extend_sequence(self, sequence_id: SequenceId, additional_tokens: int) -> None:
+        """Append slots for more tokens to a sequence.
 
-        A block that another sequence shares is copied before new tokens are written to it.
+        If new tokens go into a shared block, the block is copied first.
+
         Raises:
-            UnknownSequenceError, PoolExhaustedError, InvalidArgumentError: no such sequence, too few blocks
-                are free, a negative number. Nothing has changed.
+            UnknownSequenceError: there is no such sequence.
+            PoolExhaustedError: too few blocks are free.
+            InvalidArgumentError: the number is negative. In all cases nothing has changed.
         """
         self._extend(self.find(sequence_id), as_int("additional_tokens", additional_tokens))
 
-    def fork_sequence(self, parent_id: int, child_id: int) -> SequencePageTable:
-        """Begin a sequence with the tokens of another one, in the same blocks.
+    def fork_sequence(self, parent_id: SequenceId, child_id: SequenceId) -> SequencePageTable:
+        """Create a sequence that shares all tokens and blocks of another one.
 
         Raises:
-            UnknownSequenceError, InvalidArgumentError: no such parent; the child exists. Nothing has changed.
+            UnknownSequenceError: there is no such parent.
+            InvalidArgumentError: the child exists. In both cases nothing has changed.
         """
         parent = self.find(parent_id)
-        child = SequencePageTable(as_int("child_id", child_id), self.block_size)
+        child = SequencePageTable(SequenceId(as_int("child_id", child_id)), self.block_size)
         if child.sequence_id in self._tables:
-            raise InvalidArgumentError(f"sequence {child_id} exists already; free_sequence() it first")
+            raise InvalidArgumentError(f"sequence {child_id} already exists; free_sequence() it first")
         child.length = parent.length
         if parent.length:
             self.manager.fork(parent, child)
@@ -204,53 +246,55 @@ class KVCacheAllocator:
         self._tables[child.sequence_id] = child
         return child
 
-    def free_sequence(self, sequence_id: int) -> None:
-        """End a sequence; what no other one shares is free.
+    def free_sequence(self, sequence_id: SequenceId) -> None:
+        """End a sequence and free the blocks that no other sequence shares.
 
         Raises:
-            UnknownSequenceError: there is no such sequence: freed twice?
+            UnknownSequenceError: there is no such sequence. Was it freed twice?
         """
         table = self.find(sequence_id)
         self.manager.free(table)
         del self._tables[table.sequence_id]
 
-    def find(self, sequence_id: int) -> SequencePageTable:
+    def find(self, sequence_id: SequenceId) -> SequencePageTable:
         """Return the sequence's table. Raises UnknownSequenceError."""
-        table = self._tables.get(as_int("sequence_id", sequence_id))
+        table = self._tables.get(SequenceId(as_int("sequence_id", sequence_id)))
         if table is None:
             raise UnknownSequenceError(f"there is no sequence {sequence_id}; allocate_sequence() it first")
         return table
 
     # ---- K and V ---------------------------------------------------------------------------------
 
-    def write(self, layer: int, sequence_id: int, position: int, key: Any, value: Any) -> None:
+    def write(self, layer: int, sequence_id: SequenceId, position: int, key: Any, value: Any) -> None:
         """Store K and V of the tokens from `position` on, each (num_tokens, num_heads, head_dim).
 
-        Write tokens once, those that were last added: earlier ones may be shared with other sequences.
+        Write each token only once, after it was added: earlier tokens may be shared with other sequences.
+
         Raises:
-            UnknownSequenceError, InvalidArgumentError: no such sequence, or no slots for these tokens.
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: the sequence has no slots for these tokens.
         """
         table = self.find(sequence_id)
         slots = self._list_slots(table, position, position + len(key))
         self.storage.write(layer, slots, key, value)
 
-    def read(self, layer: int, sequence_id: int, num_tokens: int) -> tuple[Any, Any]:
-        """Return K and V of the first `num_tokens` tokens, each (num_tokens, num_heads, head_dim), copied."""
+    def read(self, layer: int, sequence_id: SequenceId, num_tokens: int) -> tuple[Any, Any]:
+        """Return copies of K and V of the first `num_tokens`, each (num_tokens, num_heads, head_dim)."""
         return self.storage.read(layer, self._list_slots(self.find(sequence_id), 0, num_tokens))
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------
 
     def _list_slots(self, table: SequencePageTable, start: int, stop: int) -> Any:
         if not 0 <= start <= stop <= table.length:
             raise InvalidArgumentError(
-                f"sequence {table.sequence_id} has {table.length} tokens, not those from {start} to {stop}"
+                f"sequence {table.sequence_id} has {table.length} tokens; [{start}, {stop}) is out of range"
             )
         return list_slots(table.blocks, start, stop, self.block_size)
 
     def _extend(self, table: SequencePageTable, num_tokens: int) -> None:
         if num_tokens < 0:
-            raise InvalidArgumentError(f"{num_tokens} tokens; a number of tokens is 0 or more")
-        copies: Sequence[tuple[int, int]] = ()
+            raise InvalidArgumentError(f"the number of tokens is {num_tokens}; it must be 0 or more")
+        copies: Sequence[tuple[BlockId, BlockId]] = ()
         if num_tokens == 0:
             return
         is_new = table.length == 0
@@ -265,7 +309,7 @@ class KVCacheAllocator:
             num_free = self.manager.get_num_free_gpu_blocks()
             raise PoolExhaustedError(
                 f"{num_tokens} tokens of sequence {table.sequence_id} do not fit: {num_free} blocks are free "
-                f"of {self.total_blocks}; free_sequence() another one first"
+                f"of {self.total_blocks}; free_sequence() another sequence first"
             ) from error
         self.storage.apply_moves([BlockMove(*pair) for pair in copies])
         table.blocks = self.manager.get_block_table(table)

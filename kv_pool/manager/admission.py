@@ -1,14 +1,14 @@
-"""`AllocStatus`: whether a request's blocks can be had now, later, or never."""
+"""`AllocStatus`: whether a request can get its blocks now, later, or never."""
 
 from enum import Enum
 
 
 class AllocStatus(Enum):
-    """The answer to `can_allocate`, `can_swap_out` and `can_swap_in`. Source: vLLM 0.6 `AllocStatus`.
+    """The result of `can_allocate`, `can_swap_out` and `can_swap_in`. Source: vLLM 0.6 `AllocStatus`.
 
-    OK: the call that was asked about succeeds, if nothing happens in between.
-    LATER: it would if requests that hold blocks now gave them back.
-    NEVER: it would not if all others gave theirs back; the request is too large for the pool.
+    OK: the call succeeds if nothing happens in between.
+    LATER: the call would succeed if other requests released their blocks.
+    NEVER: the call would fail even then; the request is too large for the pool.
     """
 
     OK = "ok"

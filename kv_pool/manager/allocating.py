@@ -1,16 +1,17 @@
-"""Changes of the block tables of a request in `allocate_slots`, each to be undone by `recover`."""
+"""The changes that `allocate_slots` makes to a request's block tables; `recover` can undo each of them."""
 
 from collections.abc import Sequence
 
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.step import Step
 
 
 def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
-    """Append a table for each group, with the hits; the null block where the window has passed."""
+    """Append a table with the hits for each group; entries before a window are null blocks."""
     pool = state.block_pool
     for group in state._groups:
         table = BlockTable()
@@ -41,7 +42,7 @@ def extend_tables(
     num_lookahead_tokens: int,
     num_encoder_tokens: int,
 ) -> tuple[Sequence[KVCacheBlock], ...]:
-    """Append new blocks until each table has slots for the step's tokens; return what was appended."""
+    """Append new blocks until each table has slots for the step's tokens; return the appended blocks."""
     added: list[Sequence[KVCacheBlock]] = []
     for group in state._groups:
         table = tables[group.group_id]
@@ -57,7 +58,7 @@ def extend_tables(
         else:
             taken = state.block_pool.take_onto(blocks, num_new)
         if group.adds_null_blocks:
-            # From one list to the other without a call in between.
+            # Move from one list to the other without a call in between.
             new_entries = group.pad(table, num_blocks, blocks)
             table.blocks += new_entries
             state._taken = []
@@ -66,8 +67,10 @@ def extend_tables(
     return tuple(added)
 
 
-def forget_passed(state: ManagerState, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
-    """Free what no later token attends to, the last of it first; the null block takes its place."""
+def free_skipped_blocks(
+    state: ManagerState, request_id: RequestId, tables: list[BlockTable], num_computed: int
+) -> None:
+    """Free the blocks that no later token attends to, last block first; null blocks replace them."""
     null_block = state.block_pool.null_block
     for group in state._groups:
         if not group.forgets:
@@ -81,7 +84,7 @@ def forget_passed(state: ManagerState, request_id: str, tables: list[BlockTable]
         passed = blocks[first:end]
         if all(block.is_null for block in passed):
             table.num_null_blocks = end
-            continue  # between two states
+            continue  # all null: between two states
         if len(state.copies):
             state.copies.drop(passed)
         backwards = passed[::-1]
@@ -96,7 +99,7 @@ def forget_passed(state: ManagerState, request_id: str, tables: list[BlockTable]
 
 
 def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
-    """Put own blocks where a request would write to one that others hold; note what to copy."""
+    """Replace shared blocks that the step writes to with new blocks, and add the copies to make."""
     pool = state.block_pool
     for group in state._groups:
         table = tables[group.group_id]
@@ -111,9 +114,9 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
             nothing: list[KVCacheBlock] = []
             leaving = [shared]
             if is_copied:
-                # Where `shared` is not written yet itself, what it will hold is in its source.
+                # If `shared` itself is the target of a pending copy, copy from the source of that.
                 state.copies.add(state.copies.find_source(shared), own)
-            # No call until the table has the block.
+            # No call may happen until the table has the block.
             state._leaving = leaving
             table.blocks[position] = own
             table.num_edits += 1

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.ids import BlockId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
 
@@ -14,7 +15,7 @@ BlockIdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 class BatchBlockTable:
-    """The block ids of a batch as attention kernels take them: a row per request, padded with the null block.
+    """The block ids of a batch, as attention kernels read them: one row per request, padded with null ids.
 
         >>> from kv_pool import BlockPool
         >>> from kv_pool.manager.block_groups.block_table import BlockTable
@@ -29,19 +30,19 @@ class BatchBlockTable:
         array([[1, 2, 3, 0, 0]], dtype=int32)
 
     The rows in use are 0 to `num_requests` - 1, without holes. A model with several groups of layers has one
-    of these per group; told of the same requests in the same order, they have them in the same rows.
+    of these per group; add and remove the same requests in the same order to give them the same rows.
 
     Args:
         max_num_requests, max_num_blocks_per_request: the array's shape, at least 1 each.
         block_size: tokens per block, of the group that the tables belong to.
         dtype: int32 or int64.
-        null_block_id: of the block that stands for "no KV here"; a pool's is 0.
-        array: where to write, by default an array of its own; such as the NumPy view of a pinned tensor, from
-            where it is copied to a device. Contiguous, writable, of that shape and dtype; it is cleared.
+        null_block_id: id of the block that stands for "no KV here"; a pool's is 0.
+        array: the array to write to; by default a new one. For example the NumPy view of a pinned tensor that
+            is copied to a device. Contiguous, writable, of that shape and dtype; it is cleared.
 
     Attributes:
-        block_ids: (max_num_requests, max_num_blocks_per_request), `dtype`; always the same array. For
-            reading: what is written from outside stays there until its entry changes.
+        block_ids: (max_num_requests, max_num_blocks_per_request), `dtype`; always the same array. Read-only
+            for callers: a value that a caller writes stays until its entry changes.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class BatchBlockTable:
         block_size: int,
         *,
         dtype: npt.DTypeLike = np.int32,
-        null_block_id: int = 0,
+        null_block_id: BlockId = BlockId(0),
         array: BlockIdArray | None = None,
     ) -> None:
         self.max_num_requests = _to_count("max_num_requests", max_num_requests)
@@ -61,23 +62,23 @@ class BatchBlockTable:
         if np.dtype(dtype) not in (np.int32, np.int64):
             raise InvalidArgumentError(f"block ids are int32 or int64, not {np.dtype(dtype)}")
         if not 0 <= null_block_id <= np.iinfo(np.int32).max:
-            raise InvalidArgumentError(f"null_block_id {null_block_id} is not a block's id; a pool's is 0")
+            raise InvalidArgumentError(f"null_block_id {null_block_id} is not a block id; a pool's is 0")
         shape = (self.max_num_requests, self.max_num_blocks_per_request)
         if array is None:
             array = cast(BlockIdArray, np.empty(shape, dtype))
         elif array.shape != shape or array.dtype != dtype:
             raise InvalidArgumentError(
-                f"array is {array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}"
+                f"array has dtype {array.dtype} and shape {array.shape}, not {np.dtype(dtype)} and {shape}"
             )
         elif not (array.flags.c_contiguous and array.flags.writeable):
             raise InvalidArgumentError("array is not contiguous or not writable; rows are written in place")
         self.block_ids: BlockIdArray = array
         self.block_ids.fill(null_block_id)
-        # One at a time, a memoryview takes integers faster than an array does, and without NumPy's types.
+        # A memoryview stores single integers faster than an array, and without NumPy's types.
         self._cells = memoryview(cast(Any, array.reshape(-1)))
         self._nulls = memoryview(cast(Any, np.full(shape[1], null_block_id, array.dtype)))
         self._rows: list[TableRow] = []
-        self._row_numbers: dict[str, int] = {}
+        self._row_numbers: dict[RequestId, int] = {}
 
     def __repr__(self) -> str:
         rows, columns = self.block_ids.shape
@@ -87,12 +88,12 @@ class BatchBlockTable:
     def num_requests(self) -> int:
         return len(self._rows)
 
-    def list_request_ids(self) -> list[str]:
-        """Whose rows they are, by row number."""
+    def list_request_ids(self) -> list[RequestId]:
+        """Return the request ids by row number."""
         return [row.request_id for row in self._rows]
 
-    def get_row_number(self, request_id: str) -> int:
-        """The request's row. It changes when another request is removed, or rows are swapped.
+    def get_row_number(self, request_id: RequestId) -> int:
+        """Return the request's row number. It changes when another request is removed or rows are swapped.
 
         Raises:
             InvalidArgumentError: no such request.
@@ -105,18 +106,18 @@ class BatchBlockTable:
         return row_number
 
     def get_rows(self) -> BlockIdArray:
-        """The rows in use: a view of (num_requests, max_num_blocks_per_request), as of the last `update`."""
+        """Return a view of the rows in use: (num_requests, max_num_blocks_per_request), as of `update`."""
         return self.block_ids[: len(self._rows)]
 
-    def add_request(self, request_id: str, table: BlockTable) -> int:
-        """Give a request the next row, and return its number. The row is written by the next `update`.
+    def add_request(self, request_id: RequestId, table: BlockTable) -> int:
+        """Assign the next row to a request and return its number. The next `update` writes the row.
 
         Args:
-            table: live, as `KVCacheManager.get_table` returns it; `update` reads it until the request is
-                removed. A request that lost its blocks and got new ones has a new table: remove it, and add
-                it again.
+            table: the live table, as `KVCacheManager.get_table` returns it; `update` reads it until the
+                request is removed. A request that lost its blocks and got new ones has a new table: remove
+                it and add it again.
         Raises:
-            InvalidArgumentError: the request has a row already, or all rows are taken. Nothing has changed.
+            InvalidArgumentError: the request already has a row, or all rows are in use. Nothing has changed.
         """
         if not isinstance(request_id, str):
             refuse_type("request_id", request_id, "str")
@@ -126,7 +127,7 @@ class BatchBlockTable:
         if request_id in self._row_numbers:
             raise InvalidArgumentError(
                 f"request {request_id!r} has row {self._row_numbers[request_id]} already; "
-                "remove_request() comes first"
+                "call remove_request() first"
             )
         if row_number == self.max_num_requests:
             raise InvalidArgumentError(
@@ -136,12 +137,12 @@ class BatchBlockTable:
         self._row_numbers[request_id] = row_number
         return row_number
 
-    def remove_request(self, request_id: str) -> int:
-        """Take a request out; the last row moves into the hole, so that the rows stay without holes.
+    def remove_request(self, request_id: RequestId) -> int:
+        """Remove a request; the last row moves into its place, so that the rows stay without holes.
 
         Returns:
-            The number of the row that became vacant. Unless it was the last one, it now is the row of the
-            request that was in the last, row `num_requests` as counted afterwards.
+            The number of the freed row. Unless it was the last row, it now belongs to the request that had
+            the last row, which was row `num_requests` as counted after the call.
         Raises:
             InvalidArgumentError: no such request. Nothing has changed.
         Cost: a copy of the last row's blocks.
@@ -155,10 +156,10 @@ class BatchBlockTable:
         return row_number
 
     def swap_rows(self, row_number: int, other_row_number: int) -> None:
-        """Let two requests exchange their rows, such as to have all that decode in front.
+        """Exchange the rows of two requests, such as to move decoding requests to the front.
 
         Raises:
-            InvalidArgumentError: a number that is not a row's. Nothing has changed.
+            InvalidArgumentError: a number that is not a row in use. Nothing has changed.
         """
         if type(row_number) is not int or type(other_row_number) is not int:
             row_number = as_int("row_number", row_number)
@@ -179,13 +180,13 @@ class BatchBlockTable:
         self._row_numbers[first.request_id] = other_row_number
 
     def update(self) -> list[int]:
-        """Bring all rows up to date with their tables, once per step, when all slots are allocated.
+        """Update all rows from their tables. Call it once per step, after all slots are allocated.
 
         Returns:
-            The numbers of the rows that were written, ascending: the others need no copy to a device.
+            The numbers of the rows that were written, ascending; the other rows need no copy to a device.
         Raises:
-            InvalidArgumentError: a table has more blocks than a row has room for. Nothing has changed.
-        Cost: a look at each request; then what `write_row` says for each that changed.
+            InvalidArgumentError: a table has more blocks than fit into a row. Nothing has changed.
+        Cost: one check per request, plus the cost of `write_row` for each that changed.
         """
         changed = find_changed_rows(self._rows, self.max_num_blocks_per_request)
         for row_number in changed:
@@ -194,24 +195,24 @@ class BatchBlockTable:
         return changed
 
     def remap(self, remap: npt.NDArray[np.integer[Any]]) -> None:
-        """Replace each id by `remap[id]`, after blocks moved to other ids; the tables are not read.
+        """Replace each id by `remap[id]`, after blocks moved to other ids. Does not read the tables.
 
         Call it for each `Relocation`, in order, with its `make_remap()`, before the next `update`: entries
-        that are read from a table after the move are new ids already. Where that order was missed, or not
-        known, `rewrite` is right in any case.
+        read from a table after the move are new ids already. If that order was missed or is unknown, call
+        `rewrite`, which is always right.
 
         Args:
-            remap: new ids by old id, of all ids in the pool; what did not move maps to itself.
+            remap: new ids by old id, for all ids in the pool; a block that did not move maps to itself.
         Raises:
-            InvalidTypeError: not an array of integers in one dimension.
+            InvalidTypeError: not a one-dimensional array of integers.
             InvalidArgumentError: it moves the null block, or has no entry for an id that is in use here.
                 In both cases nothing has changed.
-        Cost: a look-up per block that is not null, some nanoseconds, and a microsecond per request.
+        Cost: one look-up per block that is not null, some nanoseconds, and a microsecond per request.
         """
         remap = np.asarray(remap)
         if remap.ndim != 1 or remap.dtype.kind not in "iu":
             raise InvalidTypeError(
-                f"a remap is integers in one dimension, such as Relocation.make_remap() makes them, "
+                f"a remap is a one-dimensional array of integers, such as Relocation.make_remap() returns, "
                 f"not {remap.dtype} of shape {remap.shape}"
             )
         if self.null_block_id >= len(remap) or remap[self.null_block_id] != self.null_block_id:
@@ -219,14 +220,14 @@ class BatchBlockTable:
         largest = max((int(cells.max()) for cells in self._list_used_cells()), default=0)
         if largest >= len(remap):
             raise InvalidArgumentError(
-                f"block {largest} is in use here, the remap has ids 0 to {len(remap) - 1}; "
-                f"is it another pool's?"
+                f"block {largest} is in use here, but the remap covers ids 0 to {len(remap) - 1}; "
+                f"does it belong to another pool?"
             )
         for cells in self._list_used_cells():
             cells[:] = remap[cells]
 
     def rewrite(self) -> None:
-        """Write all rows anew from their tables, whatever was written before.
+        """Write all rows again from their tables, regardless of their content.
 
         Raises:
             InvalidArgumentError: as `update`. Nothing has changed.
@@ -239,7 +240,7 @@ class BatchBlockTable:
             write_row(row, self._cells, row_number * self.max_num_blocks_per_request, self._nulls)
 
     def _list_used_cells(self) -> list[BlockIdArray]:
-        """Of each row the part that holds blocks, from behind its null blocks on; none that are empty."""
+        """Return the part of each row after its null blocks that holds blocks; skip empty parts."""
         return [
             self.block_ids[row_number, row.num_null_blocks : row.num_blocks]
             for row_number, row in enumerate(self._rows)

@@ -1,10 +1,10 @@
-"""How many blocks tokens take: for a sequence from its start, and for an append."""
+"""Block counts for a sequence from its start, and for an append."""
 
 from kv_pool.errors import InvalidArgumentError
 
 
 def count_required_blocks(num_tokens: int, num_lookahead_slots: int, block_size: int) -> int:
-    """Blocks of a sequence of `num_tokens` tokens with room for `num_lookahead_slots` more behind them.
+    """Return the blocks of a sequence of `num_tokens` tokens followed by `num_lookahead_slots` slots.
 
     >>> count_required_blocks(8, 0, block_size=4), count_required_blocks(8, 1, block_size=4)
     (2, 3)
@@ -20,7 +20,7 @@ def count_required_blocks(num_tokens: int, num_lookahead_slots: int, block_size:
 def count_blocks_touched_by_append(
     num_tokens_held: int, num_new_tokens: int, num_lookahead_slots: int, block_size: int
 ) -> int:
-    """Blocks that `num_new_tokens` and the lookahead slots behind them fall into, new ones or not.
+    """Count the blocks that the appended tokens and the lookahead slots after them fall into, new or not.
 
         |  0  1  2  3 |  4  5  .  . |  .  .  .  . |      6 tokens held, block size 4:
                                ^  ^    ^                 3 more touch 2 blocks
@@ -30,8 +30,8 @@ def count_blocks_touched_by_append(
 
     Raises:
         InvalidArgumentError: a negative count, or a block size below 1.
-    Contract: `get_num_blocks_touched_by_append_slots` of vLLM v0, and the same number but for an append of
-    nothing behind a block that is partly filled: that touches no block, where vLLM v0 says 1.
+    Contract: `get_num_blocks_touched_by_append_slots` of vLLM v0, with the same result except for an append
+    of nothing after a partly filled block: it touches no block, where vLLM v0 returns 1.
     """
     _check_counts(num_tokens_held, num_lookahead_slots, block_size)
     _check_counts(num_new_tokens, num_lookahead_slots, block_size)
@@ -47,4 +47,4 @@ def _check_counts(num_tokens: int, num_lookahead_slots: int, block_size: int) ->
             f"{num_tokens} tokens, {num_lookahead_slots} lookahead slots: neither can be negative"
         )
     if block_size < 1:
-        raise InvalidArgumentError(f"a block of {block_size} tokens; block_size is 1 or more")
+        raise InvalidArgumentError(f"a block has {block_size} tokens; block_size must be 1 or more")

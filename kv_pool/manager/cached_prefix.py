@@ -1,22 +1,23 @@
-"""`CachedPrefix`: the longest cached prefix of a request, as it was found."""
+"""`CachedPrefix`: the longest cached prefix of a request, at the time of the look-up."""
 
 from typing import NamedTuple
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import RequestId
 
 
 class CachedPrefix(NamedTuple):
-    """What `get_computed_blocks` found: the longest cached prefix of one request.
+    """The result of `get_computed_blocks`: the longest cached prefix of one request.
 
     Attributes:
-        request_id: whose prefix it is.
-        blocks: for each group, head first; the null block where none is needed. Not touched yet: they may be
-            taken by others until `allocate_slots`.
+        request_id: the request that it was found for.
+        blocks: for each group, head first; the null block where none is needed. They are not referenced yet,
+            so other requests may take them until `allocate_slots`.
         num_tokens: tokens of the prefix.
-        num_evictions: the pool's count at that moment, to notice whether the blocks may be stale.
+        num_evictions: the pool's count at the look-up, to detect that the blocks may be stale.
     """
 
-    request_id: str
+    request_id: RequestId
     blocks: tuple[list[KVCacheBlock], ...]
     num_tokens: int
     num_evictions: int

@@ -1,4 +1,4 @@
-"""`label_events`: what a pool does not know of its groups, written into its events."""
+"""`label_events`: add to a pool's events what only the manager knows of its groups."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 
 
 def label_events(events: list[KVCacheEvent], groups: Sequence[KVCacheSpec]) -> list[KVCacheEvent]:
-    """The same events; stores say the kind of attention of their group, and its window."""
+    """Return the same events; each store now states its group's kind of attention, and its window."""
     for event in events:
         if not isinstance(event, BlockStored) or event.group_idx is None:
             continue

@@ -1,4 +1,4 @@
-"""`fork_tables`: a second request goes on in the blocks of a first one."""
+"""`fork_tables`: start a second request in the blocks of a first one."""
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -13,28 +13,28 @@ def fork_tables(
     """See `KVCacheManager.fork`.
 
     Args:
-        tables: the parent's.
+        tables: the parent's tables.
     """
     num_computed = parent.num_computed_tokens
     if child.request_id in state._tables:
         raise InvalidArgumentError(f"request {child.request_id!r} has blocks already")
     if child.num_computed_tokens != num_computed:
         raise InvalidArgumentError(
-            f"request {parent.request_id!r} has {num_computed} computed tokens, its fork "
-            f"{child.request_id!r} says {child.num_computed_tokens}; set the child's to the parent's"
+            f"request {parent.request_id!r} has {num_computed} computed tokens, but its fork "
+            f"{child.request_id!r} has {child.num_computed_tokens}; set the child's count to the parent's"
         )
     num_hashes = num_computed // state.block_pool.hash_block_size
     if list(child.block_hashes[:num_hashes]) != list(parent.block_hashes[:num_hashes]):
         raise InvalidArgumentError(
             f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
-            f"{parent.request_id!r}: they have other hashes"
+            f"{parent.request_id!r}: their hashes differ"
         )
     for table, group in zip(tables, state._groups, strict=True):
         num_cached = table.num_cached_blocks * group.block_size
         if group.is_cacheable and num_computed < num_cached:
             raise InvalidArgumentError(
-                f"request {parent.request_id!r} has blocks cached for {num_cached} tokens and says "
-                f"{num_computed} are computed; count them up before it is forked"
+                f"request {parent.request_id!r} has blocks cached for {num_cached} tokens, but "
+                f"num_computed_tokens is {num_computed}; update it before the fork"
             )
     copies: list[BlockTable] = [BlockTable() for _ in tables]
     try:

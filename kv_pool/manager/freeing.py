@@ -1,12 +1,13 @@
-"""Blocks of a request go back to the pool."""
+"""`free_tables`: release the blocks of a request."""
 
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.recovery import recover
 
 
-def free_tables(state: ManagerState, request_id: str, tables: list[BlockTable]) -> None:
-    """See `KVCacheManager.free`. An interrupt completes it."""
+def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTable]) -> None:
+    """See `KVCacheManager.free`. An interrupted call is completed."""
     retention = state.retention
     if retention is not None:
         retention.expire()
@@ -21,11 +22,11 @@ def free_tables(state: ManagerState, request_id: str, tables: list[BlockTable]) 
             blocks = table.blocks
             if len(state.copies):
                 state.copies.drop(blocks[table.num_null_blocks :])
-            # In place: the table still has what is not given back.
+            # In place: the table still lists the blocks that are not released yet.
             if table.num_null_blocks:
                 del blocks[: table.num_null_blocks]
             if retention is not None:
-                retention.label_table(request_id, group_id, table.num_null_blocks, blocks)
+                retention.label_table(request_id, GroupId(group_id), table.num_null_blocks, blocks)
             blocks.reverse()
             state.block_pool.free_out_of(blocks)
         if retention is not None:

@@ -1,26 +1,27 @@
-"""The numbered truths about a manager and its companions, each executable; beside `core/invariants.py`.
+"""The numbered invariants of a manager and its leases, each executable; see also `core/invariants.py`.
 
 Tables and copies
     T1  an entry of a table is the null block, or a block of this pool that is in use
     T2  b.ref_cnt == |entries that are b| + |holds of b| + |others|
     T3  a table has entries for at least all computed tokens; an encoder-only one has none
-    T4  what the next token attends to has blocks;  windows: the first num_null_blocks entries are null and
-        no other is
+    T4  each entry that the next token attends to has a block;  windows: the first num_null_blocks entries
+        are null and no other is
     T5  num_cached_blocks <= |entries|;  a block at position i that carries a hash carries that of the
         request's first (i + 1) * block_size tokens, in this group
     T6  a pending copy's target is in a table, its source is held, and no source is a target
-    T7  who has tables is a request that somebody knows of
-    T8  what a step is about to write is no null block, has one writer, and is findable only as what will be
-        there;  who else has it in a table found it so, and begins after it; of a state nobody else has it
+    T7  every request with tables is among the given requests
+    T8  a block that a step is about to write is not null, has one writer, and carries no hash but that of the
+        content to be written;  other tables with the block got it by that hash, and their requests begin
+        after it;  no other table has a state's block
 
 Leases
-    L1  a lease that is listed has an open hold with its blocks, and is active or quarantined
+    L1  a listed lease has an open hold on its blocks, and is active or quarantined
     L2  a lease to read is never quarantined; an active one ends at its deadline
     L3  a block that is being written has one lease, and no hash
 
-T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all that was written; T8
-between the last `allocate_slots` of a step and the step; L whenever no method is running. The checks raise
-CorruptedPoolError that names the first one that fails. Never compiled.
+T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all tokens that are written;
+T8 between the last `allocate_slots` of a step and the step; L whenever no method is running. A check raises
+CorruptedPoolError for the first invariant that fails. Never compiled.
 """
 
 from collections import Counter
@@ -33,6 +34,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import CorruptedPoolError
+from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -56,11 +58,11 @@ def check_manager(
     """Verify T1 to T7 and the pool's own invariants. O(number of blocks + entries of all tables).
 
     Args:
-        requests: at least all that hold blocks, between two steps.
-        held_elsewhere: blocks to which something besides this manager's tables, its copies and the pool's
-            holds has a reference, once for each.
+        requests: at least all requests that hold blocks, between two steps.
+        held_elsewhere: blocks that are referenced from elsewhere than this manager's tables, its copies and
+            the pool's holds, once for each reference.
     Raises:
-        CorruptedPoolError: names the first that fails. Nothing is changed.
+        CorruptedPoolError: names the first invariant that fails. Changes nothing.
     """
     pool = manager.block_pool
     if isinstance(pool, RunBlockPool):
@@ -70,11 +72,12 @@ def check_manager(
     by_id = {request.request_id: request for request in requests}
     for request_id in manager.list_request_ids():
         if request_id not in by_id:
-            raise CorruptedPoolError(f"T7: request {request_id!r} has blocks and nobody knows of it")
+            raise CorruptedPoolError(f"T7: request {request_id!r} has blocks and is not a known request")
     check_references(manager, held_elsewhere)
     check_copies(manager)
     for request_id in manager.list_request_ids():
-        for group_id, spec in enumerate(manager.groups):
+        for number, spec in enumerate(manager.groups):
+            group_id = GroupId(number)
             table = manager.get_table(request_id, group_id)
             where = f"request {request_id!r}, group {group_id}"
             check_coverage(table, spec, by_id[request_id].num_computed_tokens, where)
@@ -82,11 +85,11 @@ def check_manager(
 
 
 def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBlock] = ()) -> None:
-    """T1, T2. O(number of blocks + entries of all tables)."""
+    """Verify T1 and T2. O(number of blocks + entries of all tables)."""
     pool = manager.block_pool
-    num_holders: Counter[int] = Counter()
+    num_holders: Counter[BlockId] = Counter()
     for request_id in manager.list_request_ids():
-        for group_id in range(len(manager.groups)):
+        for group_id in map(GroupId, range(len(manager.groups))):
             for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
                 where = f"request {request_id!r}, group {group_id}, entry {position}"
                 if not 0 <= block.block_id < len(pool.blocks) or pool.blocks[block.block_id] is not block:
@@ -108,29 +111,29 @@ def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBl
 
 
 def check_copies(manager: KVCacheManager) -> None:
-    """T6. O(entries of all tables)."""
+    """Verify T6. O(entries of all tables)."""
     tables = [
         manager.get_table(request_id, group_id).blocks
         for request_id in manager.list_request_ids()
-        for group_id in range(len(manager.groups))
+        for group_id in map(GroupId, range(len(manager.groups)))
     ]
     in_tables = {block for blocks in tables for block in blocks}
     copies = manager.copies._source_of
     for target, source in copies.items():
         if target not in in_tables:
-            raise CorruptedPoolError(f"T6: block {target.block_id} is to be copied to, and in no table")
+            raise CorruptedPoolError(f"T6: block {target.block_id} is the target of a copy, and in no table")
         if source in copies:
-            raise CorruptedPoolError(f"T6: block {source.block_id} is to be copied from and to")
+            raise CorruptedPoolError(f"T6: block {source.block_id} is both source and target of copies")
         if not manager.copies.is_source(source):
-            raise CorruptedPoolError(f"T6: block {source.block_id} is to be copied, and not held")
+            raise CorruptedPoolError(f"T6: block {source.block_id} is the source of a copy, and not held")
 
 
 def check_coverage(table: BlockTable, spec: KVCacheSpec, num_computed: int, where: str) -> None:
-    """T3, T4. O(entries)."""
+    """Verify T3 and T4. O(entries)."""
     blocks = table.blocks
     if isinstance(spec, EncoderOnlyAttentionSpec):
         if blocks:
-            raise CorruptedPoolError(f"T3: {where} has {len(blocks)} blocks, and keeps nothing")
+            raise CorruptedPoolError(f"T3: {where} has {len(blocks)} blocks, but its group keeps none")
         return
     num_entries = -(-num_computed // spec.block_size) if spec.is_cacheable else 0
     if len(blocks) < num_entries:
@@ -141,23 +144,22 @@ def check_coverage(table: BlockTable, spec: KVCacheSpec, num_computed: int, wher
     for position in range(first, num_entries):
         if blocks[position].is_null:
             raise CorruptedPoolError(
-                f"T4: {where} is null at entry {position}, and token {num_computed} attends to that"
+                f"T4: {where} is null at entry {position}, but token {num_computed} attends to it"
             )
     num_null = table.num_null_blocks
     for position, block in enumerate(blocks):
         if position < num_null and not block.is_null:
             raise CorruptedPoolError(
-                f"T4: {where} says {num_null} entries are null, and entry {position} is block "
-                f"{block.block_id}"
+                f"T4: {where} counts {num_null} null entries, but entry {position} is block {block.block_id}"
             )
         if position >= num_null and block.is_null and not isinstance(spec, MambaSpec):
             raise CorruptedPoolError(
-                f"T4: {where} says {num_null} entries are null, and so is entry {position}"
+                f"T4: {where} counts {num_null} null entries, but entry {position} is null, too"
             )
 
 
 def count_unread_tokens(spec: KVCacheSpec, num_computed: int) -> int:
-    """Tokens from the head that no token after the computed ones attends to. By the definitions alone."""
+    """Return the number of leading tokens that later tokens do not attend to, by the specs' definitions."""
     if isinstance(spec, SlidingWindowSpec):
         return max(0, num_computed - (spec.sliding_window - 1))
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -168,13 +170,13 @@ def count_unread_tokens(spec: KVCacheSpec, num_computed: int) -> int:
 
 
 def check_hashes(
-    manager: KVCacheManager, table: BlockTable, group_id: int, request: SchedulableRequest, where: str
+    manager: KVCacheManager, table: BlockTable, group_id: GroupId, request: SchedulableRequest, where: str
 ) -> None:
-    """T5. O(entries)."""
+    """Verify T5. O(entries)."""
     spec = manager.groups[group_id]
     if table.num_cached_blocks > len(table.blocks):
         raise CorruptedPoolError(
-            f"T5: {where} says {table.num_cached_blocks} of its {len(table.blocks)} entries are cached"
+            f"T5: {where} counts {table.num_cached_blocks} of its {len(table.blocks)} entries as cached"
         )
     hashes = request.block_hashes
     num_hashes = spec.block_size // manager.block_pool.hash_block_size
@@ -188,7 +190,7 @@ def check_hashes(
             or block.block_hash != make_block_hash_with_group_id(hashes[index], group_id)
         ):
             raise CorruptedPoolError(
-                f"T5: {where}, entry {position}, is block {block.block_id} with the hash of something else"
+                f"T5: {where}, entry {position}, is block {block.block_id} with the hash of other content"
             )
 
 
@@ -199,24 +201,25 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
     """Verify T8. O(entries of all tables).
 
     Args:
-        scheduled: all requests with blocks, each with how many tokens after `num_computed_tokens` the step
-            writes of it; 0 for one that is not in the step.
+        scheduled: all requests with blocks, each with the number of tokens after `num_computed_tokens` that
+            the step writes; 0 for a request that is not in the step.
     Raises:
-        CorruptedPoolError: a block has two writers or would be written under somebody's eyes.
+        CorruptedPoolError: a block has two writers, or another request would see it change.
     """
     scheduled = list(scheduled)
-    holders: dict[int, list[tuple[str, int, int]]] = {}
+    holders: dict[BlockId, list[tuple[RequestId, GroupId, int]]] = {}
     for request_id in manager.list_request_ids():
-        for group_id in range(len(manager.groups)):
+        for group_id in map(GroupId, range(len(manager.groups))):
             for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
                 holders.setdefault(block.block_id, []).append((request_id, group_id, position))
     first_token = {request.request_id: request.num_computed_tokens for request, _ in scheduled}
     for request, num_tokens in scheduled:
         num_computed = request.num_computed_tokens
         num_known = min(num_computed + num_tokens, request.num_tokens)
-        for group_id, spec in enumerate(manager.groups):
+        for number, spec in enumerate(manager.groups):
             if not spec.is_cacheable or not num_tokens:
                 continue
+            group_id = GroupId(number)
             is_state = isinstance(spec, MambaSpec)
             last = (num_computed + num_tokens - 1) // spec.block_size
             first = last if is_state else num_computed // spec.block_size
@@ -224,13 +227,13 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
             for position in range(first, last + 1):
                 where = f"request {request.request_id!r}, group {group_id}, entry {position}"
                 if position >= len(blocks) or blocks[position].is_null:
-                    raise CorruptedPoolError(f"T8: {where} is about to be written, and has no block")
+                    raise CorruptedPoolError(f"T8: {where} is about to be written, but has no block")
                 block = blocks[position]
                 end = (position + 1) * spec.block_size
                 if block.block_hash is not None and end > num_known:
                     raise CorruptedPoolError(
-                        f"T8: {where} is about to be written, and its block {block.block_id} is findable as "
-                        "something else"
+                        f"T8: {where} is about to be written, but its block {block.block_id} is cached as "
+                        "other content"
                     )
                 is_readable = block.block_hash is not None and not is_state
                 for other in holders[block.block_id]:
@@ -242,7 +245,7 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
                         or other[1:] != (group_id, position)
                     ):
                         raise CorruptedPoolError(
-                            f"T8: {where} is about to be written, and request {other[0]!r}, group "
+                            f"T8: {where} is about to be written, but request {other[0]!r}, group "
                             f"{other[1]}, entry {other[2]} is the same block {block.block_id}"
                         )
 
@@ -251,33 +254,33 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
 
 
 def check_leases(leases: BlockLeases) -> None:
-    """L1, L2, L3. O(lent blocks). Raises CorruptedPoolError."""
+    """Verify L1, L2 and L3. O(leased blocks). Raises CorruptedPoolError."""
     is_due = {id(entry[2]) for entry in leases.block_pool.holds.deadlines.entries}
     num_leases: Counter[KVCacheBlock] = Counter()
     written: dict[KVCacheBlock, Lease] = {}
     for hold, lease in leases._leases.items():
         if hold.is_released:
-            continue  # it has expired and is reported next
+            continue  # expired; the next `expire` reports it
         if hold is not lease.hold or hold.blocks != list(lease.blocks):
-            raise CorruptedPoolError(f"L1: {lease!r} has a hold of other blocks: {hold!r}")
+            raise CorruptedPoolError(f"L1: {lease!r} has a hold on other blocks: {hold!r}")
         if lease.state not in (LeaseState.ACTIVE, LeaseState.QUARANTINED):
-            raise CorruptedPoolError(f"L1: {lease!r} is listed")
+            raise CorruptedPoolError(f"L1: {lease!r} is listed, but has ended")
         is_quarantined = lease.state is LeaseState.QUARANTINED
         if is_quarantined and lease.kind is LeaseKind.READ:
             raise CorruptedPoolError(f"L2: {lease!r} reads, and is quarantined")
         if not is_quarantined and (hold.until != lease.deadline or id(hold) not in is_due):
-            raise CorruptedPoolError(f"L2: nothing ends {lease!r}")
+            raise CorruptedPoolError(f"L2: no deadline ends {lease!r}")
         num_leases.update(lease.blocks)
         if lease.kind is LeaseKind.WRITE:
             written.update(dict.fromkeys(lease.blocks, lease))
     for block, lease in written.items():
         if num_leases[block] != 1 or block.block_hash is not None:
             raise CorruptedPoolError(
-                f"L3: block {block.block_id} is read, or cached, and {lease!r} writes it"
+                f"L3: {lease!r} writes block {block.block_id}, which is also read or cached"
             )
     if num_leases != leases._num_leases and leases._book.num_overdue == leases._num_overdue:
-        raise CorruptedPoolError("L1: blocks are lent more or less often than leases say")
+        raise CorruptedPoolError("L1: the number of leases per block differs from that of the listed leases")
     if written != leases._written:
         raise CorruptedPoolError(
-            f"L3: {len(written)} blocks are being written, {len(leases._written)} are remembered"
+            f"L3: {len(written)} blocks are being written, but {len(leases._written)} are recorded"
         )

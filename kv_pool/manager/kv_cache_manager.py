@@ -1,7 +1,7 @@
-"""`KVCacheManager`: gives a scheduler's requests their block tables."""
+"""`KVCacheManager`: block tables for a scheduler's requests."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -12,15 +12,15 @@ from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.ids import BlockHash, BlockId, BlockMove
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import extend_tables, forget_passed, replace_shared, start_tables
+from kv_pool.manager.allocating import extend_tables, free_skipped_blocks, replace_shared, start_tables
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables
-from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_wrong_blocks, report_invalid_blocks
+from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
 from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.request_tables import RequestTables, find_tables
@@ -32,7 +32,7 @@ from kv_pool.manager.step_checks import read_step
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KVCacheManager(RequestTables):
-    """Block tables for requests over one pool, for one KV cache group or several.
+    """The block tables of requests over one pool, for one KV cache group or several.
 
         >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
         >>> manager = KVCacheManager(BlockPool(10, True, 4))
@@ -50,24 +50,24 @@ class KVCacheManager(RequestTables):
         [1, 2, 4]
 
     Args:
-        block_pool: where the blocks come from; it may serve others as well. With a `RunBlockPool` a request's
-            blocks have consecutive ids as far as possible, when it grows too.
-        block_size: tokens per block of one group of full attention, a multiple of the pool's
-            `hash_block_size` (the default).
-        groups: instead of `block_size`, the KV cache groups of a model whose layers are not all alike.
-        max_model_len: tokens of the longest request; none gets slots beyond it. None for no bound.
-        max_in_flight_tokens: tokens of one request that are scheduled in one step at most; with it,
-            `full_sequence_must_fit` knows how little a window needs. None for no bound.
-        watermark: share of the pool, 0 to 1, that a request without blocks has to leave free while others
-            hold some, so that these can grow.
+        block_pool: the pool that the blocks come from; others may use it as well. With a `RunBlockPool` a
+            request's blocks have consecutive ids as far as possible, also when it grows.
+        block_size: tokens per block of a single full-attention group; a multiple of the pool's
+            `hash_block_size`, which is the default.
+        groups: instead of `block_size`, the KV cache groups of a model whose layers differ.
+        max_model_len: maximum tokens of a request; no request gets slots beyond it. None: no bound.
+        max_in_flight_tokens: maximum tokens of one request that are scheduled in one step; with it,
+            `full_sequence_must_fit` counts the few blocks that a window needs. None: no bound.
+        watermark: share of the pool, 0 to 1, that a request without blocks must leave free while other
+            requests hold blocks, so that these can grow.
         retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
 
     Attributes:
-        taken_out: detached requests: id -> reason, such as "it is being moved to another node", for errors.
+        detached_requests: id -> reason, such as "it is being moved to another node", for errors.
 
-    A scheduler's step: `get_computed_blocks` once for a new request, `allocate_slots` before its tokens are
-    computed, `take_block_copies` before the step runs, then `request.num_computed_tokens` counted up; `free`
-    at the end or on preemption.
+    In a scheduler's step: call `get_computed_blocks` once for a new request, `allocate_slots` before its
+    tokens are computed, `take_block_copies` before the step runs; then increase
+    `request.num_computed_tokens`. Call `free` when the request ends or is preempted.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KVCacheManager(RequestTables):
         if groups is None:
             groups = [FullAttentionSpec(block_size=check_block_size(block_pool, block_size))]
         elif block_size is not None:
-            raise InvalidArgumentError("block_size is for one group; with groups each has its own")
+            raise InvalidArgumentError("block_size is for one group; with groups, each has its own")
         elif not groups:
             raise InvalidArgumentError("groups is empty; a model has at least one group of layers")
         super().__init__(
@@ -108,27 +108,27 @@ class KVCacheManager(RequestTables):
 
     @property
     def usage(self) -> float:
-        """Share of the pool's blocks that is in use, 0 to 1."""
+        """Share of the pool's blocks that are in use, 0 to 1."""
         num_blocks = self.block_pool.num_gpu_blocks - 1
         return 1.0 - self.get_num_free_blocks() / num_blocks if num_blocks else 0.0
 
     def get_num_free_blocks(self) -> int:
-        """Free blocks of the pool, those included that a retention keeps longer than others."""
+        """Return the number of free blocks of the pool, including those that a retention keeps."""
         if self.retention is not None and self.retention.holds_blocks:
-            self.retention.expire()  # pins may end
+            self.retention.expire()  # expired pins free their blocks
         return self.block_pool.free_block_queue.num_free_blocks
 
     def get_computed_blocks(
         self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None = None
     ) -> CachedPrefix:
-        """Find the longest cached prefix of the request that all groups have, or an empty one. Only looks.
+        """Find the longest cached prefix that all groups have; it may be empty. Changes nothing.
 
         Args:
-            max_num_tokens: the prefix covers no more than this. By default all tokens but the last: of a
-                fully cached prompt the last token is computed anew, since its logits are needed, and with
-                it its whole block. A caller that needs no logits passes `request.num_tokens`.
-        Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for the
-        others.
+            max_num_tokens: maximum length of the prefix. Default: all tokens but the last. The logits of the
+                last token are needed, so its whole block is recomputed. A caller that needs no logits passes
+                `request.num_tokens`.
+        Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for other
+            groups.
         """
         request_id = get_request_id("request", request)
         num_tokens = 0
@@ -142,21 +142,21 @@ class KVCacheManager(RequestTables):
                 limit = as_int("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             if len(hashes) * self.block_pool.hash_block_size > num_known:
-                self._caching.refuse_hashes(request, len(hashes))
+                self._caching.raise_wrong_block_size(request, len(hashes))
             blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions)
 
     def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
-        """Whether a request of so many tokens in all can be computed to its end here, if need be alone.
+        """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.
 
-        False: refuse it when it arrives, or it waits for ever. A window needs few blocks where steps
-        are short, hence `max_in_flight_tokens`; without it one step for all tokens is assumed.
+        If False, reject the request on arrival, or it waits forever. A window needs few blocks if steps are
+        short, hence `max_in_flight_tokens`; without it, one step for all tokens is assumed.
         """
-        num_most = self.count_most_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
+        num_most = self.count_max_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
         return num_most <= self.block_pool.num_gpu_blocks - 1
 
-    def count_most_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
-        """Blocks that a request of so many tokens in all holds at most at a time; see `fits_alone`."""
+    def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""
         if not isinstance(num_encoder_tokens, int):
             num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
         num_all = as_int("num_tokens", num_tokens)
@@ -165,7 +165,7 @@ class KVCacheManager(RequestTables):
                 f"num_tokens is {num_all}, num_encoder_tokens {num_encoder_tokens}; they count tokens, 0 "
                 "or more"
             )
-        return self._needs.count_most_blocks(num_all, num_encoder_tokens)
+        return self._needs.count_max_blocks(num_all, num_encoder_tokens)
 
     def can_allocate(
         self,
@@ -179,10 +179,9 @@ class KVCacheManager(RequestTables):
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
     ) -> AllocStatus:
-        """Whether `allocate_slots` with the same arguments would give blocks. Changes nothing.
+        """Return OK if `allocate_slots` with the same arguments would succeed now, else LATER or NEVER.
 
-        Raises:
-            What `allocate_slots` raises.
+        Changes nothing. Raises the errors of `allocate_slots`.
         """
         step = read_step(
             self,
@@ -232,31 +231,31 @@ class KVCacheManager(RequestTables):
 
         Args:
             num_new_tokens: tokens about to be computed; 0 or more.
-            cached_prefix: what `get_computed_blocks` found for this request, if it has no blocks yet.
-            num_lookahead_tokens: slots beyond them, for tokens that are only guessed yet.
+            cached_prefix: the result of `get_computed_blocks` for this request, if it has no blocks yet.
+            num_lookahead_tokens: slots after the new tokens, for speculative tokens.
             num_external_computed_tokens: tokens after the prefix whose KV comes from elsewhere, for a request
-                without blocks. It is yours to write it before the step runs, or to pass
-                `delay_cache_blocks` and call `cache_blocks` when it is there.
-            delay_cache_blocks: do not make the new full blocks findable yet; `cache_blocks` does it later
-                (their content is still on its way).
-            num_encoder_tokens: tokens of the encoder, for groups of cross-attention.
-            full_sequence_must_fit: None unless there is room now for all tokens of the request, even where
-                this is only the first part of them.
-            reserved_blocks: leave so many blocks free.
+                without blocks. The caller writes it before the step runs, or passes `delay_cache_blocks` and
+                calls `cache_blocks` once it has arrived.
+            delay_cache_blocks: do not cache the new full blocks yet, because their content is still in
+                transit; `cache_blocks` does it later.
+            num_encoder_tokens: tokens of the encoder, for cross-attention groups.
+            full_sequence_must_fit: return None unless all tokens of the request fit now, even if this call
+                asks for the first chunk only.
+            reserved_blocks: number of blocks to leave free.
         Returns:
-            For each group the blocks added behind the prefix and the external tokens; or None when they do
-            not fit, with nothing changed but that blocks which left the window have been given up. Free
-            prefix blocks count as needed: they leave the free queue too. None also for a prefix that goes on
-            from a `MambaSpec` state which a request scheduled since `take_block_copies` is about to write: a
-            step reads states before it writes any, so such a request starts in the next one.
+            For each group, the blocks added after the prefix and the external tokens. None if they do not
+            fit: nothing has changed, except that blocks which left the window are released. Free prefix
+            blocks count as needed, since they leave the free queue. Also None for a prefix that ends with a
+            `MambaSpec` state which a request scheduled since `take_block_copies` is about to write: a step
+            reads states before it writes any, so the request must wait for the next step.
         Raises:
-            InvalidArgumentError: a negative count, more computed tokens than there are slots, a prefix for
-                another request or for one with blocks.
-            InvalidBlockError: the prefix is stale: a block was given to somebody else since. Look it up
-                again. In all cases nothing has changed.
-        Full blocks of known tokens become findable at once. Blocks that the step writes and that a fork
-        shares are replaced: see `take_block_copies`.
-        Cost: O(groups + blocks touched, added and given up).
+            InvalidArgumentError: a negative count, more computed tokens than slots, a prefix of another
+                request or for a request with blocks.
+            InvalidBlockError: the prefix is stale: one of its blocks was evicted. Look it up again. In all
+                cases nothing has changed.
+        Full blocks of known tokens are cached at once. Blocks that the step writes and that a fork shares are
+        replaced: see `take_block_copies`.
+        Cost: O(groups + blocks touched, added and released).
         """
         if self._unsettled is not None:
             recover(self)
@@ -288,7 +287,7 @@ class KVCacheManager(RequestTables):
                 return None
         if self._forgets and tables is not None:
             try:
-                forget_passed(self, step.request_id, tables, step.num_before)
+                free_skipped_blocks(self, step.request_id, tables, step.num_before)
             except BaseException:
                 recover(self)
                 raise
@@ -302,7 +301,7 @@ class KVCacheManager(RequestTables):
         if not (is_new or need or full or self._has_forks):
             return self._no_blocks
         if self.retention is not None:
-            self.retention.expire()  # which blocks are hit or taken next depends on the time
+            self.retention.expire()  # the time decides which blocks are hit or taken next
         if tables is None:
             tables = []
         for table in tables:
@@ -310,7 +309,7 @@ class KVCacheManager(RequestTables):
             table.num_settled_cached = table.num_cached_blocks
         try:
             if is_new:
-                # Hits first, in all groups: until they are touched, they may be among those that are taken.
+                # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
                 start_tables(self, tables, step)
                 if self.retention is not None and self.retention.is_active:
                     self.retention.note_admitted(request)
@@ -335,26 +334,26 @@ class KVCacheManager(RequestTables):
         return added
 
     def take_block_copies(self) -> list[BlockMove]:
-        """Copies to make before the next step writes anything; once per step, after its `allocate_slots`.
+        """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.
 
-        A request that writes to a block which a fork shares gets another one in its place, and this is where
-        the content comes from. The sources may be reused by whatever is allocated after this call.
+        A request that writes to a block shared with a fork gets another block, whose content one of these
+        copies provides. Allocations after this call may reuse the sources.
         """
         self._caching.begin_step()
         return self.copies.take()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
-        """Let `child` go on from where `parent` is, in the same blocks.
+        """Start `child` from the current state of `parent`, in the same blocks.
 
-        Blocks with computed tokens get one reference more; slots beyond these are the parent's alone. Whoever
-        writes first to the block that both would write to gets a copy of it; the last keeps it.
+        Blocks with computed tokens get one more reference; later slots stay with the parent. The first of the
+        two to write to the shared last block gets a copy of it; the other keeps the block.
 
         Args:
-            parent: between two steps: its `num_computed_tokens` counts all that was written.
-            child: without blocks; its first `num_computed_tokens` tokens, as many as the parent's, are the
-                parent's.
+            parent: between two steps: its `num_computed_tokens` counts all tokens that are written.
+            child: a request without blocks; its `num_computed_tokens` equals the parent's, and so do its
+                first `num_computed_tokens` tokens.
         Raises:
-            InvalidArgumentError: a parent without blocks, or with a step still to be counted; a child with
+            InvalidArgumentError: a parent without blocks, or whose last step is not counted yet; a child with
                 blocks, another count or other tokens. Nothing has changed.
         Cost: O(blocks of the parent).
         """
@@ -365,13 +364,13 @@ class KVCacheManager(RequestTables):
     # ---- caching ---------------------------------------------------------------------------------
 
     def cache_blocks(self, request: SchedulableRequest, num_computed_tokens: int) -> None:
-        """Make the full blocks among the first `num_computed_tokens` tokens findable.
+        """Cache the full blocks among the first `num_computed_tokens` tokens, so that they can be hit.
 
         For blocks whose content arrives after `allocate_slots(delay_cache_blocks=True)`; blocks that are
-        findable already are passed over.
+        cached already are skipped.
         Raises:
-            InvalidArgumentError: no such request, or it has no slots or hashes for so many tokens. Nothing
-                has changed.
+            InvalidArgumentError: no such request, or it lacks slots or hashes for these tokens. Nothing has
+                changed.
         """
         tables = find_tables(self, get_request_id("request", request))
         if not isinstance(num_computed_tokens, int):
@@ -388,28 +387,28 @@ class KVCacheManager(RequestTables):
             if full is not None:
                 self._caching.cache(request, tables, full, num_computed_tokens, is_written=True)
 
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold, here and in lower tiers, so that it is not hit; references stay.
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
+        """Evict these blocks here and in the lower tiers, so that they are not hit. References stay.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
-        listed = as_ints("block_ids", block_ids)
-        evict_wrong_blocks(self.block_pool, listed)
+        listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
+        evict_invalid_blocks(self.block_pool, listed)
         if self.retention is not None and self.retention.is_active:
             self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
 
-    def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
-        """Evict blocks that could not be loaded; report what is left of the requests that hold them.
+    def report_invalid_blocks(self, block_ids: Collection[BlockId]) -> InvalidBlocksReport:
+        """Evict blocks that failed to load, and report how much of the affected requests is still valid.
 
-        See `invalid_blocks.report_invalid_blocks`. Set `num_computed_tokens` of each request that is named to
-        what is given there before its next `allocate_slots`; blocks that several of them would compute anew
-        are replaced then as if they were forks. Where it is 0, free the request and admit it again.
+        See `invalid_blocks.report_invalid_blocks`. Before the next `allocate_slots` of each request in the
+        report, set its `num_computed_tokens` to the reported value; blocks that several of them recompute are
+        then replaced like those of forks. If the value is 0, free the request and admit it again.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
-        listed = as_ints("block_ids", block_ids)
+        listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
         report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
         if report.num_valid_tokens:
             self._has_forks = True
@@ -418,11 +417,11 @@ class KVCacheManager(RequestTables):
         return report
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
-        """Iterate over what is cached now, as `BlockPool.iter_cached_keys`: hash, group, name in events."""
+        """Iterate over the cached keys, as `BlockPool.iter_cached_keys`: hash, group, name in events."""
         return self.block_pool.iter_cached_keys()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every prefix; False, with nothing changed, while any request holds blocks."""
+        """Evict every prefix. Return False, with nothing changed, while any request holds blocks."""
         pool = self.block_pool
         retention = self.retention
         if retention is not None:
@@ -432,15 +431,15 @@ class KVCacheManager(RequestTables):
         return pool.reset_prefix_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The pool's events since the last call; stores say the kind of attention of their group."""
+        """Return the pool's events since the last call; stores state their group's kind of attention."""
         return label_events(self.block_pool.take_events(), self.groups)
 
-    # ---- giving back -----------------------------------------------------------------------------
+    # ---- releasing -------------------------------------------------------------------------------
 
     def free(self, request: SchedulableRequest) -> None:
-        """Give all blocks of the request back, its tail to be reused before its head.
+        """Release all blocks of the request. Its tail is reused before its head.
 
-        Its hashes stay findable until the blocks are handed out again.
+        Its blocks can still be hit until they are reused.
         Raises:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """

@@ -1,4 +1,4 @@
-"""`ManagerState`: what a `KVCacheManager` consists of; the files that change it import this one."""
+"""`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -9,6 +9,7 @@ from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -22,10 +23,10 @@ from kv_pool.manager.slot_needs import SlotNeeds
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ManagerState:
-    """The tables of a manager's requests, and what an interrupted call leaves; see `recovery.recover`.
+    """The tables of a manager's requests, and the leftovers of an interrupted call; see `recovery.recover`.
 
     Args:
-        max_model_len, max_in_flight_tokens: as of `KVCacheManager`; 0 for no bound.
+        max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
     """
 
     def __init__(
@@ -48,14 +49,15 @@ class ManagerState:
         self.max_model_len: int = max_model_len
         self.max_in_flight_tokens: int = max_in_flight_tokens
         self.watermark_blocks: int = int(watermark * block_pool.num_gpu_blocks)
-        # What all groups can resume at. Of one group alone, any block's end.
+        # Tokens at whose multiples all groups can resume. With a single group, the end of any block.
         self.alignment: int = lcm(*(spec.block_size for spec in specs if spec.is_cacheable))
         self._groups: list[BlockGroup] = [
-            make_group(spec, block_pool, group_id, self.alignment) for group_id, spec in enumerate(specs)
+            make_group(spec, block_pool, GroupId(group_id), self.alignment)
+            for group_id, spec in enumerate(specs)
         ]
         self._forgets: bool = any(group.forgets for group in self._groups)
-        self._tables: dict[str, list[BlockTable]] = {}
-        self.taken_out: dict[str, str] = {}
+        self._tables: dict[RequestId, list[BlockTable]] = {}
+        self.detached_requests: dict[RequestId, str] = {}
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
@@ -66,14 +68,14 @@ class ManagerState:
         self.retention: BlockRetention | None = retention
         if retention is not None:
             if retention.block_pool is not block_pool:
-                raise InvalidArgumentError("the retention was made for another pool than the manager's")
+                raise InvalidArgumentError("the retention belongs to another pool than the manager's")
             block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in specs]
             retention.attach(block_sizes, self._tables)
-        # What an interrupted call leaves for `recover`: a request's tables, whether all their blocks go, the
-        # request whose directives go with them, and blocks with a reference that no table has.
+        # Left by an interrupted call for `recover`: a request's tables, whether all their blocks are freed,
+        # the request whose directives end with them, and referenced blocks that are in no table.
         self._unsettled: list[BlockTable] | None = None
         self._is_leaving: bool = False
-        self._leaving_id: str | None = None
+        self._leaving_id: RequestId | None = None
         self._taken: list[KVCacheBlock] = []
         self._leaving: list[KVCacheBlock] = []
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))

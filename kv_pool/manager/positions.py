@@ -1,4 +1,4 @@
-"""Where a token of a sequence is: position to (block, offset), to slot, and back."""
+"""Conversions between a token's position, its (block, offset) and its slot."""
 
 from collections.abc import Sequence
 
@@ -6,33 +6,34 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockId
 
-BlockIds = Sequence[int] | npt.NDArray[np.integer]
-"""One sequence's block table: ids in the order of its tokens; what is beyond its last token is not read."""
+BlockIds = Sequence[BlockId] | npt.NDArray[np.integer]
+"""One sequence's block table: ids in token order; entries after its last token are not read."""
 
 
-def find_place(block_ids: BlockIds, position: int, block_size: int) -> tuple[int, int]:
-    """The block that holds a token, and the token's offset in it.
+def find_block_and_offset(block_ids: BlockIds, position: int, block_size: int) -> tuple[BlockId, int]:
+    """Return the block that holds a token, and the token's offset in it.
 
-    >>> find_place([7, 2, 9], 6, block_size=4)
+    >>> find_block_and_offset([7, 2, 9], 6, block_size=4)
     (2, 2)
 
     Raises:
         InvalidArgumentError: a negative position, or one beyond the table.
     """
     _check_range(block_ids, position, position + 1, block_size)
-    return int(block_ids[position // block_size]), position % block_size
+    return BlockId(int(block_ids[position // block_size])), position % block_size
 
 
-def find_position(block_ids: BlockIds, block_id: int, offset: int, block_size: int) -> int:
-    """The position of the token at (block, offset): the inverse of `find_place`. O(len(block_ids)).
+def find_position(block_ids: BlockIds, block_id: BlockId, offset: int, block_size: int) -> int:
+    """Return the position of the token at (block, offset). O(len(block_ids)).
 
     >>> find_position([7, 2, 9], 2, 2, block_size=4)
     6
 
     Raises:
         InvalidBlockError: the block is not in the table.
-        InvalidArgumentError: the offset is not one of a block's.
+        InvalidArgumentError: the offset is not within a block.
     """
     if not 0 <= offset < block_size:
         raise InvalidArgumentError(f"offset {offset} is not one of 0 to {block_size - 1}")
@@ -43,13 +44,13 @@ def find_position(block_ids: BlockIds, block_id: int, offset: int, block_size: i
 
 
 def list_slots(block_ids: BlockIds, start: int, stop: int, block_size: int) -> npt.NDArray[np.int64]:
-    """Slots of the positions `[start, stop)`: block_id * block_size + offset, as `KVStorage` takes them.
+    """Return the slots of the positions `[start, stop)`: block_id * block_size + offset, as for `KVStorage`.
 
     >>> list_slots([7, 2, 9], 2, 6, block_size=4).tolist()
     [30, 31, 8, 9]
 
     Raises:
-        InvalidArgumentError: positions that are negative, or beyond the table.
+        InvalidArgumentError: positions that are negative or beyond the table.
     """
     _check_range(block_ids, start, stop, block_size)
     positions = np.arange(start, stop, dtype=np.int64)

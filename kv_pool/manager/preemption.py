@@ -1,12 +1,11 @@
-"""Which running request gives way when no block is free, and how: computed anew later, or swapped out.
+"""Choose the request to preempt when no block is free, and how: recompute it later, or swap it out.
 
-    running, first admitted first    a(1)  b(0)  c(1)  d(0)       in brackets the priority, larger for more
-    who gives way                     4th   2nd   3rd   1st
+    running, first admitted first    a(1)  b(0)  c(1)  d(0)       priority in brackets; larger is kept longer
+    preempted                         4th   2nd   3rd   1st
 
-The one that gives way last is never preempted, so it ends; then there is another one. This is why every
-request that fits into the pool alone ends at last, provided that steps serve requests in this order, too:
-those that give way last come first. Nobody should be admitted in a step in which somebody gave way, or it
-may take the blocks that were just made free.
+The last request in this order is never preempted, so it ends; then another one is the last. So every request
+that fits into the pool alone ends, provided that each step serves the last to be preempted first. Admit no
+request in a step that preempted one: it could take the blocks that were just released.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import GroupId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class PreemptionKind(Enum):
-    """RECOMPUTE: free the blocks, compute the tokens anew. SWAP: copy the blocks to the host, and back."""
+    """RECOMPUTE: release the blocks and recompute the tokens. SWAP: copy the blocks to the host and back."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
@@ -30,16 +30,16 @@ class PreemptionKind(Enum):
 
 @dataclass(frozen=True)
 class PreemptionLoss:
-    """What is lost when a request gives way.
+    """The tokens and blocks that a preempted request loses.
 
     Attributes:
-        num_computed_tokens: whose KV is in the blocks.
-        num_kept_tokens: of these, from the head, tokens in cached blocks that other requests hold, too. As
-            long as they run, nothing has to be computed for these tokens.
-        num_cached_tokens: of these, from the head, tokens in cached blocks, whoever holds them. They can be
-            hit until somebody takes the blocks, which in a pool without free blocks begins at once, with the
-            request's last ones.
-        num_blocks: that a swap copies out at most, and in again.
+        num_computed_tokens: tokens whose KV is in the blocks.
+        num_kept_tokens: leading tokens in cached blocks that other requests hold, too. While these requests
+            run, none of these tokens is recomputed.
+        num_cached_tokens: leading tokens in cached blocks, whether others hold them or not. They can be hit
+            until the blocks are reused; in a pool without free blocks reuse starts at once, with the
+            request's last blocks.
+        num_blocks: most blocks that a swap copies out, and back in.
     """
 
     num_computed_tokens: int
@@ -49,14 +49,14 @@ class PreemptionLoss:
 
 
 class PreemptionRule(Protocol):
-    """How a request gives way; any callable of this form."""
+    """Decides how a request is preempted; any callable of this form."""
 
     def __call__(self, loss: PreemptionLoss, /) -> PreemptionKind: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionCost:
-    """The rule that takes what is faster: computing what nobody else keeps, or copying all blocks twice.
+    """The rule that takes the faster way: recompute tokens that no other request keeps, or copy blocks twice.
 
         >>> from kv_pool.manager.preemption import PreemptionCost, PreemptionLoss
         >>> rule = PreemptionCost(prefill_tokens_per_s=10_000, copy_bytes_per_s=20e9, block_bytes=2_000_000)
@@ -66,14 +66,14 @@ class PreemptionCost:
         <PreemptionKind.RECOMPUTE: 'recompute'>
 
     Args:
-        prefill_tokens_per_s: how fast the engine computes prompts.
-        copy_bytes_per_s: how fast blocks are copied between device and host, one way.
+        prefill_tokens_per_s: rate at which the engine computes prompts.
+        copy_bytes_per_s: rate at which blocks are copied between device and host, one way.
         block_bytes: bytes of a block in all layers, K and V: `BlockStorage.block_bytes`.
     Raises:
         InvalidArgumentError: one of them is not above 0.
 
-    The request's own cached blocks count as lost: it gives way because no other block is free, so they are
-    what is taken next.
+    The request's own cached blocks count as lost: it is preempted because no other block is free, so they
+    are reused next.
     """
 
     prefill_tokens_per_s: float
@@ -83,7 +83,7 @@ class PreemptionCost:
     def __post_init__(self) -> None:
         for name in ("prefill_tokens_per_s", "copy_bytes_per_s", "block_bytes"):
             if not getattr(self, name) > 0:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it is above 0")
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def __call__(self, loss: PreemptionLoss, /) -> PreemptionKind:
         recompute_s = (loss.num_computed_tokens - loss.num_kept_tokens) / self.prefill_tokens_per_s
@@ -92,23 +92,23 @@ class PreemptionCost:
 
 
 def find_victim(running: Sequence[R], priority_of: Callable[[R], Any] | None = None) -> R:
-    """Who gives way first: the last admitted of the lowest priority.
+    """Return the request to preempt first: of the lowest priority, the last admitted.
 
     Args:
-        running: in the order of admission; one that was preempted comes in anew, behind all others.
+        running: in the order of admission; a preempted request is admitted again, after all others.
         priority_of: larger is more important; without it all are equal.
     Raises:
-        InvalidArgumentError: nobody runs.
+        InvalidArgumentError: no request runs.
     """
     if not running:
-        raise InvalidArgumentError("nobody runs, so nobody can give way")
+        raise InvalidArgumentError("no request is running, so none can be preempted")
     if priority_of is None:
         return running[-1]
     return min(reversed(running), key=priority_of)
 
 
 def count_loss(manager: KVCacheManager, request: SchedulableRequest) -> PreemptionLoss:
-    """What is lost when this request gives way now. Changes nothing. O(blocks of the request).
+    """Return the loss if this request is preempted now. Changes nothing. O(blocks of the request).
 
     Raises:
         InvalidArgumentError: the request has no blocks.
@@ -117,11 +117,11 @@ def count_loss(manager: KVCacheManager, request: SchedulableRequest) -> Preempti
     num_kept = num_cached = num_computed
     num_blocks = 0
     for group_id, spec in enumerate(manager.groups):
-        blocks = manager.get_table(request.request_id, group_id).blocks
+        blocks = manager.get_table(request.request_id, GroupId(group_id)).blocks
         num_blocks += sum(not block.is_null for block in blocks)
         if not spec.is_cacheable:
             continue
-        # Null blocks are no obstacle: what left the window is not needed to go on.
+        # Skip null blocks: tokens that left the window are not needed to continue.
         end_kept = end_cached = len(blocks)
         for position in range(len(blocks) - 1, -1, -1):
             block = blocks[position]

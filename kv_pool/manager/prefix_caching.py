@@ -1,4 +1,4 @@
-"""`PrefixCaching`: makes the full blocks of requests findable, as far as they can serve a hit."""
+"""`PrefixCaching`: caches the full blocks of requests, as far as they can serve a hit."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,13 +16,13 @@ from kv_pool.manager.requests.request import SchedulableRequest
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class PrefixCaching:
-    """Registers the blocks of all groups of a manager.
+    """Registers blocks in the prefix map for all groups of a manager.
 
     Args:
-        alignment: tokens; of several groups, no prefix that does not end at a multiple of it is of use.
+        alignment: tokens; with several groups, a prefix is only useful if it ends at a multiple of it.
 
     Attributes:
-        unwritten: findable states that are there only after the step for which slots are being allocated.
+        unwritten: cached states whose content exists only after the step whose slots are being allocated.
     """
 
     def __init__(self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int) -> None:
@@ -32,12 +32,12 @@ class PrefixCaching:
         self.unwritten: set[KVCacheBlock] = set()
 
     def begin_step(self) -> None:
-        """All that was allocated is written by the time anybody reads what is allocated from now on."""
-        if len(self.unwritten) > 0:  # compiled, cheaper than the set's truth
+        """Start a step: all blocks allocated so far are written before blocks allocated later are read."""
+        if len(self.unwritten) > 0:  # compiled, this is cheaper than the set's truth value
             self.unwritten = set()
 
     def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
-        """Whether a request with this prefix has to wait for the next step."""
+        """Return True if a request with this prefix must wait for the next step."""
         return any(bool(blocks) and blocks[-1] in self.unwritten for blocks in prefix_blocks)
 
     def count_full(
@@ -47,15 +47,15 @@ class PrefixCaching:
         num_prefix_tokens: int,
         num_tokens: int,
     ) -> list[int] | None:
-        """Count the full blocks among the first `num_tokens` tokens that can serve a hit. Only looks.
+        """Count the full blocks among the first `num_tokens` tokens that can serve a hit. Changes nothing.
 
         Args:
             tables: None for a request without blocks; its hits are the first `num_prefix_tokens` tokens.
         Returns:
-            For each group, how many blocks `cache` makes findable from the head; None if all are already.
+            For each group, the number of leading blocks that `cache` caches; None if all of them are already.
         Raises:
-            InvalidArgumentError, InvalidTypeError: the request has not the hashes of these blocks, a new one
-                not a hash for each full block of its known tokens, or an event could not name its keys.
+            InvalidArgumentError, InvalidTypeError: the request lacks the hashes of these blocks, a new one
+                lacks a hash for a full block of its known tokens, or an event could not name its keys.
         """
         pool = self._pool
         ends: list[int] | None = None
@@ -79,7 +79,7 @@ class PrefixCaching:
             hashes = request.block_hashes
             num_hashes = len(hashes)
             if num_hashes * pool.hash_block_size > num_known:
-                self.refuse_hashes(request, num_hashes)
+                self.raise_wrong_block_size(request, num_hashes)
             num_hashed = num_hashes // group.stride
             if end > num_hashed:
                 raise InvalidArgumentError(
@@ -103,7 +103,7 @@ class PrefixCaching:
             num_hashable = num_known - pool.num_hash_lookahead_tokens
             num_missing = num_hashable - num_hashes * pool.hash_block_size
             if num_hashes * pool.hash_block_size > num_known or num_missing >= pool.hash_block_size:
-                self.refuse_hashes(request, num_hashes)
+                self.raise_wrong_block_size(request, num_hashes)
         return ends
 
     def cache(
@@ -114,12 +114,12 @@ class PrefixCaching:
         num_written: int,
         is_written: bool,
     ) -> None:
-        """Make blocks findable from the head of each table to its end in `ends`, as far as they are not.
+        """Cache the blocks from the head of each table to its end in `ends` that are not cached yet.
 
         Args:
-            ends: what `count_full` returned.
-            num_written: tokens after the step; more than are full where some are only guessed.
-            is_written: their content is there, not only after the step to come.
+            ends: the result of `count_full`.
+            num_written: tokens after the step, including speculative ones in blocks that are not full.
+            is_written: whether the content is there already, not only after the coming step.
         """
         for group in self._groups:
             table = tables[group.group_id]
@@ -130,7 +130,7 @@ class PrefixCaching:
             for position in range(first, end):
                 block = table.blocks[position]
                 if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
-                    # Cached by a fork that shares it and went on first.
+                    # Cached by a fork that shares the block and continued first.
                     if mask is None:
                         mask = [True] * (end - first)
                     mask[position - first] = False
@@ -142,8 +142,8 @@ class PrefixCaching:
                 self.unwritten.add(table.blocks[end - 1])
             table.num_cached_blocks = end
 
-    def refuse_hashes(self, request: SchedulableRequest, num_hashes: int) -> NoReturn:
-        """Raise InvalidArgumentError for a request that was hashed at another block size."""
+    def raise_wrong_block_size(self, request: SchedulableRequest, num_hashes: int) -> NoReturn:
+        """Raise InvalidArgumentError for a request that was hashed with another block size."""
         raise InvalidArgumentError(
             f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
             f"{num_hashes * self._pool.hash_block_size}. Was its hasher made with another block size than "

@@ -1,6 +1,6 @@
-"""`find_common_hit`: the longest cached prefix that all KV cache groups of a request can go on from.
+"""`find_common_hit`: find the longest cached prefix from which all KV cache groups of a request can continue.
 
-`check_still_cached`: the blocks of that prefix still hold it when the request is admitted.
+`check_still_cached`: verify at admission that the blocks of that prefix still hold it.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ from kv_pool.manager.requests.request import SchedulableRequest
 def find_common_hit(
     groups: list[BlockGroup], block_hashes: list[BlockHash], max_num_tokens: int
 ) -> tuple[list[list[KVCacheBlock]], int]:
-    """The blocks of that prefix, a list for each group (empty for one without prefixes), and its tokens.
+    """Return the blocks of the prefix, one list per group (empty for one without prefixes), and its tokens.
 
-    Each group accepts a length or proposes the next shorter one that it has; they are asked in turn until
-    none objects. Lengths only fall, so that ends, and at the longest one that all accept. Only looks.
+    Each group accepts a length or proposes the next shorter one that it has; the groups are queried in turn
+    until all accept. Lengths only decrease, so the loop ends, at the longest length that all accept. Changes
+    nothing.
     """
     if len(groups) == 1 and groups[0].is_cacheable and max_num_tokens > 0:
         blocks, num_tokens = groups[0].find_longest_hit(groups[0].list_hashes(block_hashes), max_num_tokens)
@@ -30,7 +31,7 @@ def find_common_hit(
     changed = True
     while changed and num_tokens > 0:
         changed = False
-        # Those whose blocks are found from the head on need one look only; they bound the others.
+        # Groups whose blocks are found from the head on need one look-up only; they bound the others.
         for is_first_pass in (True, False):
             for index, group in enumerate(groups):
                 if not group.is_cacheable or group.is_downward_closed != is_first_pass:
@@ -69,5 +70,5 @@ def check_still_cached(
             if block.block_hash != make_block_hash_with_group_id(block_hash, group.group_id):
                 raise InvalidBlockError(
                     f"block {block.block_id}, position {position} of the cached prefix of request "
-                    f"{request.request_id!r}, has been given to somebody else since; look it up again"
+                    f"{request.request_id!r}, was evicted or reused since; look it up again"
                 )

@@ -1,14 +1,13 @@
-"""`recover`: undo or complete what an interrupted call of a manager left."""
+"""`recover`: undo or complete an interrupted call of a manager."""
 
 from kv_pool.manager.manager_state import ManagerState
 
 
 def recover(state: ManagerState) -> None:
-    """Undo an interrupted `allocate_slots` or `fork`, or complete a `free`. An interrupt here, too, leaves a
-    state from which it can be called again.
+    """Undo an interrupted `allocate_slots` or `fork`, or complete a `free`. If interrupted, call it again.
 
-    Blocks behind those that were settled are given back. What the call made findable is evicted, since no
-    step computes it now.
+    Blocks after the settled ones are freed. Blocks that the call cached are evicted, since no step computes
+    them now.
     """
     pool = state.block_pool
     state.copies.recover()
@@ -20,7 +19,7 @@ def recover(state: ManagerState) -> None:
             table.num_settled = 0
             state.copies.drop(blocks)
         else:
-            # What was cached before, of a new request the prefix, stays.
+            # Blocks that were cached before the call stay so; for a new request, these are the prefix.
             unwritten = [
                 block.block_id for block in blocks[table.num_settled_cached :] if block.block_hash is not None
             ]

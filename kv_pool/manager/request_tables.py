@@ -1,30 +1,31 @@
-"""`RequestTables`: block tables; swappers and migrations take them out, fill them, put them back."""
+"""`RequestTables`: block tables, which swappers and migrations detach, fill and attach again."""
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RequestTables(ManagerState):
-    """The part of `KVCacheManager` that swappers and migrations use: whole tables, and blocks for them."""
+    """The part of `KVCacheManager` that swappers and migrations use: whole tables and their blocks."""
 
-    def holds_blocks(self, request_id: str) -> bool:
-        """Whether the request has a block table."""
+    def holds_blocks(self, request_id: RequestId) -> bool:
+        """Return True if the request has a block table."""
         if not isinstance(request_id, str):
             refuse_type("request_id", request_id, "str")
         return request_id in self._tables
 
-    def list_request_ids(self) -> list[str]:
-        """The requests that hold blocks, in the order in which they got them."""
+    def list_request_ids(self) -> list[RequestId]:
+        """Return the ids of the requests that hold blocks, in the order in which they got them."""
         return list(self._tables)
 
-    def get_table(self, request_id: str, group_id: int = 0) -> BlockTable:
-        """The request's block table, live; only the manager changes it.
+    def get_table(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> BlockTable:
+        """Return the request's live block table, which only the manager may change.
 
         Raises:
             InvalidArgumentError: the request has no blocks, or there is no such group.
@@ -38,28 +39,28 @@ class RequestTables(ManagerState):
             raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
         return tables[group_id]
 
-    def get_block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
-        """The request's block table: ids in the order of its tokens, 0 where nothing is kept any more.
+    def get_block_ids(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> list[BlockId]:
+        """Return the request's block ids in token order; 0 for an entry without a block.
 
         Raises:
             InvalidArgumentError: the request has no blocks, or there is no such group.
         """
         return self.get_table(request_id, group_id).list_ids()
 
-    def pop_tables(self, request_id: str) -> list[BlockTable]:
-        """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
+    def pop_tables(self, request_id: RequestId) -> list[BlockTable]:
+        """Detach the request's tables, one per group, and return them. The caller now owns the references.
 
-        Copies into some of them may still be pending; `copies.check_made` tells, before their bytes are read.
+        Copies into some of the blocks may be pending; call `copies.check_made` before reading their bytes.
 
         Raises:
             InvalidArgumentError: the request has no blocks.
         """
         return self.pop_tables_onto(request_id, [])
 
-    def pop_tables_onto(self, request_id: str, onto: list[BlockTable]) -> list[BlockTable]:
-        """As `pop_tables`; the tables are appended to `onto` in the same step.
+    def pop_tables_onto(self, request_id: RequestId, onto: list[BlockTable]) -> list[BlockTable]:
+        """Detach the tables as `pop_tables` does, and append them to `onto`, atomically.
 
-        Whatever interrupts the caller, `onto` says which tables it has to put back.
+        If the caller is interrupted, `onto` lists the tables to put back.
         """
         check_type("request_id", request_id, str)
         tables = find_tables(self, request_id)
@@ -67,18 +68,18 @@ class RequestTables(ManagerState):
         del self._tables[request_id]
         return tables
 
-    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
-        """Give tables with referenced blocks to a request that has none: the inverse of `pop_tables`.
+    def put_tables(self, request_id: RequestId, tables: list[BlockTable]) -> None:
+        """Attach tables with referenced blocks to a request without tables: the inverse of `pop_tables`.
 
         Raises:
-            InvalidArgumentError: the request has blocks, or a number of tables that is not that of groups.
+            InvalidArgumentError: the request has blocks, or the number of tables differs from that of groups.
         """
         self.put_tables_out_of(request_id, as_list_of("tables", tables, BlockTable).copy())
 
-    def put_tables_out_of(self, request_id: str, tables: list[BlockTable]) -> None:
-        """As `put_tables`; `tables` is empty afterwards, in the same step.
+    def put_tables_out_of(self, request_id: RequestId, tables: list[BlockTable]) -> None:
+        """Attach the tables as `put_tables` does, and empty `tables`, atomically.
 
-        Whatever interrupts the caller, the list says which tables are still to be put back.
+        If the caller is interrupted, the list holds the tables that are still to be put back.
         """
         check_type("request_id", request_id, str)
         if request_id in self._tables:
@@ -92,41 +93,41 @@ class RequestTables(ManagerState):
         del tables[:]
 
     def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks for tables that are not put back yet; blocks that a retention keeps may be among them.
+        """Take blocks for tables that are not attached yet; blocks that a retention keeps may be among them.
 
         Raises:
-            OutOfBlocksError: `get_num_free_blocks()` is less. Nothing has changed.
+            OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
         """
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
         return self.take_onto([], num_blocks)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
-        """As `take_blocks`; the blocks are appended to `blocks` in the same step: `BlockPool.take_onto`."""
+        """Take blocks as `take_blocks` does, appended to `blocks` atomically: see `BlockPool.take_onto`."""
         if self.retention is not None:
             self.retention.expire()
         return self.block_pool.take_onto(blocks, num_blocks)
 
     def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table; `blocks` is empty afterwards: `BlockPool.free_out_of`."""
+        """Free blocks that are in no table, and empty `blocks`: see `BlockPool.free_out_of`."""
         if len(self.copies):
             self.copies.drop(blocks)
         self.block_pool.free_out_of(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table, first to be reused first."""
+        """Free blocks that are in no table. The first block is reused first."""
         check_type("blocks", blocks, list)
         if len(self.copies):
             self.copies.drop(blocks)
         self.block_pool.free_blocks(blocks)
 
 
-def find_tables(state: ManagerState, request_id: str) -> list[BlockTable]:
-    """The request's tables. Raise InvalidArgumentError if it has none."""
+def find_tables(state: ManagerState, request_id: RequestId) -> list[BlockTable]:
+    """Return the request's tables. Raise InvalidArgumentError if it has none."""
     tables = state._tables.get(request_id)
     if tables is None:
         raise InvalidArgumentError(
             f"request {request_id!r} has no blocks: "
-            f"{state.taken_out.get(request_id, 'never allocated, or freed already')}"
+            f"{state.detached_requests.get(request_id, 'never allocated, or freed already')}"
         )
     return tables

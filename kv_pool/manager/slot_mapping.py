@@ -1,4 +1,4 @@
-"""`SlotMapping`: the slots that the tokens of a step are written to, one array for the whole batch."""
+"""`SlotMapping`: the slots that a step's tokens are written to, as one array for the whole batch."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,29 +11,29 @@ from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.batch_block_table import BatchBlockTable
 
 PAD_SLOT_ID: Final = -1
-"""Where a token's place in the array is padding: kernels write nothing for it. As in vLLM."""
+"""The slot of a padding entry; kernels write nothing for it. As in vLLM."""
 
 Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 
 class SlotMapping:
-    """Slots by token: block_id * block_size + offset, computed at once for all rows of a `BatchBlockTable`.
+    """The slot of each token, block_id * block_size + offset, computed for all rows of a `BatchBlockTable`.
 
         query_start_loc    [0,            4, 5,     7]        rows 0, 1, 2 have 4, 1 and 2 tokens in this step
         first_positions    [8,           21, 3]               at positions 8 to 11, 21, and 3 to 4
-        slots              [s  s  s  s  | s | s  s | -1 -1]   and 2 places of padding
+        slots              [s  s  s  s  | s | s  s | -1 -1]   and 2 entries of padding
 
     Args:
-        batch: whose rows; call its `update` first.
-        max_num_tokens: of a step, padding included.
-        array: where to write, by default an array of its own; (max_num_tokens,), int64, contiguous.
+        batch: the rows to use; call its `update` first.
+        max_num_tokens: most tokens of a step, padding included.
+        array: the array to write to; by default a new one. (max_num_tokens,), int64, contiguous.
 
     Attributes:
-        slots: that array. What is returned are views of it, good until the next call.
+        slots: that array. The methods return views of it, valid until the next call.
 
-    A token whose position has no block, or the null block, raises: slots were not allocated, `update` was not
-    called, or the request was freed meanwhile. A slot of -1 would lose its K and V without a word. Windows
-    are no reason: what fell out of one is never written to.
+    A token whose position has no block, or the null block, raises an error: its slots were not allocated,
+    `update` was not called, or the request was freed. A slot of -1 would silently drop its K and V. Windows
+    cause no such error: tokens that left a window are never written.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class SlotMapping:
         num_rows, num_columns = batch.block_ids.shape
         self._block_ids = batch.block_ids.reshape(-1)
         self._slots_per_row = num_columns * batch.block_size
-        # A row's first place, if all rows were one long table: places are found by one division then.
+        # A row's first place, counting slots as if all rows were one long table; one division finds its cell.
         self._row_starts = np.arange(num_rows, dtype=np.int64) * self._slots_per_row
-        # Arrays of no dimension: a ufunc takes half as long over them as over an int.
+        # Zero-dimensional arrays: a ufunc takes half as long over them as over an int.
         self._block_size = np.array(batch.block_size, np.int64)
         self._null_block_id = np.array(batch.null_block_id, batch.block_ids.dtype)
         self._row_end = np.array(self._slots_per_row, np.uint64)
@@ -70,15 +70,15 @@ class SlotMapping:
         self._found = np.empty(max_num_tokens, batch.block_ids.dtype)
 
     def fill_decode(self, positions: Integers, *, num_slots: int | None = None) -> npt.NDArray[np.int64]:
-        """The slots of one token per request: of row i at `positions[i]`.
+        """Return the slots of one token per request: row i at `positions[i]`.
 
         Args:
-            positions: (n,), of the first n rows. Where some have no token, or several, use `fill_chunks`.
-            num_slots: length of the answer, at least n (the default); the rest is padding, -1.
+            positions: (n,), for the first n rows. If some have no token, or several, use `fill_chunks`.
+            num_slots: length of the result, at least n (the default); the rest is padding, -1.
         Returns:
             (num_slots,), int64, a view of `slots`.
         Raises:
-            InvalidArgumentError: more positions than rows, too long an answer, a position without a block.
+            InvalidArgumentError: more positions than rows, too long a result, a position without a block.
                 Nothing has changed.
         """
         positions = _to_int64("positions", positions)
@@ -86,7 +86,7 @@ class SlotMapping:
         num_slots = self._check_lengths(num_tokens, num_tokens, num_slots)
         if num_tokens:
             places = self._places[:num_tokens]
-            # As unsigned numbers negative positions are large, so one look finds both ends.
+            # As unsigned numbers, negative positions are large, so one comparison checks both bounds.
             if np.count_nonzero(positions.view(np.uint64) >= self._row_end):
                 self._raise_for(positions, np.arange(num_tokens))
             np.add(positions, self._row_starts[:num_tokens], out=places)
@@ -96,17 +96,17 @@ class SlotMapping:
     def fill_chunks(
         self, query_start_loc: Integers, first_positions: Integers, *, num_slots: int | None = None
     ) -> npt.NDArray[np.int64]:
-        """The slots of any number of tokens per request, 0 included, at consecutive positions each.
+        """Return the slots of any number of tokens per request, 0 included, at consecutive positions.
 
         Args:
             query_start_loc: (n + 1,), as in vLLM: row i has the tokens `[query_start_loc[i],
-                query_start_loc[i + 1])` of the step. From 0, ascending.
+                query_start_loc[i + 1])` of the step. Starts at 0, ascending.
             first_positions: (n,): the position of each row's first token, such as its `num_computed_tokens`.
-            num_slots: length of the answer, at least query_start_loc[-1] (the default); the rest is -1.
+            num_slots: length of the result, at least query_start_loc[-1] (the default); the rest is -1.
         Returns:
             (num_slots,), int64, a view of `slots`.
         Raises:
-            InvalidArgumentError: arrays that do not fit together, more of them than rows, too long an answer,
+            InvalidArgumentError: arrays that do not fit together, more of them than rows, too long a result,
                 a position without a block. Nothing has changed.
             InvalidTypeError: not integers. Nothing has changed.
         """
@@ -116,12 +116,12 @@ class SlotMapping:
         if len(query_start_loc) != num_rows + 1:
             raise InvalidArgumentError(
                 f"query_start_loc has {len(query_start_loc)} entries for {num_rows} first_positions; "
-                f"it has one more: where each row's tokens start, and the end of the last one's"
+                f"it needs one more: the start of each row's tokens, and the end of the last row's"
             )
         starts = query_start_loc[:-1]
         counts = query_start_loc[1:] - starts
         if query_start_loc[0] != 0 or (num_rows and counts.min() < 0):
-            raise InvalidArgumentError("query_start_loc does not start at 0, or goes down")
+            raise InvalidArgumentError("query_start_loc does not start at 0, or decreases")
         num_tokens = int(query_start_loc[-1])
         num_slots = self._check_lengths(num_rows, num_tokens, num_slots)
         if num_tokens:
@@ -136,21 +136,21 @@ class SlotMapping:
         return self._pad(num_tokens, num_slots)
 
     def _check_lengths(self, num_rows: int, num_tokens: int, num_slots: int | None) -> int:
-        """The length of the answer."""
+        """Return the length of the result."""
         if num_rows > self.batch.num_requests:
             raise InvalidArgumentError(
-                f"positions for {num_rows} rows, the batch has {self.batch.num_requests} requests"
+                f"positions for {num_rows} rows, but the batch has {self.batch.num_requests} requests"
             )
         length = num_tokens if num_slots is None else as_int("num_slots", num_slots)
         if not num_tokens <= length <= len(self.slots):
             raise InvalidArgumentError(
-                f"{num_tokens} tokens in an answer of {length}: it is no shorter than the tokens, "
-                f"and no longer than max_num_tokens, {len(self.slots)}"
+                f"num_slots is {length} for {num_tokens} tokens; it must not be below the number of tokens "
+                f"or above max_num_tokens, {len(self.slots)}"
             )
         return length
 
     def _fill(self, places: npt.NDArray[np.int64]) -> None:
-        """`slots` of places that lie in their rows. Each line is one pass over the tokens, without a copy."""
+        """Fill `slots` for places within their rows. Each line is one pass, without a copy."""
         num_tokens = len(places)
         cells, found, slots = self._cells[:num_tokens], self._found[:num_tokens], self.slots[:num_tokens]
         np.floor_divide(places, self._block_size, out=cells)
@@ -178,8 +178,8 @@ class SlotMapping:
                 num_blocks = int(np.count_nonzero(row_ids != batch.null_block_id))
                 raise InvalidArgumentError(
                     f"request {batch.list_request_ids()[row]!r}, row {row}: no slot at position {position}, "
-                    f"{num_blocks} blocks of {batch.block_size} tokens are in its row; allocate_slots() for "
-                    f"it, then update(). Was it freed?"
+                    f"{num_blocks} blocks of {batch.block_size} tokens are in its row; call allocate_slots() "
+                    f"for it, then update(). Was it freed?"
                 )
 
 
@@ -187,6 +187,6 @@ def _to_int64(name: str, values: Integers) -> npt.NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidTypeError(
-            f"{name} are integers in one dimension, not {array.dtype} of shape {array.shape}"
+            f"{name} must be a one-dimensional array of integers, not {array.dtype} of shape {array.shape}"
         )
     return array.astype(np.int64, copy=False)

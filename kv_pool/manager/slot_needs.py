@@ -1,7 +1,8 @@
-"""`SlotNeeds`: how many blocks slots for a request take, now and at most."""
+"""`SlotNeeds`: the number of blocks that a request's slots take, now and at most."""
 
 from mypy_extensions import mypyc_attr
 
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -11,12 +12,12 @@ from kv_pool.manager.step import Step
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class SlotNeeds:
-    """Counts for one manager's groups; changes nothing.
+    """Counts blocks for one manager's groups; changes nothing.
 
     Args:
         max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
-        copies: references to the blocks that they are made of are not those of requests.
-        retention: what it keeps counts as free.
+        copies: the pending copies; their references to blocks are not those of requests.
+        retention: blocks that it keeps count as free.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class SlotNeeds:
         self._retention: BlockRetention | None = retention
 
     def _limit(self, num_tokens: int) -> int:
-        """No more tokens than the longest request has."""
+        """Limit a number of tokens to that of the longest request."""
         return min(num_tokens, self._max_model_len) if self._max_model_len else num_tokens
 
     def count(self, step: Step, is_alone: bool = False) -> int:
-        """Free blocks, hits among them, that the slots for the step take, lookahead included.
+        """Count the free blocks that the step's slots take, hits and lookahead included.
 
         Args:
-            is_alone: as if no other request held blocks: none is shared, and all hits are free.
+            is_alone: count as if no other request held blocks: none is shared, and all hits are free.
         """
         num_free = 0
         for group in self._groups:
@@ -57,7 +58,7 @@ class SlotNeeds:
                 num_entries, num_hits = _count_hits(group, step, is_alone)
                 num_free += num_hits
                 if step.num_before > step.num_prefix:
-                    # External tokens have slots of their own, since a state needs a block for each.
+                    # External tokens have slots of their own, since a state needs a separate block for each.
                     num_external = max(num_entries, group.count_table_blocks(step.num_before))
                     num_free += group.count_new_blocks(num_entries, num_external)
                     num_entries = num_external
@@ -66,7 +67,7 @@ class SlotNeeds:
         return num_free
 
     def count_full_sequence(self, step: Step, num_tokens: int, is_alone: bool = False) -> int:
-        """As `count`, until all `num_tokens` tokens of the request have slots."""
+        """Count as `count` does, but until all `num_tokens` tokens of the request have slots."""
         num_tokens = self._limit(num_tokens)
         tables = step.tables
         num_free = 0
@@ -79,16 +80,16 @@ class SlotNeeds:
                 num_free += num_hits + max(0, num_most - num_entries)
         return num_free
 
-    def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Blocks that a request of so many tokens holds at most at a time, until all of them have slots."""
+    def count_max_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Return the most blocks that a request holds at a time until all `num_tokens` tokens have slots."""
         num_tokens = self._limit(num_tokens)
         return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
 
     def fits_alone(self, num_usable: int, step: Step, num_sequence_tokens: int, reserved_blocks: int) -> bool:
-        """Whether there would be room in a pool of `num_usable` blocks if no other request held any.
+        """Return True if a pool of `num_usable` blocks would suffice if no other request held any.
 
         Args:
-            num_sequence_tokens: tokens that need slots in the end, where the whole sequence must fit; else 0.
+            num_sequence_tokens: tokens that need slots in the end, if the whole sequence must fit; else 0.
         Cost: O(blocks of the request).
         """
         num_passed = 0
@@ -103,8 +104,8 @@ class SlotNeeds:
             return False
         return self.count(step, True) <= num_usable + num_passed - reserved_blocks
 
-    def count_to_forget(self, request_id: str, tables: list[BlockTable], num_computed: int) -> int:
-        """How many blocks giving up what no later token attends to would make free."""
+    def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
+        """Count the blocks that become free if blocks which no later token attends to are released."""
         retention = self._retention
         num_free = 0
         for group in self._groups:
@@ -121,7 +122,7 @@ class SlotNeeds:
     def list_shared(
         self, table: BlockTable, group: BlockGroup, num_computed: int, num_blocks: int
     ) -> list[int]:
-        """Positions of blocks that the step writes to and that others hold, too."""
+        """Return the positions of the blocks that the step writes to and that others hold, too."""
         if not group.is_cacheable:
             return []
         blocks = table.blocks
@@ -136,11 +137,11 @@ class SlotNeeds:
     def _count_most(self, group: BlockGroup, num_tokens: int, num_encoder_tokens: int) -> int:
         if not group.is_cacheable:
             return group.count_table_blocks(0, 0, num_encoder_tokens)
-        return group.count_most_blocks(num_tokens, self._max_in_flight_tokens, self._max_model_len)
+        return group.count_max_blocks(num_tokens, self._max_in_flight_tokens, self._max_model_len)
 
 
 def _count_hits(group: BlockGroup, step: Step, is_alone: bool) -> tuple[int, int]:
-    """Entries with which a table starts, and how many of them are hits that leave the free blocks."""
+    """Return the number of entries a table starts with, and how many of them are hits on free blocks."""
     hits = step.prefix_blocks[group.group_id]
     num_skipped = 0
     if group.forgets:

@@ -1,17 +1,18 @@
-"""`Step`: the tokens of one request for which a call asks for slots."""
+"""`Step`: the tokens of one request for which a call requests slots."""
 
 from collections.abc import Sequence
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 
 
-# Each call makes one: compiled, it has no cyclic-GC header, and takes over the memory of the last one.
+# Every call creates one. Compiled, it has no cyclic-GC header and reuses the memory of the previous one.
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Step:
-    """What one call of `allocate_slots` asks for; all counts are tokens from the head of the request.
+    """The request of one `allocate_slots` call; all counts are tokens from the head of the sequence.
 
         |<- computed ->|<- prefix ->|<- external ->|<- new ->|<- lookahead ->|
         |<- num_computed
@@ -19,10 +20,10 @@ class Step:
         |<------------------ num_scheduled ----------------->|
 
     Attributes:
-        tables: of each group; None for a request without blocks.
-        prefix_blocks: hits of each group that are not in the tables yet.
+        tables: one per group; None for a request without blocks.
+        prefix_blocks: the hits of each group that are not in the tables yet.
         num_prefix: tokens of the prefix alone.
-        num_lookahead: slots behind `num_scheduled`, for tokens that are only guessed.
+        num_lookahead: slots after `num_scheduled`, for speculative tokens.
         num_encoder_tokens: slots for cross-attention.
     """
 
@@ -40,7 +41,7 @@ class Step:
 
     def __init__(
         self,
-        request_id: str,
+        request_id: RequestId,
         tables: list[BlockTable] | None,
         prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_computed: int,
@@ -50,7 +51,7 @@ class Step:
         num_lookahead: int,
         num_encoder_tokens: int,
     ) -> None:
-        self.request_id: str = request_id
+        self.request_id: RequestId = request_id
         self.tables: list[BlockTable] | None = tables
         self.prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = prefix_blocks
         self.num_computed: int = num_computed

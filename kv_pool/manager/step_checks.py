@@ -1,4 +1,4 @@
-"""`read_step`: the arguments of `allocate_slots` and `can_allocate`, checked, as a `Step`."""
+"""`read_step`: check the arguments of `allocate_slots` and `can_allocate`, and build a `Step`."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -6,6 +6,7 @@ from typing import Any, SupportsIndex
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import RequestId
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.prefix_hit import check_still_cached
@@ -25,10 +26,9 @@ def read_step(
     full_sequence_must_fit: bool,
     reserved_blocks: int,
 ) -> Step:
-    """Return the step. Raise what `allocate_slots` says; changes nothing."""
-    request_id = getattr(request, "request_id", None)
-    if not isinstance(request_id, str):
-        request_id = get_request_id("request", request)
+    """Check the arguments and return the step. Raises what `allocate_slots` documents; changes nothing."""
+    found = getattr(request, "request_id", None)
+    request_id = RequestId(found) if isinstance(found, str) else get_request_id("request", request)
     tables = state._tables.get(request_id)
     num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
     if not isinstance(num_encoder_tokens, int):
@@ -46,7 +46,7 @@ def read_step(
             f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
             f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
         )
-    unchecked: Any = request  # compiled code would refuse a numpy integer here
+    unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
     num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
     num_prefix = 0
@@ -62,34 +62,34 @@ def read_step(
             )
         if tables is not None or (num_prefix and num_computed):
             raise InvalidArgumentError(
-                f"request {request_id!r} has blocks already; a cached prefix, even an empty one, is for one "
-                "that has none. Are there two requests with this id?"
+                f"request {request_id!r} has blocks already; a cached prefix, even an empty one, is for a "
+                "request without blocks. Are there two requests with this id?"
             )
         if len(prefix_blocks) != len(state._groups):
             raise InvalidArgumentError(
-                f"the cached prefix has {len(prefix_blocks)} groups, this manager {len(state._groups)}"
+                f"the cached prefix has {len(prefix_blocks)} groups; this manager has {len(state._groups)}"
             )
         if cached_prefix.num_evictions != state.block_pool.num_evictions:
             check_still_cached(request, prefix_blocks, state._groups)
     if tables is not None:
         if num_external_computed_tokens:
             raise InvalidArgumentError(
-                f"request {request_id!r} has blocks already; external tokens come before all"
+                f"request {request_id!r} has blocks already; external tokens must come first"
             )
         for group in state._groups:
             if group.is_cacheable:
                 table = tables[group.group_id]
                 num_held = len(table.blocks)
                 if not 0 <= num_computed <= num_held * group.block_size:
-                    raise_uncomputed(state, request_id, num_computed, num_held, group.block_size)
+                    raise_missing_blocks(state, request_id, num_computed, num_held, group.block_size)
                 if num_computed < table.num_null_blocks * group.block_size:
                     raise InvalidArgumentError(
-                        f"request {request_id!r} says {num_computed} tokens are computed; its first "
-                        f"{table.num_null_blocks * group.block_size} have left the window of group "
-                        f"{group.group_id} and have no blocks any more. Free it and admit it again"
+                        f"request {request_id!r} has num_computed_tokens {num_computed}; its first "
+                        f"{table.num_null_blocks * group.block_size} tokens have left the window of group "
+                        f"{group.group_id} and their blocks are released. Free it and admit it again"
                     )
     elif num_computed:
-        raise_uncomputed(state, request_id, num_computed, 0, state.block_size)
+        raise_missing_blocks(state, request_id, num_computed, 0, state.block_size)
     num_before = num_computed + num_prefix + num_external_computed_tokens
     num_scheduled = num_before + num_new
     if state.max_model_len and num_scheduled + num_lookahead_tokens > state.max_model_len:
@@ -108,17 +108,17 @@ def read_step(
     )
 
 
-def raise_uncomputed(
-    state: ManagerState, request_id: str, num_computed: int, num_held: int, block_size: int
+def raise_missing_blocks(
+    state: ManagerState, request_id: RequestId, num_computed: int, num_held: int, block_size: int
 ) -> None:
-    """Raise InvalidArgumentError for a request that has no blocks of its computed tokens."""
-    why = state.taken_out.get(request_id)
+    """Raise InvalidArgumentError for a request whose computed tokens have no blocks."""
+    why = state.detached_requests.get(request_id)
     if why is not None:
         raise InvalidArgumentError(
             f"request {request_id!r} has no blocks: {why}. Do not schedule it until it is back"
         )
     raise InvalidArgumentError(
-        f"request {request_id!r} says {num_computed} tokens are computed, but holds "
-        f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed (and where it "
+        f"request {request_id!r} has num_computed_tokens {num_computed}, but holds "
+        f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when the request is freed (if it "
         "is swapped out, swap it in)"
     )

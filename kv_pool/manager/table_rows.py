@@ -1,31 +1,32 @@
-"""What of each block table a batch's array holds, and how the rest gets there.
+"""Track how much of each block table is written to a batch's array, and write the rest.
 
-Plain typed Python without NumPy, so that it compiles: `find_changed_rows` visits every request at every step.
+Plain typed Python without NumPy, so that it compiles: `find_changed_rows` visits every request in every step.
 """
 
 from mypy_extensions import i64
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 
 
 class TableRow:
-    """A request's block table, and what of it was written into its row so far.
+    """A request's block table, and the part of it that is already written to its row.
 
         blocks   null null   7    2    9          row     0    0    7    2    9    0    0
                  num_null_blocks |                                                padding
 
     Attributes:
-        request_id: whose row it is.
-        table: as it is now; the counts are what it was when the row was written.
-        num_blocks: entries of the row that stand for blocks; those behind are padding, the null block's id.
-        num_null_blocks: entries from the head that hold the null block's id.
-        num_edits: the table's.
+        request_id: the request that owns the row.
+        table: the live table; the counts below describe it as of the last write.
+        num_blocks: entries of the row that stand for blocks; the rest is padding, the null block's id.
+        num_null_blocks: leading entries that hold the null block's id.
+        num_edits: the table's `num_edits`.
     """
 
     __slots__ = ("num_blocks", "num_edits", "num_null_blocks", "request_id", "table")
 
-    def __init__(self, request_id: str, table: BlockTable) -> None:
+    def __init__(self, request_id: RequestId, table: BlockTable) -> None:
         self.request_id = request_id
         self.table = table
         self.num_blocks: i64 = 0
@@ -34,7 +35,9 @@ class TableRow:
 
 
 def find_changed_rows(rows: list[TableRow], num_columns: int) -> list[int]:
-    """The numbers of the rows whose table is not what was written, ascending. Changes nothing.
+    """Return the numbers of the rows whose table has changed since the last write, ascending.
+
+    Changes nothing.
 
     Raises:
         InvalidArgumentError: a table has more than `num_columns` blocks.
@@ -47,18 +50,18 @@ def find_changed_rows(rows: list[TableRow], num_columns: int) -> list[int]:
         if num_blocks != row.num_blocks or table.num_edits != row.num_edits:
             if num_blocks > limit:
                 raise InvalidArgumentError(
-                    f"request {row.request_id!r} has {num_blocks} blocks, a row has room for {limit}; "
-                    f"max_num_blocks_per_request is to be that of the longest sequence"
+                    f"request {row.request_id!r} has {num_blocks} blocks, but a row has room for {limit}; "
+                    f"set max_num_blocks_per_request for the longest sequence"
                 )
             changed.append(row_number)
     return changed
 
 
 def write_row(row: TableRow, cells: memoryview, first_cell: int, nulls: memoryview) -> None:
-    """Bring one row up to date; `cells[first_cell]` is its first entry, `nulls` as long as a row.
+    """Update one row. `cells[first_cell]` is its first entry; `nulls` is as long as a row.
 
-    Cost: O(blocks added), where blocks were only appended, or also fell out of a window since. After another
-    edit O(blocks that are not null).
+    Cost: O(blocks added) if blocks were only appended, or also left a window, since the last write; else
+    O(blocks that are not null).
     """
     table = row.table
     blocks = table.blocks
@@ -67,9 +70,9 @@ def write_row(row: TableRow, cells: memoryview, first_cell: int, nulls: memoryvi
     num_null: i64 = table.num_null_blocks
     num_edits: i64 = table.num_edits
     edits_since: i64 = num_edits - row.num_edits
-    # One edit, and more of the head is null: that was the edit, whether the table counts entries or calls.
+    # One edit, and more leading entries are null: that was the edit, whether edits count entries or calls.
     is_head_only = edits_since == 1 and row.num_null_blocks < num_null
-    start: i64 = num_null  # what is null below is written as such, or padding already
+    start: i64 = num_null  # null entries below are written already, or are still padding
     if num_null < row.num_blocks and (edits_since == 0 or is_head_only):
         start = row.num_blocks
     if row.num_null_blocks < num_null:

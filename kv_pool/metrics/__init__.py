@@ -1,1 +1,1 @@
-"""Numbers about a running pool."""
+"""Metrics of a running pool: block residency and call latency."""

@@ -1,4 +1,4 @@
-"""`LatencyWindow`: how long calls take, from a sample that costs next to nothing."""
+"""`LatencyWindow`: call latencies, sampled at very low cost."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from itertools import count
 import msgspec
 
 TIMED_EVERY = 31
-"""One call in so many is timed: it takes a microsecond and a half longer. A prime, so that no habit of a
-caller falls in step with it. What it costs: benchmarks/bench_call_timing.py."""
+"""One call in this many is timed; a timed call takes 1.5 microseconds longer. A prime, so that sampling does
+not align with a periodic caller. Measured by benchmarks/bench_call_timing.py."""
 
 DEFAULT_MAX_KEPT = 1_000
 
 
 class CallLatency(msgspec.Struct, frozen=True):
-    """How long one kind of call takes, in microseconds.
+    """The latency of one kind of call, in microseconds.
 
     Attributes:
-        num_calls: all of them, those that raised as well.
-        num_timed: of the last ones, how many the figures are about; all figures are 0.0 where it is 0.
-        p99_us: nearest rank.
+        num_calls: number of calls, those that raised included.
+        num_timed: number of recent calls that the figures are computed from; if 0, all figures are 0.0.
+        p99_us: 99th percentile, nearest rank.
     """
 
     num_calls: int = 0
@@ -31,7 +31,7 @@ class CallLatency(msgspec.Struct, frozen=True):
 
 
 class LatencyWindow:
-    """The times of the last calls, one in `TIMED_EVERY`, for callers of any number of threads.
+    """The durations of recent calls, one in `TIMED_EVERY`. Callers may use any number of threads.
 
         started_ns = 0 if window.number_call() % TIMED_EVERY else perf_counter_ns()
         try:
@@ -40,33 +40,36 @@ class LatencyWindow:
             if started_ns:
                 window.note(perf_counter_ns() - started_ns)
 
-    Written out where the call is, since a method in between costs as much again.
+    Repeat this code at each call site, because a method around it would double the cost.
 
     Args:
-        max_kept: how many times are remembered; older ones are forgotten.
+        max_kept: number of durations to keep; the oldest are dropped.
 
     Attributes:
-        number_call: counts a call and answers its number, the first one's is 0.
-        note: remembers how many nanoseconds a call took.
+        number_call: counts a call and returns its number, starting at 0.
+        note: records the duration of a call, in nanoseconds.
     """
 
     def __init__(self, max_kept: int = DEFAULT_MAX_KEPT) -> None:
         self._durations_ns: deque[int] = deque(maxlen=max_kept)
         self._num_looks = 0
-        # One step of C each, which no other thread divides.
+        # Each is a single C call, so atomic with respect to other threads.
         self.number_call: Callable[[], int] = count().__next__
         self.note: Callable[[int], None] = self._durations_ns.append
 
     def summarize(self) -> CallLatency:
-        """The figures so far. One thread at a time, whatever others time meanwhile. O(max_kept)."""
-        # To look at the counter is to count.
+        """Return the figures so far. O(max_kept).
+
+        Only one thread may call this at a time; others may time calls meanwhile.
+        """
+        # Reading the counter also increments it.
         num_calls = self.number_call() - self._num_looks
         self._num_looks += 1
         return summarize(num_calls, list(self._durations_ns))
 
 
 def summarize(num_calls: int, durations_ns: list[int]) -> CallLatency:
-    """The figures of so many calls, of which these durations are known."""
+    """Return the figures for `num_calls` calls from the durations of the timed ones."""
     if not durations_ns:
         return CallLatency(num_calls)
     ordered = sorted(durations_ns)

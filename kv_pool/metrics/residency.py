@@ -1,4 +1,4 @@
-"""`KVCacheMetricsCollector`: how long blocks stay, sampled so that it costs almost nothing."""
+"""`KVCacheMetricsCollector`: block lifetimes and reuse gaps, sampled at very low cost."""
 
 import random
 import time
@@ -10,17 +10,18 @@ from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockId
 
 _MAX_ACCESSES_KEPT = 4
 
 
 @dataclass(frozen=True)
 class KVCacheEvictionEvent:
-    """What a sampled block's stay was like.
+    """The lifetime of one sampled block.
 
     Attributes:
-        lifetime_seconds: from hand-out to eviction.
-        idle_seconds: from the last access (or the hand-out) to eviction.
+        lifetime_seconds: from allocation to eviction.
+        idle_seconds: from the last access (or the allocation) to eviction.
         reuse_gaps_seconds: between consecutive accesses, oldest first, at most the last 3.
     """
 
@@ -30,12 +31,12 @@ class KVCacheEvictionEvent:
 
 
 def _read_clock() -> int:
-    """Return the monotonic clock's nanoseconds; `time` is asked at each call, as vLLM's tests replace it."""
+    """Return the monotonic clock, in nanoseconds. Looks it up at each call, because vLLM's tests patch it."""
     return time.monotonic_ns()
 
 
 class BlockMetricsState:
-    """The stay of one sampled block, in nanoseconds of `clock_ns`. Being handed out is not an access."""
+    """The state of one sampled block, in nanoseconds of `clock_ns`. An allocation is not an access."""
 
     def __init__(self, clock_ns: Callable[[], int] = _read_clock) -> None:
         self._clock_ns = clock_ns
@@ -61,7 +62,7 @@ class BlockMetricsState:
 
 
 class KVCacheMetricsCollector:
-    """Follows a random share of the blocks from hand-out to eviction.
+    """A collector that tracks a random sample of blocks from allocation to eviction.
 
         collector = KVCacheMetricsCollector(sample_rate=0.05)
         pool = BlockPool(1000, True, 16, metrics_collector=collector)
@@ -69,12 +70,12 @@ class KVCacheMetricsCollector:
         for sample in collector.drain_events(): print(sample.lifetime_seconds)
 
     Args:
-        sample_rate: share of hand-outs that is followed, above 0 up to 1.
-        sample_type: the class of the samples, where the engine has its own: called with the fields of
+        sample_rate: share of allocations to sample, above 0 up to 1.
+        sample_type: class of the samples, if the engine has its own; called with the fields of
             `KVCacheEvictionEvent` in their order.
-        clock_ns: nanoseconds.
+        clock_ns: returns the time in nanoseconds.
     Raises:
-        InvalidArgumentError: a rate outside that range.
+        InvalidArgumentError: `sample_rate` is out of range.
 
     Implements `BlockObserver`. Contract: vLLM 0.33 `KVCacheMetricsCollector`.
     """
@@ -91,7 +92,7 @@ class KVCacheMetricsCollector:
                 f"sample_rate is {sample_rate}; it is a share of the blocks, above 0 up to 1"
             )
         self.sample_rate = sample_rate
-        self.block_metrics: dict[int, BlockMetricsState] = {}
+        self.block_metrics: dict[BlockId, BlockMetricsState] = {}
         self._sample_type = sample_type
         self._clock_ns = clock_ns
         self._events: list[KVCacheEvictionEvent] = []
@@ -100,18 +101,18 @@ class KVCacheMetricsCollector:
         return random.random() < self.sample_rate
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        """Start to follow the block, if the dice say so."""
+        """Start to track the block, with probability `sample_rate`."""
         if self.should_sample_block():
             self.block_metrics[block.block_id] = BlockMetricsState(self._clock_ns)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
-        """Note a hit on a block that is followed."""
+        """Record an access to a tracked block."""
         state = self.block_metrics.get(block.block_id)
         if state is not None:
             state.record_access()
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
-        """End the stay of a block that is followed, and record it."""
+        """Stop tracking the block and record its sample."""
         state = self.block_metrics.pop(block.block_id, None)
         if state is not None:
             self._events.append(
@@ -122,8 +123,8 @@ class KVCacheMetricsCollector:
                 )
             )
 
-    def on_ids_swapped(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Go on following blocks that have exchanged their ids."""
+    def on_ids_swapped(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Continue to track blocks whose ids were swapped."""
         for pair in pairs:
             states = [self.block_metrics.pop(block_id, None) for block_id in pair]
             for block_id, state in zip(reversed(pair), states, strict=True):
@@ -131,12 +132,12 @@ class KVCacheMetricsCollector:
                     self.block_metrics[block_id] = state
 
     def reset(self) -> None:
-        """Follow nothing any more, and drop the samples that were not drained."""
+        """Stop tracking all blocks, and drop the samples that were not drained."""
         self.block_metrics.clear()
         self._events.clear()
 
     def drain_events(self) -> list[KVCacheEvictionEvent]:
-        """The samples since the last call, oldest first."""
+        """Return the samples since the last call, oldest first."""
         events = self._events
         self._events = []
         return events

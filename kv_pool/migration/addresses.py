@@ -10,10 +10,10 @@ _MAX_PORT = 65_535
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 address is in brackets, `[::1]:7000`.
+    """Return the host and port of `host:port`. An IPv6 address is in brackets, `[::1]:7000`.
 
     Raises:
-        InvalidArgumentError: it is not written so.
+        InvalidArgumentError: `address` does not have this form.
     """
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -22,27 +22,27 @@ def parse_address(address: str) -> tuple[str, int]:
         host = ""
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
         raise InvalidArgumentError(
-            f"{address!r} is no address of a node; write host:port, such as 127.0.0.1:7000 or [::1]:7000"
+            f"{address!r} is not a node address; write host:port, such as 127.0.0.1:7000 or [::1]:7000"
         )
     return host, int(port)
 
 
 def format_address(host: str, port: int) -> str:
-    """What `parse_address` reads."""
+    """Return the `host:port` form that `parse_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Can only programs on this machine reach this numeric address?"""
+    """Return True if only programs on this machine can reach this numeric address."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def bind_listener(address: str) -> socket.socket:
-    """A socket that listens there; port 0 for any that is free.
+    """Return a socket that listens at `address`. Port 0 selects a free port.
 
     Raises:
-        InvalidArgumentError: this is no address.
-        EndpointError: it can not be had, such as a port in use. Nothing is open.
+        InvalidArgumentError: `address` is not a valid address.
+        EndpointError: the address cannot be used, for example because the port is in use. Nothing is open.
     """
     host, port = parse_address(address)
     try:
@@ -52,28 +52,28 @@ def bind_listener(address: str) -> socket.socket:
     except OSError as error:
         raise EndpointError(
             error.errno,
-            f"{address}: can not listen there: {error.strerror or error}. Port 0 takes a free one",
+            f"{address}: cannot listen: {error.strerror or error}. Port 0 selects a free port",
         ) from error
 
 
 def connect_to(address: str, timeout_s: float) -> socket.socket:
-    """A connection to whoever listens there. Small messages are sent at once (no Nagle).
+    """Connect to `address`. Small messages are sent immediately (TCP_NODELAY).
 
     Raises:
-        InvalidArgumentError: this is no address.
-        PeerUnavailableError: nobody answers there in time.
+        InvalidArgumentError: `address` is not a valid address.
+        PeerUnavailableError: the connection was refused or timed out.
     """
     host, port = parse_address(address)
     try:
         connection = socket.create_connection((host, port), max(timeout_s, 0.001))
     except OSError as error:
-        why = "nobody answered in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise PeerUnavailableError(f"{address}: can not connect: {why}") from error
+        why = "timed out" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise PeerUnavailableError(f"{address}: cannot connect: {why}") from error
     tune(connection)
     return connection
 
 
 def tune(connection: socket.socket) -> None:
-    """Send small messages at once, and notice in the end when the other machine has gone."""
+    """Set TCP_NODELAY and SO_KEEPALIVE: no delay of small messages, and detection of dead peers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

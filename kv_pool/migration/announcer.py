@@ -1,4 +1,4 @@
-"""`Announcer`: tells a registry that this node is here, and learns from it who else is."""
+"""`Announcer`: registers this node with a registry and learns the other nodes from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 from types import TracebackType
 
-from kv_pool.errors import KVPoolError
+from kv_pool.errors import KVPoolError, PeerAuthenticationError, PeerUnavailableError
 from kv_pool.migration.calls import NodeCalls
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeList
 from kv_pool.migration.migrator import Migrator
@@ -16,16 +16,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Announcer:
-    """Keeps a node in a registry, and the registry's nodes in the node's `peers`.
+    """A thread that keeps a node registered and copies the registry's nodes to the node's `peers`.
 
     Args:
-        migrator: the node; it listens.
-        registry: calls to the node that keeps the registry, see `Migrator(registry=...)`.
-        ttl_s: for how long the registry believes it. It is told three times as often.
-        timeout_s: for each call.
+        migrator: the node to announce. It must listen.
+        registry: calls to the node that runs the registry, see `Migrator(registry=...)`.
+        ttl_s: time to live of an announcement. It is renewed every `ttl_s / 3` seconds.
+        timeout_s: of each call.
 
-    A registry that does not answer changes nothing: the peers that it told of stay as they are, and it is
-    asked again. That is logged once, and once more when it answers again.
+    If the registry does not answer, the known peers stay as they are, and the next announcement tries again.
+    The failure is logged once, and so is the recovery.
     """
 
     def __init__(
@@ -40,30 +40,35 @@ class Announcer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Announce the node now, and again and again from a thread.
+        """Announce the node now, then periodically from a thread.
 
         Raises:
-            PeerUnavailableError, PeerAuthenticationError: there is no registry, or it has another secret.
-            InvalidArgumentError: it knows another node of this name.
-            OutOfThreadsError: the system starts no thread.
-            In all cases nothing runs, and the calls are closed.
+            PeerUnavailableError, PeerAuthenticationError: the registry does not answer or has another secret.
+            InvalidArgumentError: the registry knows another node of this name.
+            OutOfThreadsError: the system cannot start a thread.
+            In all cases no thread runs, and `registry` is closed.
         """
         try:
             self._announce(self._ttl_s)
             self._thread = start_thread(f"kv_pool {self._migrator.name} announces", self._run)
+        except (PeerUnavailableError, PeerAuthenticationError) as error:
+            self._registry.close()
+            raise type(error)(
+                f"cannot announce node {self._migrator.name} to the registry: {error}"
+            ) from error
         except BaseException:
             self._registry.close()
             raise
 
     def stop(self) -> None:
-        """Say goodbye, and hang up."""
+        """Stop the thread, remove the node from the registry and close the calls."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
             try:
                 self._announce(0.0)
             except KVPoolError as error:
-                _logger.info("the registry was not told that node %s goes: %s", self._migrator.name, error)
+                _logger.info("cannot remove node %s from the registry: %s", self._migrator.name, error)
         self._registry.close()
 
     def __enter__(self) -> Announcer:
@@ -81,7 +86,7 @@ class Announcer:
                 self._announce(self._ttl_s)
             except KVPoolError as error:
                 if not self._is_failing:
-                    _logger.warning("node %s is not in the registry any more: %s", self._migrator.name, error)
+                    _logger.warning("cannot announce node %s to the registry: %s", self._migrator.name, error)
                 self._is_failing = True
             else:
                 if self._is_failing:
@@ -90,11 +95,11 @@ class Announcer:
 
     def _announce(self, ttl_s: float) -> None:
         node = self._migrator
-        said = AnnounceNode(node.name, node.epoch, node.address, node.location, ttl_s)
-        told = self._registry.call(said, self._timeout_s)
-        if isinstance(told, NodeList) and ttl_s:
-            self.learn(told.nodes)
+        announcement = AnnounceNode(node.name, node.incarnation, node.address, node.location, ttl_s)
+        reply = self._registry.call(announcement, self._timeout_s)
+        if isinstance(reply, NodeList) and ttl_s:
+            self.learn(reply.nodes)
 
     def learn(self, nodes: list[KnownNode]) -> None:
-        """Enter these nodes as peers, all but ourselves."""
+        """Replace the learned peers by `nodes`, without this node."""
         self._migrator.peers.learn([node for node in nodes if node.name != self._migrator.name])

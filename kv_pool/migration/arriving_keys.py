@@ -1,4 +1,4 @@
-"""`insert_keys`: what has arrived is found under the keys of its original, and events tell of it."""
+"""`insert_keys`: registers a received block under its source's cache keys."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import make_stored
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.migration.site import OfferedBlock
 
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """What a pool reads of a request to tell of its blocks, where only these tokens are known of it."""
+    """A stand-in for a request in block events, of which only the tokens and hashes are known."""
 
     all_token_ids: Sequence[int] = ()
     block_hashes: Sequence[BlockHash] = ()
@@ -31,15 +31,17 @@ def insert_keys(
     pool: BlockPoolCore,
     block: KVCacheBlock,
     offered: OfferedBlock,
-    find_block_size: Callable[[int], int],
+    find_block_size: Callable[[GroupId], int],
 ) -> None:
-    """Let a block be hit by what its original is hit by: one `BlockStored` for each key; tiers are told.
+    """Register a received block under its source's cache keys.
+
+    Publish one `BlockStored` for each key and notify the lower tiers.
 
     Args:
-        block: in use, with the original's content.
-        find_block_size: tokens per block of a KV cache group.
+        block: in use, with the content of the source's block.
+        find_block_size: returns the tokens per block of a KV cache group.
 
-    The events have the original's tokens where the source knows them, and no tokens otherwise.
+    The events carry the tokens if the source knows them, and no tokens otherwise.
     """
 
     def make_event(key: BlockHashWithGroupId, make: Any = None) -> Any:
@@ -63,13 +65,13 @@ def insert_keys(
             if is_known and not was_known and not any(event is new_events[0] for event in events[-1:]):
                 events += new_events
             raise
-    if keys and pool.colder_tiers is not None:
-        told = make_event(keys[0], BlockStored) if pool.enable_kv_cache_events else None
-        pool.colder_tiers.on_block_arrived(block, find_block_size(get_group_id(keys[0])), told)
+    if keys and pool.lower_tiers is not None:
+        event = make_event(keys[0], BlockStored) if pool.enable_kv_cache_events else None
+        pool.lower_tiers.on_block_arrived(block, find_block_size(get_group_id(keys[0])), event)
 
 
 def list_keys(pool: BlockPoolCore, block: KVCacheBlock) -> tuple[bytes, ...]:
-    """All keys of a block, the primary one first; () for one that is not cached."""
+    """Return all keys of a block, the primary one first; () if the block is not cached."""
     if block.block_hash is None:
         return ()
     return (block.block_hash, *pool.cached_block_hashes_by_block.get(block.block_id, ()))

@@ -1,4 +1,4 @@
-"""`CallFailed` from an error that a node raises, and the same error from it at another node."""
+"""Conversion of an error to a `CallFailed` message, and back to the error at the calling node."""
 
 from typing import NoReturn
 
@@ -8,7 +8,7 @@ from kv_pool.migration.messages import CallFailed
 
 
 def describe_failure(error: Exception) -> CallFailed:
-    """The reply instead of a result. Errors of other libraries become MigrationErrors."""
+    """Return the reply for an error. Errors of other libraries become a MigrationError."""
     name = find_error_name(error)
     if name is None:
         return CallFailed("MigrationError", f"{type(error).__name__}: {error}")
@@ -16,7 +16,7 @@ def describe_failure(error: Exception) -> CallFailed:
 
 
 def raise_failure(failed: CallFailed, peer: str) -> NoReturn:
-    """Raise the error; a MigrationError where this version of kv_pool has none of that name."""
+    """Raise the error that a reply names; MigrationError if this version of kv_pool does not have it."""
     kind = ERRORS_BY_NAME.get(failed.error)
     if kind is None:
         raise MigrationError(f"{peer}: {failed.error}: {failed.message}")

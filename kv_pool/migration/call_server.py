@@ -19,6 +19,7 @@ from kv_pool.errors import (
     PeerAuthenticationError,
     PeerUnavailableError,
 )
+from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import bind_listener, format_address, is_loopback
 from kv_pool.migration.call_failures import describe_failure
 from kv_pool.migration.calls import Answer
@@ -32,31 +33,35 @@ from kv_pool.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-BulkHandler = Callable[[Channel, str], None]
-"""Serves a backend's readers at the node of this name, until it returns or raises a KVPoolError."""
+BulkHandler = Callable[[Channel, NodeName], None]
+"""Serves one reader of a backend; called with the channel and the name of the reader's node.
 
-_IDLE_S = 600.0  # callers replace a connection that was closed meanwhile, so this costs them a handshake
+The connection ends when it returns or raises a KVPoolError.
+"""
+
+_IDLE_S = 600.0  # callers replace a connection that was closed for idleness, at the cost of a handshake
 _REPLY_S = 30.0
 _OUT_OF_HANDLES_S = 0.1
 
 
 @dataclass
 class CallCounts:
-    """What a server has seen since it started.
+    """Counts of a server since it was created.
 
     Attributes:
-        num_accepted: connections.
-        num_unauthenticated: of them, those that did not prove to know the secret, garbage included.
-        num_turned_away: proved it, but too many were connected, or what they wanted is not here.
-        num_without_thread: proved it, but the system started no thread for them.
-        num_forged: connections that ended because of a message that was not signed as it should be.
-        num_calls: messages answered.
-        num_failed_accepts: attempts to accept a connection that the system refused, such as without a handle.
+        num_accepted: accepted connections.
+        num_unauthenticated: connections that did not prove knowledge of the secret, garbage included.
+        num_refused: authenticated connections refused by a connection limit, or for a backend that this
+            node does not have.
+        num_without_thread: authenticated connections closed because the system could not start a thread.
+        num_forged: connections ended by a message that failed authentication.
+        num_calls: answered messages.
+        num_failed_accepts: failed attempts to accept a connection, for example for lack of a file handle.
     """
 
     num_accepted: int = 0
     num_unauthenticated: int = 0
-    num_turned_away: int = 0
+    num_refused: int = 0
     num_without_thread: int = 0
     num_forged: int = 0
     num_calls: int = 0
@@ -64,22 +69,22 @@ class CallCounts:
 
 
 class CallServer:
-    """Lets other nodes ask this one, and its backends serve them, from threads of its own.
+    """A TCP server that answers messages of other nodes and serves bulk data to readers of backends.
 
     Args:
-        listen: host:port; port 0 for any that is free. Whoever reaches it and knows the secret is served, so
-            think before it is anything but a loopback address; a warning is logged then.
+        listen: host:port; port 0 selects a free port. Every client that knows the secret is served. A warning
+            is logged if the address is not a loopback address.
         secret: shared with the other nodes.
-        answer: see `Answer`. What it raises goes back to the caller.
-        bulk_handlers: by the name of a backend; called in the connection's own thread.
-        max_connections: of nodes that know the secret; one more gets an error and is closed.
-        max_strangers: connections without a proof of the secret; for one more, the oldest is closed. As many
-            again may have proved it and not said yet what they are for.
-        handshake_s: the time for both.
+        answer: see `Answer`. An error that it raises is sent to the caller.
+        bulk_handlers: by backend name; called in the thread of the connection.
+        max_connections: limit of authenticated connections. One more gets an error and is closed.
+        max_unauthenticated: limit of connections in the handshake; one more closes the oldest. Also the limit
+            of authenticated connections that have not sent their opening message.
+        handshake_s: time limit of the handshake and the opening message together.
 
-    One thread accepts connections and carries out the handshakes. A connection gets a thread of its own when
-    its client has proved that it knows the secret: `max_connections + max_strangers` threads at most. Where
-    the system starts no thread, that connection is closed and counted, and the next one is served as usual.
+    One thread accepts connections and performs the handshakes. An authenticated connection gets its own
+    thread, `max_connections + max_unauthenticated` threads at most. If the system cannot start a thread, the
+    connection is closed and counted, and the server continues.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class CallServer:
         *,
         bulk_handlers: Mapping[str, BulkHandler] | None = None,
         max_connections: int = 256,
-        max_strangers: int = 64,
+        max_unauthenticated: int = 64,
         handshake_s: float = 5.0,
     ) -> None:
         check_secret(secret)
@@ -100,10 +105,10 @@ class CallServer:
         self._answer = answer
         self._bulk_handlers = dict(bulk_handlers or {})
         self._max_connections = max_connections
-        self._max_strangers = max_strangers
+        self._max_unauthenticated = max_unauthenticated
         self._handshake_s = handshake_s
         self._lock = threading.Lock()
-        self._entering: set[Channel] = set()  # proved, and not said yet what for
+        self._entering: set[Channel] = set()  # authenticated, opening message not yet received
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._listener: socket.socket | None = None
@@ -122,28 +127,28 @@ class CallServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, host:port with the real port; "" while it does not."""
+        """The listening address, host:port with the actual port; "" while stopped."""
         if self._listener is None:
             return ""
         host, port = self._listener.getsockname()[:2]
         return format_address(host, port)
 
     def start(self) -> None:
-        """Listen; when this returns, nodes can connect.
+        """Start listening; nodes can connect on return.
 
         Raises:
-            InvalidArgumentError: it listens already, or `listen` is no address.
+            InvalidArgumentError: the server is already listening, or `listen` is not a valid address.
             EndpointError: the address cannot be used, such as a port in use. Nothing is open.
-            OutOfThreadsError: the system starts no thread. Nothing is open.
+            OutOfThreadsError: the system cannot start a thread. Nothing is open.
         """
         if self._listener is not None:
-            raise InvalidArgumentError(f"this server listens already, at {self.address}")
+            raise InvalidArgumentError(f"this server is already listening at {self.address}")
         self._listener = bind_listener(self.listen)
         self._listener.setblocking(False)
         if not is_loopback(self._listener.getsockname()[0]):
             logger.warning(
-                "listening at %s, which other machines may reach: whoever knows the shared secret is served. "
-                "Blocks go over the network as they are, not encrypted",
+                "listening at %s, which other machines may reach: every client that knows the shared secret "
+                "is served. Blocks are sent over the network unencrypted",
                 self.address,
             )
         self._is_stopping = False
@@ -157,9 +162,9 @@ class CallServer:
             raise
 
     def stop(self) -> None:
-        """Close all connections. Returns when what was being answered has been.
+        """Close all connections and wait for the answers in progress.
 
-        Not to be called with a lock held that an answer may wait for.
+        Do not call it while holding a lock that an answer may need.
         """
         if self._listener is None or self._waker is None or self._accepting is None:
             return
@@ -182,7 +187,11 @@ class CallServer:
             selector.register(listener, selectors.EVENT_READ)
             selector.register(wakened, selectors.EVENT_READ)
             handshakes = OpenHandshakes(
-                selector, self._secret, self._max_strangers, self._handshake_s, self._count_stranger
+                selector,
+                self._secret,
+                self._max_unauthenticated,
+                self._handshake_s,
+                self._note_unauthenticated,
             )
             is_stopping = False
             while not is_stopping:
@@ -195,13 +204,13 @@ class CallServer:
                         elif (channel := handshakes.go_on(key.data)) is not None:
                             self._start_serving(channel, key.data)
                     except OSError as error:
-                        # Out of file handles, most likely, and the connection keeps the listener ready:
-                        # without a rest this loop would spin until a handle is given back.
+                        # Probably out of file handles. The pending connection keeps the listener ready, so
+                        # without a pause this loop would spin until a handle is released.
                         self._warn_of_failed_accept(error)
                         wakened.settimeout(_OUT_OF_HANDLES_S)
                         is_stopping = is_stopping or _has_ended(wakened)
                     except Exception:
-                        logger.exception("a connection to %s was not served", self.address)
+                        logger.exception("failed to serve a connection to %s", self.address)
                 handshakes.end_late()
             handshakes.close()
 
@@ -220,17 +229,17 @@ class CallServer:
             num_failed = self.counts.num_failed_accepts
         if _is_power_of_two(num_failed):
             logger.warning(
-                "can not accept connections at %s (attempt %d that failed): %s",
+                "cannot accept connections at %s (failed attempt %d): %s",
                 self.address,
                 num_failed,
                 error,
             )
 
     def _start_serving(self, channel: Channel, handshake: Handshake) -> None:
-        """Serve a client that has proved itself, in a thread of its own."""
+        """Serve an authenticated client in its own thread."""
         with self._lock:
-            if len(self._entering) >= self._max_strangers:
-                self.counts.num_turned_away += 1
+            if len(self._entering) >= self._max_unauthenticated:
+                self.counts.num_refused += 1
                 channel.close()
                 return
             try:
@@ -245,13 +254,13 @@ class CallServer:
                 self.counts.num_without_thread += 1
                 if _is_power_of_two(self.counts.num_without_thread):
                     logger.warning(
-                        "connection number %d that was closed for want of a thread: %s",
+                        "closed connection number %d that got no thread: %s",
                         self.counts.num_without_thread,
                         error,
                     )
                 channel.close()
                 return
-            # The new thread takes the lock before it ends, so it is entered here before it is removed.
+            # The new thread takes the lock before it ends, so these entries are added before it removes them.
             self._entering.add(channel)
             self._threads.add(thread)
 
@@ -262,7 +271,7 @@ class CallServer:
             try:
                 opening = receive_opening(channel, deadline)
             except (PeerUnavailableError, OSError) as error:
-                self._count_stranger(place, error)
+                self._note_unauthenticated(place, error)
                 return
             self._serve_channel(channel, opening.caller, opening.backend, deadline)
         except PeerAuthenticationError as error:
@@ -270,9 +279,9 @@ class CallServer:
                 self.counts.num_forged += 1
             logger.warning("%s", error)
         except KVPoolError as error:
-            logger.debug("a connection from %s has ended: %s", place, error)
+            logger.debug("connection from %s ended: %s", place, error)
         except Exception:
-            logger.exception("serving a connection from %s has failed", place)
+            logger.exception("failed to serve a connection from %s", place)
         finally:
             channel.close()
             with self._lock:
@@ -280,12 +289,12 @@ class CallServer:
                 self._channels.discard(channel)
                 self._threads.discard(threading.current_thread())
 
-    def _count_stranger(self, place: str, error: Exception) -> None:
+    def _note_unauthenticated(self, place: str, error: Exception) -> None:
         with self._lock:
             self.counts.num_unauthenticated += 1
-        logger.info("a connection from %s was not authenticated: %s", place, error)
+        logger.info("connection from %s was not authenticated: %s", place, error)
 
-    def _serve_channel(self, channel: Channel, caller: str, backend: str, deadline: float) -> None:
+    def _serve_channel(self, channel: Channel, caller: NodeName, backend: str, deadline: float) -> None:
         handler = self._bulk_handlers.get(backend) if backend else self._answer_calls
         with self._lock:
             self._entering.discard(channel)
@@ -293,7 +302,7 @@ class CallServer:
             if refusal is None:
                 self._channels.add(channel)
             else:
-                self.counts.num_turned_away += 1
+                self.counts.num_refused += 1
         if handler is None or refusal is not None:
             agree(channel, deadline, None if refusal is None else describe_failure(refusal))
             return
@@ -303,14 +312,16 @@ class CallServer:
     def _find_refusal(self, backend: str, handler: BulkHandler | None) -> MigrationError | None:
         if handler is None:
             known = ", ".join(sorted(self._bulk_handlers)) or "none"
-            return MigrationError(f"this node has no backend {backend!r} that serves bytes; it has {known}")
+            return MigrationError(
+                f"this node has no backend {backend!r} that serves bulk data; it has {known}"
+            )
         if self._is_stopping or len(self._channels) >= self._max_connections:
             return PeerUnavailableError(
-                f"{len(self._channels)} connections are open already, which is the most; try again later"
+                f"{len(self._channels)} connections are open, which is the maximum; try again later"
             )
         return None
 
-    def _answer_calls(self, channel: Channel, caller: str) -> None:
+    def _answer_calls(self, channel: Channel, caller: NodeName) -> None:
         while channel.wait_for_more(_IDLE_S):
             data = channel.receive(time.monotonic() + _REPLY_S)
             reply = encode_message(self._answer_one(data, caller))
@@ -318,18 +329,18 @@ class CallServer:
             with self._lock:
                 self.counts.num_calls += 1
 
-    def _answer_one(self, data: bytes, caller: str) -> Message:
+    def _answer_one(self, data: bytes, caller: NodeName) -> Message:
         try:
             return self._answer(decode_message(data), caller)
         except KVPoolError as error:
             return describe_failure(error)
         except Exception as error:
-            logger.exception("answering %s has failed", caller)
+            logger.exception("failed to answer node %s", caller)
             return describe_failure(error)
 
 
 def _has_ended(wakened: socket.socket) -> bool:
-    """Wait for the socket's timeout; True if its other end was closed meanwhile."""
+    """Wait for the socket's timeout; return True if its other end was closed during the wait."""
     try:
         wakened.recv(1)
     except TimeoutError:

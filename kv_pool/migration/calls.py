@@ -1,4 +1,4 @@
-"""`NodeCalls`: what a node can ask of another one; `LocalCalls`, where that is in the same process."""
+"""`NodeCalls`: calls to another node; `LocalCalls`: calls to a node of the same process."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kv_pool.errors import KVPoolError
+from kv_pool.ids import NodeName
 from kv_pool.migration.call_failures import describe_failure, raise_failure
 from kv_pool.migration.messages import CallFailed, Message
 
-Answer = Callable[[Message, str], Message]
-"""Answers a message of the node of this name, or raises. Called by several threads at once."""
+Answer = Callable[[Message, NodeName], Message]
+"""Returns the reply to a message from the named node, or raises. Must be thread-safe."""
 
 
 class NodeCalls(Protocol):
-    """Asks one node. Several threads may call at once."""
+    """Calls to one node. Thread-safe."""
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        """The node's reply.
+        """Send a message and return the node's reply.
 
         Raises:
-            PeerUnavailableError: no reply in time. The node may have done what was asked; whether to ask
-                again is the caller's business.
-            PeerAuthenticationError: it does not know the secret, or somebody else has meddled.
-            KVPoolError: what the node raised, as what it was there; MigrationError if it was none of ours.
+            PeerUnavailableError: no reply in time. The node may have executed the request; the caller decides
+                whether to repeat it.
+            PeerAuthenticationError: the node does not know the secret, or a message was altered.
+            KVPoolError: the error that the node raised, with its type; MigrationError for errors of other
+                libraries.
         """
         ...
 
     def close(self) -> None:
-        """Ask no more; calls under way may fail."""
+        """Close the connections; calls in progress may fail."""
         ...
 
 
 class LocalCalls:
-    """A node of this process. The reply comes from the caller's own thread, so there is no waiting in vain.
+    """Calls to a node of this process. The caller's thread computes the reply, so `timeout_s` has no effect.
 
     Args:
-        answer: the node's.
-        caller: the name of the node that asks.
+        answer: of the called node.
+        caller: the name of the calling node.
     """
 
-    def __init__(self, answer: Answer, caller: str) -> None:
+    def __init__(self, answer: Answer, caller: NodeName) -> None:
         self._answer = answer
         self._caller = caller
 

@@ -1,17 +1,17 @@
-"""`Channel`: messages and raw bytes over a connection to a peer that has proved to know the secret.
+"""`Channel`: messages and raw bytes over an authenticated connection to a peer.
 
-Every message is framed and signed, each direction with a key of its own (see `handshake`), all integers
-big-endian:
+Every message is framed and authenticated with an HMAC (MAC below). Each direction has its own key, see
+`handshake`. All integers are big-endian:
 
     length   4 bytes: of the payload
-    sign     16 bytes: first half of HMAC-SHA256(key, "length" | number | length)
+    MAC      16 bytes: first half of HMAC-SHA256(key, "length" | number | length)
     payload  length bytes
-    sign     32 bytes: HMAC-SHA256(key, "payload" | number | payload)
+    MAC      32 bytes: HMAC-SHA256(key, "payload" | number | payload)
 
-`number` counts the messages of a direction from 0 on, 8 bytes; it is not sent. So a message that was changed,
-forged, left out, repeated or put into another order is noticed, and the length is trusted before anything is
-waited for or put aside. Raw bytes follow a message that announces them, and carry no sign: blocks have
-checksums of their own.
+`number` counts the messages of a direction from 0, in 8 bytes; it is not sent. A changed, forged, dropped,
+repeated or reordered message is therefore detected, and the length is verified before memory is allocated
+for the payload. Raw bytes follow a message that announces them and have no MAC: blocks have their own
+checksums.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from contextlib import suppress
 from kv_pool.errors import InvalidArgumentError, PeerAuthenticationError, PeerUnavailableError
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Of one message; an offer of a million blocks with their tokens goes in pieces of this at most."""
+"""The maximum size of one message."""
 
 _NUMBER_AND_LENGTH = struct.Struct(">QI")
 _LENGTH = struct.Struct(">I")
 _TIMEVAL = struct.Struct("@ll")
 _LENGTH_SIGN_BYTES = 16
 _SIGN_BYTES = 32
-_MAX_BUFFERS = 1024  # what one sendmsg or recvmsg takes on Linux and macOS (IOV_MAX)
+_MAX_BUFFERS = 1024  # limit of one sendmsg or recvmsg on Linux and macOS (IOV_MAX)
 
 
 class Channel:
-    """One connection, used by one thread at a time; `abort` alone may be called from another.
+    """An authenticated connection, used by one thread at a time; only `abort` may be called from another.
 
     Args:
-        connection: its handshake is done; belongs to the channel from now on.
-        send_key, receive_key: 32 bytes each; the peer has them the other way round.
-        peer: whom it leads to, in words; for messages.
+        connection: a socket after its handshake. The channel takes ownership.
+        send_key, receive_key: 32 bytes each, swapped at the peer.
+        peer: a description of the peer for error messages.
 
-    Anything that goes wrong ends the connection: the error that says so is the last thing it gives.
+    Every error closes the connection, except an oversized message to `send`.
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes, peer: str) -> None:
@@ -58,18 +58,18 @@ class Channel:
         self._is_open = True
 
     def send(self, payload: bytes, deadline: float, raw: Sequence[memoryview] = ()) -> None:
-        """Send one message, and raw bytes behind it.
+        """Send one message, followed by raw bytes.
 
         Args:
-            deadline: a time of `time.monotonic()`, here and below.
-            raw: as for `send_raw`; together they take one call of the system, and wake the peer once.
+            deadline: a `time.monotonic()` time, here and below.
+            raw: as for `send_raw`; sent in the same system call as the message.
         Raises:
-            InvalidArgumentError: it is larger than MAX_MESSAGE_BYTES. Nothing was sent.
-            PeerUnavailableError: the peer has gone, or does not take it by then.
+            InvalidArgumentError: the payload is larger than MAX_MESSAGE_BYTES. Nothing was sent.
+            PeerUnavailableError: the connection is broken, or the peer did not read it by the deadline.
         """
         if len(payload) > MAX_MESSAGE_BYTES:
             raise InvalidArgumentError(
-                f"a message of {len(payload)} bytes for {self.peer}; {MAX_MESSAGE_BYTES} is the most"
+                f"a message of {len(payload)} bytes for {self.peer}; the maximum is {MAX_MESSAGE_BYTES}"
             )
         length, length_sign, payload_sign = _sign(self._send_key, self._num_sent, payload)
         self._num_sent += 1
@@ -77,35 +77,35 @@ class Channel:
         self.send_raw([*signed, *raw], deadline)
 
     def receive(self, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-        """The next message, of at most `max_bytes`.
+        """Return the payload of the next message, of at most `max_bytes`.
 
         Raises:
-            PeerUnavailableError: the peer has hung up, or it is not here by then.
-            PeerAuthenticationError: not what the peer has sent, or larger than allowed.
+            PeerUnavailableError: the peer closed the connection, or no message arrived by the deadline.
+            PeerAuthenticationError: the message fails authentication or is larger than `max_bytes`.
         """
         header = bytearray(_LENGTH.size + _LENGTH_SIGN_BYTES)
         self.receive_raw([memoryview(header)], deadline)
         (length,) = _LENGTH.unpack_from(header)
         expected = _sign_length(self._receive_key, self._num_received, length)
         if not hmac.compare_digest(expected, header[_LENGTH.size :]):
-            raise self._refuse("a message without a valid sign has come")
+            raise self._refuse("received a message without a valid MAC")
         if length > max_bytes:
-            raise self._refuse(f"a message of {length} bytes has come where {max_bytes} is the most")
+            raise self._refuse(f"received a message of {length} bytes; the maximum here is {max_bytes}")
         body = bytearray(length + _SIGN_BYTES)
         self.receive_raw([memoryview(body)], deadline)
         payload = bytes(memoryview(body)[:length])
         if not hmac.compare_digest(
             _sign_payload(self._receive_key, self._num_received, payload), body[length:]
         ):
-            raise self._refuse("a message has come that was changed on the way")
+            raise self._refuse("received a message that was altered in transit")
         self._num_received += 1
         return payload
 
     def wait_for_more(self, timeout_s: float) -> bool:
-        """Wait until something comes, and leave it there; False if nothing has by then.
+        """Wait for data without consuming it; return False if none arrives within `timeout_s`.
 
         Raises:
-            PeerUnavailableError: the peer has hung up.
+            PeerUnavailableError: the peer closed the connection.
         """
         try:
             self._set_timeout(socket.SO_RCVTIMEO, time.monotonic() + timeout_s)
@@ -119,10 +119,10 @@ class Channel:
         return True
 
     def send_raw(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Send the bytes of these views, one after another, straight from their memory.
+        """Send the bytes of these views in order, without copying.
 
         Raises:
-            PeerUnavailableError: the peer has gone, or does not take them by then.
+            PeerUnavailableError: the connection is broken, or the peer did not read them by the deadline.
         """
         rest = list(reversed(views))
         while rest:
@@ -130,10 +130,11 @@ class Channel:
             _drop_done(rest, len(batch), self._send_some(batch, deadline))
 
     def receive_raw(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Fill these views, one after another, straight into their memory.
+        """Fill these views in order, without copying.
 
         Raises:
-            PeerUnavailableError: the peer has hung up, or they are not full by then. They may hold anything.
+            PeerUnavailableError: the peer closed the connection, or the views are not full by the deadline.
+                Their content is undefined.
         """
         rest = list(reversed(views))
         while rest:
@@ -141,7 +142,7 @@ class Channel:
             _drop_done(rest, len(batch), self._receive_some(batch, deadline))
 
     def is_quiet(self) -> bool:
-        """Is the connection open, as far as we know, and nothing has come that nobody has read?"""
+        """Return True if the connection appears to be open and has no unread data."""
         if not self._is_open:
             return False
         try:
@@ -153,19 +154,19 @@ class Channel:
         return False
 
     def close(self) -> None:
-        """End the connection; again is harmless."""
+        """Close the connection. Safe to repeat."""
         self._is_open = False
         self.connection.close()
 
     def abort(self) -> None:
-        """End the connection under the thread that uses it, which then gets a PeerUnavailableError."""
-        with suppress(OSError):  # it has ended before
+        """Shut down the connection from another thread; its user gets a PeerUnavailableError."""
+        with suppress(OSError):  # already closed
             self.connection.shutdown(socket.SHUT_RDWR)
 
     # ---- the socket ------------------------------------------------------------------------------
 
     def _send_some(self, batch: list[memoryview], deadline: float) -> int:
-        """All of it, unless the deadline passes; how much."""
+        """Send until all is sent or the deadline passes; return the number of bytes."""
         try:
             self._set_timeout(socket.SO_SNDTIMEO, deadline)
             return self.connection.sendmsg(batch)
@@ -173,7 +174,7 @@ class Channel:
             raise self._explain(error) from error
 
     def _receive_some(self, batch: list[memoryview], deadline: float) -> int:
-        """All of it, unless the deadline passes; how much."""
+        """Receive until all views are full or the deadline passes; return the number of bytes."""
         wanted = any(len(view) for view in batch)
         try:
             self._set_timeout(socket.SO_RCVTIMEO, deadline)
@@ -185,10 +186,10 @@ class Channel:
         return count
 
     def _set_timeout(self, option: int, deadline: float) -> None:
-        """Let a call end at the deadline. Raises TimeoutError where it has passed.
+        """Set the kernel timeout of the next call to the deadline. Raises TimeoutError if it has passed.
 
-        The kernel keeps the time, and a call returns when all is done. With a timeout of Python's it would
-        return, and be repeated, whenever the socket's buffer has some room or some bytes.
+        With a kernel timeout a blocking call returns when all bytes are transferred. With a Python timeout it
+        would return, and be repeated, whenever the socket buffer has some space or some bytes.
         """
         rest = deadline - time.monotonic()
         if rest <= 0:
@@ -199,21 +200,21 @@ class Channel:
 
     def _hang_up(self) -> PeerUnavailableError:
         self.close()
-        return PeerUnavailableError(f"{self.peer} has hung up")
+        return PeerUnavailableError(f"{self.peer} closed the connection")
 
     def _explain(self, error: OSError) -> PeerUnavailableError:
         self.close()
         if isinstance(error, TimeoutError | BlockingIOError):
-            return PeerUnavailableError(f"{self.peer} has not answered in time")
+            return PeerUnavailableError(f"{self.peer} did not answer in time")
         return PeerUnavailableError(f"the connection to {self.peer} is broken: {error.strerror or error}")
 
     def _refuse(self, why: str) -> PeerAuthenticationError:
         self.close()
-        return PeerAuthenticationError(f"{self.peer}: {why}. The connection has been ended")
+        return PeerAuthenticationError(f"{self.peer}: {why}. The connection was closed")
 
 
 def _drop_done(rest: list[memoryview], num_views: int, num_bytes: int) -> None:
-    """Take from the end of `rest`, of which `num_views` were offered, what `num_bytes` have done."""
+    """Remove the transferred `num_bytes` from the end of `rest`, whose last `num_views` were passed."""
     while num_views and num_bytes >= len(rest[-1]):
         num_bytes -= len(rest.pop())
         num_views -= 1

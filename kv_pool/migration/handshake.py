@@ -1,14 +1,14 @@
-"""How two nodes prove to each other that they know the secret, and what they sign messages with from then on.
+"""The handshake: two nodes prove to each other that they know the secret and derive the message keys.
 
     server -> client    "KVPOOL" | version | server's nonce (32 bytes)
     client -> server    "KVPOOL" | version | client's nonce (32 bytes) | proof "client" (32 bytes)
-    server -> client    proof "server" (32 bytes); zeros to a client that it does not believe
+    server -> client    proof "server" (32 bytes); zeros if the client's proof is wrong
 
-    proof or key  =  HMAC-SHA256(secret, its purpose | version | server's nonce | client's nonce)
+    proof or key  =  HMAC-SHA256(secret, purpose | version | server's nonce | client's nonce)
 
-A purpose names the role, so that a proof sent back to its maker proves nothing. The client proves itself
-first: a connection alone gets nothing that a weak secret could be guessed from. Before a side knows the
-other, it reads exactly as many bytes as there are above, whatever is sent.
+The purpose contains the role, so a proof that is reflected to its sender is invalid. The client proves itself
+first: a client without the secret gets no data from which a weak secret could be guessed. Until the peer is
+authenticated, each side reads only the fixed sizes above.
 """
 
 import hmac
@@ -30,15 +30,15 @@ _HELLO = struct.Struct(f">{len(MAGIC)}sB{_NONCE_BYTES}s")
 
 
 def greet_server(connection: socket.socket, secret: bytes, deadline: float, peer: str) -> Channel:
-    """The client's side, over a connection just made.
+    """Perform the client's side of the handshake over a new connection.
 
     Args:
-        deadline: a time of `time.monotonic()`, for all of it.
-        peer: the server, in words; for messages.
+        deadline: of the whole handshake, a `time.monotonic()` time.
+        peer: a description of the server for error messages.
     Raises:
-        PeerUnavailableError: nothing answers there in time.
-        PeerAuthenticationError: what answers is no node, speaks another version, or one of us does not know
-            the other's secret. The connection is closed in either case.
+        PeerUnavailableError: the server does not answer in time.
+        PeerAuthenticationError: the server is not a kv_pool node, uses another protocol version, or has
+            another secret. The connection is closed in all cases.
     """
     check_secret(secret)
     plain = _PlainSide(connection, deadline, peer)
@@ -48,7 +48,7 @@ def greet_server(connection: socket.socket, secret: bytes, deadline: float, peer
     plain.send(_HELLO.pack(MAGIC, VERSION, client_nonce) + derive(secret, b"proof client", nonces))
     proof = plain.receive(_PROOF_BYTES)
     if not hmac.compare_digest(proof, derive(secret, b"proof server", nonces)):
-        raise plain.refuse("it does not accept our secret, or does not know it itself")
+        raise plain.refuse("the node has another secret")
     return Channel(
         connection,
         derive(secret, b"key client", nonces),
@@ -58,13 +58,13 @@ def greet_server(connection: socket.socket, secret: bytes, deadline: float, peer
 
 
 class ClientGreeting:
-    """The server's side of a handshake, over a connection just accepted. No call waits for the client.
+    """The server's side of a handshake over an accepted connection. No call blocks.
 
     Args:
-        connection: does not block from now on.
-        peer: the client, in words; for messages.
+        connection: set to non-blocking mode.
+        peer: a description of the client for error messages.
 
-    All calls raise as `greet_server`, and close the connection then. The caller limits the time.
+    All calls raise the errors of `greet_server` and close the connection. The caller enforces a time limit.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, peer: str) -> None:
@@ -78,7 +78,7 @@ class ClientGreeting:
         self._send(_HELLO.pack(MAGIC, VERSION, self._nonce))
 
     def go_on(self) -> Channel | None:
-        """Read what has arrived; return the channel as soon as the client has proved itself, None before."""
+        """Read the available bytes; return the channel once the client is authenticated, None before."""
         num_missing = _HELLO.size + _PROOF_BYTES - len(self._received)
         try:
             some = self._connection.recv(num_missing)
@@ -98,7 +98,7 @@ class ClientGreeting:
         nonces = self._nonce + client_nonce
         if not hmac.compare_digest(bytes(proof), derive(self._secret, b"proof client", nonces)):
             self._send(bytes(_PROOF_BYTES))
-            raise _refuse(self._connection, self._peer, "it does not know our secret")
+            raise _refuse(self._connection, self._peer, "the client does not know the secret")
         self._send(derive(self._secret, b"proof server", nonces))
         return Channel(
             self._connection,
@@ -108,7 +108,7 @@ class ClientGreeting:
         )
 
     def _send(self, data: bytes) -> None:
-        """Send a few bytes; a socket just accepted has room for them."""
+        """Send a few bytes, which fit into the buffer of a new socket."""
         try:
             self._connection.sendall(data)
         except OSError as error:
@@ -116,12 +116,15 @@ class ClientGreeting:
 
 
 def derive(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
-    """A proof or a key, 32 bytes. Keys: `key client` signs what the client sends, `key server` the rest."""
+    """Derive a proof or a key, 32 bytes.
+
+    The key `key client` authenticates the client's messages, `key server` the server's.
+    """
     return hmac.digest(secret, purpose + bytes([VERSION]) + nonces, "sha256")
 
 
 class _PlainSide:
-    """A client's connection before the handshake is done: fixed sizes, one deadline."""
+    """A client's connection during the handshake: reads of fixed size, one deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float, peer: str) -> None:
         self._connection = connection
@@ -129,7 +132,7 @@ class _PlainSide:
         self._peer = peer
 
     def receive_hello(self) -> bytes:
-        """The other side's nonce."""
+        """Return the server's nonce."""
         return _check_hello(self._connection, self.receive(_HELLO.size), self._peer)
 
     def receive(self, num_bytes: int) -> bytes:
@@ -163,14 +166,12 @@ class _PlainSide:
 
 
 def _check_hello(connection: socket.socket, hello: bytes, peer: str) -> bytes:
-    """The nonce in the other side's first message."""
+    """Return the nonce of the peer's first message."""
     magic, version, nonce = _HELLO.unpack(hello)
     if magic != MAGIC:
-        raise _refuse(connection, peer, "what answers there is no kv_pool node")
+        raise _refuse(connection, peer, "the peer is not a kv_pool node")
     if version != VERSION:
-        raise _refuse(
-            connection, peer, f"it speaks version {version} of the protocol, and this is version {VERSION}"
-        )
+        raise _refuse(connection, peer, f"the peer uses protocol version {version}, this node uses {VERSION}")
     assert isinstance(nonce, bytes)
     return nonce
 
@@ -182,10 +183,10 @@ def _refuse(connection: socket.socket, peer: str, why: str) -> PeerAuthenticatio
 
 def _hang_up(connection: socket.socket, peer: str) -> PeerUnavailableError:
     connection.close()
-    return PeerUnavailableError(f"{peer} has hung up during the handshake")
+    return PeerUnavailableError(f"{peer} closed the connection during the handshake")
 
 
 def _explain(connection: socket.socket, peer: str, error: OSError) -> PeerUnavailableError:
     connection.close()
-    why = "has not answered in time" if isinstance(error, TimeoutError) else f"is gone: {error}"
+    why = "did not answer in time" if isinstance(error, TimeoutError) else f"failed ({error})"
     return PeerUnavailableError(f"{peer} {why} during the handshake")

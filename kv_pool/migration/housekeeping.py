@@ -1,4 +1,4 @@
-"""`Housekeeping`: what a node does by the clock: ends leases, tells sources that it is alive, asks again."""
+"""`Housekeeping`: periodic work of a node: expire leases, renew leases at sources, resolve doubt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from kv_pool.ids import NodeName
 from kv_pool.manager.leases import Lease
 from kv_pool.migration.migration import IncomingMigration, Migration
 from kv_pool.migration.pool_site import PoolSite
@@ -22,23 +23,23 @@ _MAX_PAUSE_S = 30.0
 
 
 class Housekeeping:
-    """A thread that looks after leases every tenth of one, or every second.
+    """A thread that ticks every tenth of a lease, at least every second.
 
-    | what | when |
+    | task | when |
     |---|---|
-    | leases of this site's blocks that are over are ended, or quarantined | at each tick |
-    | blocks in quarantine are given back | once their reader says that nothing is written any more |
-    | the source of a pull that reads is told that we are alive | every third of a lease |
-    | the source of a move that is in doubt is asked again | after 1/30 of a lease, then 1/15, and so on |
+    | end or quarantine expired leases of this site's blocks | at each tick |
+    | release quarantined blocks | once their reader reports that it no longer writes |
+    | renew the lease at the source of a pull in phase READING | every third of a lease |
+    | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
 
     Args:
-        lease_s, clock: the node's.
-        askers: threads for what has to wait for other nodes.
+        lease_s, clock: of the node.
+        askers: threads for calls to other nodes.
     """
 
     def __init__(
         self,
-        name: str,
+        name: NodeName,
         site: PoolSite,
         source: SourceTransfers,
         lease_s: float,
@@ -52,7 +53,7 @@ class Housekeeping:
         self._clock = clock
         self._askers = askers
         self._lock = threading.Lock()
-        # By pull the time of the next call, and the pause after it.
+        # Pull -> time of the next call, and the pause after it.
         self._due: dict[IncomingMigration, tuple[float, float]] = {}
         self._unsettled: list[tuple[Lease, BlockReader]] = []
         self._stopping = threading.Event()
@@ -63,13 +64,13 @@ class Housekeeping:
         self._thread = start_thread(f"kv_pool {self._name} leases", self._run)
 
     def stop(self) -> None:
-        """Wait for what is being done, and end."""
+        """Stop the thread after its current task."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
     def note_phase(self, migration: Migration) -> None:
-        """A migration has changed: is there anything to be done for it by the clock?"""
+        """Schedule or unschedule the periodic calls of a migration that has changed."""
         if not isinstance(migration, IncomingMigration):
             return
         phase, now = migration.phase, self._clock()
@@ -82,21 +83,21 @@ class Housekeeping:
                 self._due.pop(migration, None)
 
     def note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
-        """Bytes may yet be written, so the blocks go to nobody. Called with the site's lock."""
+        """Quarantine blocks that a reader may still write to. Called with the site's lock."""
         self._unsettled.append((lease, reader))
 
     def list_unsettled(self) -> list[Lease]:
-        """Leases to write that wait for their reader. Called with the site's lock."""
+        """Return the write leases in quarantine. Called with the site's lock."""
         return [lease for lease, _ in self._unsettled]
 
     def settle(self) -> None:
-        """Give back what was in quarantine and is written no more."""
+        """Release quarantined blocks whose reader no longer writes."""
         with self._site.lock:
             unsettled = list(self._unsettled)
         for lease, reader in unsettled:
             if reader.is_settled():
                 with self._site.lock:
-                    lease.give_back()
+                    lease.release()
                     self._unsettled.remove((lease, reader))
 
     def _run(self) -> None:
@@ -108,7 +109,7 @@ class Housekeeping:
                 self.settle()
                 self._remind()
             except Exception:
-                _logger.exception("housekeeping of node %s has failed; it is tried again", self._name)
+                _logger.exception("housekeeping of node %s failed; it continues at the next tick", self._name)
 
     def _remind(self) -> None:
         now = self._clock()

@@ -1,13 +1,13 @@
-"""The numbered truths about a node, each executable. They hold whenever nobody has the site's lock.
+"""The numbered invariants of a node, each executable. They hold whenever the site's lock is free.
 
-M1  a transfer that is lent has its blocks pinned by a lease to read, as long as the lease is not over
-M2  what a pull is to read into is lent to it for writing, and is not cached, until it is inserted
-M3  a pull that has ended has no room and no lease to write; one in doubt has room, and writes nothing
-M4  a transfer that was acknowledged, cancelled or has expired is not lent
-M5  a lease to write that belongs to no pull is one whose transfer may still write: nothing else is
-M6  a block that is lent has the id that it was offered with; in another generation it is not served
-M7  the room of a pull is held: its hold is open, and has the blocks of the room and no others
-M8  what a pull holds on is all that has arrived, by a lease to read: it has no room any more
+M1  a prepared transfer holds its blocks by a read lease until the lease expires
+M2  blocks that a pull will read into are under its write lease, and not cached, until they are inserted
+M3  an ended pull has no reservation and no write lease; one in doubt has a reservation and no write lease
+M4  an acknowledged, cancelled or expired transfer is not prepared
+M5  every write lease belongs to a pull, or is in quarantine because its transfer may still write
+M6  a leased block keeps the id that was offered; it is not served in another generation
+M7  the hold of a pull's reservation is open, and holds the blocks of the reservation and no others
+M8  a pull that holds arrived blocks (`hold_s`) holds all of them by a read lease, and has no reservation
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from kv_pool.core import invariants
 from kv_pool.errors import CorruptedPoolError, StaleTransferError
+from kv_pool.ids import BlockId, TransferId
 from kv_pool.manager.invariants import check_leases
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.pool_site import PoolSite
@@ -25,90 +26,100 @@ from kv_pool.migration.target import Pull
 
 
 def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
-    """Verify M1 to M8, those of the leases, and the pool's own. The site's lock is held. O(blocks).
+    """Verify M1 to M8, and the invariants of the leases and the pool. Called with the site's lock. O(blocks).
 
     Args:
-        pulls: all that run, at least.
-        unsettled: leases to write of pulls that have failed, and whose bytes may still arrive.
+        pulls: at least all running pulls.
+        unsettled: write leases of failed pulls whose bytes may still arrive.
     Raises:
-        CorruptedPoolError: names the first that fails. Nothing is changed.
+        CorruptedPoolError: names the first invariant that fails. Nothing has changed.
     """
     invariants.check(site.leases.block_pool)  # type: ignore[arg-type]
     check_source(source)
     check_pulls(site, pulls, unsettled)
-    check_rooms(pulls)
+    check_reservations(pulls)
     check_leases(site.leases)
 
 
 def check_source(source: SourceTransfers) -> None:
-    """M1, M4, M6."""
-    for transfer in source.list_lent():
+    """Verify M1, M4 and M6."""
+    for transfer in source.list_prepared():
         transfer_id = transfer.message.transfer_id
         if source.find_outcome(transfer_id) is not None:
-            raise CorruptedPoolError(f"M4: transfer {transfer_id.hex()} is over, and lent")
+            raise CorruptedPoolError(f"M4: transfer {transfer_id.hex()} has ended and still leases blocks")
         lease, selection = transfer.lease, transfer.selection
         if lease is None:
             if selection.blocks:
-                raise CorruptedPoolError(f"M1: transfer {transfer_id.hex()} has blocks and no lease")
+                raise CorruptedPoolError(f"M1: transfer {transfer_id.hex()} has blocks but no lease")
             continue
         if list(lease.blocks) != selection.blocks or lease.kind is not LeaseKind.READ:
-            raise CorruptedPoolError(f"M1: {lease!r} is not about the blocks of transfer {transfer_id.hex()}")
+            raise CorruptedPoolError(
+                f"M1: {lease!r} is not a read lease on the blocks of transfer {transfer_id.hex()}"
+            )
         if lease.state is not LeaseState.ACTIVE:
-            continue  # its end was noticed by whoever called expire(), and is on its way here
+            continue  # the leases' expire() has ended it; SourceTransfers has not yet noticed
         for block, offered in zip(selection.blocks, selection.offered, strict=True):
             if block.block_id != offered.block_id:
                 raise CorruptedPoolError(
-                    f"M6: block {offered.block_id} was offered, and is block {block.block_id} now"
+                    f"M6: block {offered.block_id} was offered and is now block {block.block_id}"
                 )
             if block.generation != offered.generation and _is_served(source, transfer_id, block.block_id):
                 raise CorruptedPoolError(
-                    f"M6: block {block.block_id} was offered in generation {offered.generation}, and is "
+                    f"M6: block {block.block_id} was offered in generation {offered.generation} and is "
                     f"served in generation {block.generation}"
                 )
 
 
-def _is_served(source: SourceTransfers, transfer_id: bytes, block_id: int) -> bool:
+def _is_served(source: SourceTransfers, transfer_id: TransferId, block_id: BlockId) -> bool:
     try:
-        source.check_lent(transfer_id, [block_id])
+        source.check_leased(transfer_id, [block_id])
     except StaleTransferError:
         return False
     return True
 
 
 def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
-    """M2, M3, M5, M8."""
+    """Verify M2, M3, M5 and M8."""
     written: list[Lease] = list(unsettled)
     for pull in pulls:
-        room, lease = pull.room, pull.lease
-        name = f"pull {pull.transfer_id.hex()}, which is {pull.status.phase.value}"
-        if pull.status.phase.is_ended and (room is not None or lease is not None):
-            raise CorruptedPoolError(f"M3: {name}, has room or a lease")
-        if pull.status.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
-            raise CorruptedPoolError(f"M3: {name}, has no room, or still writes")
+        reservation, lease = pull.reservation, pull.lease
+        name = f"pull {pull.transfer_id.hex()} ({pull.status.phase.value})"
+        if pull.status.phase.is_ended and (reservation is not None or lease is not None):
+            raise CorruptedPoolError(f"M3: {name} has a reservation or a write lease")
+        if pull.status.phase is MigrationPhase.IN_DOUBT and (reservation is None or lease is not None):
+            raise CorruptedPoolError(f"M3: {name} has no reservation, or has a write lease")
         held = pull.held
         if held is not None and (
-            room is not None
+            reservation is not None
             or held.kind is not LeaseKind.READ
             or len(held.blocks) != len(pull.record.new_ids)
         ):
-            raise CorruptedPoolError(f"M8: {held!r} is not about what has arrived by {name}")
+            raise CorruptedPoolError(f"M8: {held!r} is not a read lease on the blocks that arrived by {name}")
         if lease is None:
             continue
         written.append(lease)
-        missing = [] if room is None else [room.blocks[position] for position in room.missing]
+        missing = (
+            [] if reservation is None else [reservation.blocks[position] for position in reservation.missing]
+        )
         if list(lease.blocks) != missing or lease.kind is not LeaseKind.WRITE:
-            raise CorruptedPoolError(f"M2: {lease!r} is not about what {name}, reads into")
+            raise CorruptedPoolError(
+                f"M2: {lease!r} is not a write lease on the blocks that {name} reads into"
+            )
         for block in missing:
             if block.block_hash is not None:
-                raise CorruptedPoolError(f"M2: {name}, reads into block {block.block_id}, which is cached")
+                raise CorruptedPoolError(f"M2: {name} reads into block {block.block_id}, which is cached")
     for lease in site.leases.list_leases():
         if lease.kind is LeaseKind.WRITE and lease not in written:
-            raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull, and is not in quarantine for one")
+            raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull and is not in quarantine")
 
 
-def check_rooms(pulls: Sequence[Pull]) -> None:
-    """M7."""
+def check_reservations(pulls: Sequence[Pull]) -> None:
+    """Verify M7."""
     for pull in pulls:
-        room = pull.room
-        if room is not None and (room.hold.is_released or set(room.hold.blocks) != set(room.blocks)):
-            raise CorruptedPoolError(f"M7: {room.hold!r} is not that of the room of {pull.transfer_id.hex()}")
+        reservation = pull.reservation
+        if reservation is not None and (
+            reservation.hold.is_released or set(reservation.hold.blocks) != set(reservation.blocks)
+        ):
+            raise CorruptedPoolError(
+                f"M7: {reservation.hold!r} does not hold the blocks reserved by pull {pull.transfer_id.hex()}"
+            )

@@ -1,4 +1,4 @@
-"""`read_machine`: NUMA nodes, accelerators and what connects them, as the system and its driver tell it."""
+"""`read_machine`: NUMA nodes, accelerators and their links, as the system and the driver report them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MAX_NVLINKS = 36
 
 
 class NumaNode(msgspec.Struct, frozen=True):
-    """Memory and processors that are near each other.
+    """A NUMA node: memory and the processors nearest to it.
 
     Attributes:
-        cpus: as Linux writes them, `0-15,32-47`.
-        memory_bytes: 0 where the system does not say.
+        cpus: in Linux's list format, `0-15,32-47`.
+        memory_bytes: 0 if unknown.
     """
 
     node_id: int
@@ -31,14 +31,14 @@ class NumaNode(msgspec.Struct, frozen=True):
 
 
 class Accelerator(msgspec.Struct, frozen=True):
-    """A GPU, or the like.
+    """A GPU or another accelerator.
 
     Attributes:
         pci_address: `0000:3b:00.0`.
-        numa_node: the nearest; None where the system does not say.
-        name: of the model, by NVML; else the vendor's.
-        uuid, memory_bytes: by NVML; "" and 0 without it.
-        links: NVLinks to other accelerators by their PCI address, and to `switch`; how many.
+        numa_node: the nearest NUMA node; None if unknown.
+        name: the model's name from NVML, else the vendor's name.
+        uuid, memory_bytes: from NVML; "" and 0 without it.
+        links: number of NVLinks by the PCI address of the other accelerator, or `switch`.
     """
 
     pci_address: str
@@ -50,11 +50,11 @@ class Accelerator(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What a machine tells of itself. What lies beyond it (rack, network) has to be typed in.
+    """A description of this machine. Its rack and network must be configured by the operator.
 
     Attributes:
-        host: its name.
-        has_nvml: the driver of NVIDIA's GPUs was asked.
+        host: the host name.
+        has_nvml: whether NVML was available.
     """
 
     host: str
@@ -63,18 +63,18 @@ class Machine(msgspec.Struct, frozen=True):
     has_nvml: bool
 
     def name_memory(self, cpus: set[int]) -> str:
-        """Return `numa1` where all of these processors are near one of several NUMA nodes; else ""."""
+        """Return a name such as `numa1` if all `cpus` belong to one of several NUMA nodes; else ""."""
         homes = {node.node_id for node in self.numa_nodes if cpus & set(_read_cpus(node.cpus))}
         return f"numa{homes.pop()}" if len(homes) == 1 and len(self.numa_nodes) > 1 else ""
 
 
 def read_machine(sysfs: str | Path = "/sys", nvml: Any = None) -> Machine:
-    """Read what the system knows of its NUMA nodes and accelerators. What it does not tell is left out.
+    """Return the NUMA nodes and accelerators of this machine. Unknown values are left out.
 
     Args:
-        sysfs: where Linux shows its devices.
+        sysfs: the mount point of sysfs.
         nvml: a module with NVML's functions; None for `pynvml`, if it is installed and finds a driver.
-    Cost: some small files; with NVML a call for each possible link.
+    Cost: reads some small files; with NVML, one call for each possible link.
     """
     devices = Path(sysfs) / "bus" / "pci" / "devices"
     found = {device.pci_address: device for device in _list_pci(devices)}
@@ -90,10 +90,11 @@ def read_machine(sysfs: str | Path = "/sys", nvml: Any = None) -> Machine:
 
 
 def name_device(storage_device: str, machine: Machine) -> str:
-    """Return what `NodeLocation.device` says of a storage's device, as far as the machine tells it.
+    """Return the `NodeLocation.device` of a storage's device.
 
-    Host memory is named after its NUMA node where this process is bound to one of several, a GPU of torch
-    after its UUID; "" for what is not known.
+    Returns:
+        For host memory, the NUMA node if this process is bound to one of several; for a CUDA device of torch,
+        the GPU's UUID; "" if unknown.
     """
     if storage_device == "cpu":
         return machine.name_memory(_get_affinity())
@@ -110,7 +111,7 @@ def _get_affinity() -> set[int]:
 
 
 def _read(path: Path) -> str:
-    """A small file's text; "" where it cannot be read."""
+    """Return the text of a small file; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -118,7 +119,7 @@ def _read(path: Path) -> str:
 
 
 def _read_cpus(text: str) -> Iterator[int]:
-    """The numbers in `0-3,8`."""
+    """Yield the numbers of a list such as `0-3,8`."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
@@ -143,11 +144,11 @@ def _list_pci(folder: Path) -> Iterator[Accelerator]:
 
 
 def _load_nvml() -> Any:
-    """`pynvml`, ready to be asked; None where there is none, or no driver."""
+    """Return `pynvml`, initialized; None if it is not installed or finds no driver."""
     try:
         library = import_module("pynvml")
         library.nvmlInit()
-    except Exception:  # each kind of machine without a driver raises another error
+    except Exception:  # the error type for a missing driver differs between machines
         return None
     return library
 
@@ -174,7 +175,7 @@ def _count_links(nvml: Any, handle: Any) -> dict[str, int]:
             is_gpu = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == 0
             peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId if is_gpu else "switch"
         except nvml.NVMLError:
-            continue  # the device has fewer links, or none
+            continue  # the device does not have this link
         name = _to_address(peer) if is_gpu else "switch"
         links[name] = links.get(name, 0) + 1
     return links
@@ -185,5 +186,5 @@ def _to_text(value: str | bytes) -> str:
 
 
 def _to_address(bus_id: str | bytes) -> str:
-    """NVML's `00000000:3B:00.0` as Linux writes it."""
+    """Convert NVML's `00000000:3B:00.0` to Linux's format, `0000:3b:00.0`."""
     return _to_text(bus_id).lower()[-12:]

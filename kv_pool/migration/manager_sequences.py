@@ -1,4 +1,4 @@
-"""`ManagerSequences`: the requests of a `KVCacheManager`, as a `PoolSite` moves them."""
+"""`ManagerSequences`: the requests of a `KVCacheManager`, for migration by a `PoolSite`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, GroupId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -22,7 +22,7 @@ from kv_pool.storage.block_storage import BlockStorage
 
 
 class _TableState(msgspec.Struct, array_like=True):
-    """A block table in positions of the offer, -1 for the null block."""
+    """A block table as positions in the offer, -1 for the null block."""
 
     places: list[int]
     num_cached_blocks: int
@@ -35,25 +35,28 @@ _decoder = msgspec.msgpack.Decoder(list[_TableState])
 
 @dataclass
 class _Hashes:
-    """As much of a request as a look-up by hashes needs."""
+    """The part of a request that a lookup by hashes needs."""
 
-    request_id: str
+    request_id: RequestId
     num_tokens: int = 0
     num_computed_tokens: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
 
 
 class ManagerSequences(DeviceSide):
-    """A manager and the storage of its blocks. All KV cache groups go along. See `Sequences`.
+    """The requests of a manager, with the storage of its blocks. See `Sequences`.
 
-    A request moves with all its block tables; the manager does not know it meanwhile. Blocks by their ids are
-    cached ones, and copied only: no request is without some of its blocks.
+    A request migrates with its block tables of all KV cache groups. During a move it is detached from the
+    manager. A `BlocksSubject` can only name cached blocks and is only copied, so that no request loses part
+    of its blocks.
 
     Args:
-        storage: of the bytes of all groups.
-        lock: held by the engine from `allocate_slots` until the step's bytes are in the blocks, and whenever
-            it calls the manager; reentrant. None for a new one.
+        storage: the bytes of the blocks of all groups.
+        lock: a reentrant lock. The engine holds it from `allocate_slots` until the step's bytes are in the
+            blocks, and for every call of the manager. None creates one.
     """
+
+    kind = "requests of a KVCacheManager"
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class ManagerSequences(DeviceSide):
         self.storage = storage
         self.lock = threading.RLock() if lock is None else lock
         self.block_size = manager.block_size
-        self.barred = manager.taken_out
+        self.frozen = manager.detached_requests
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -82,14 +85,14 @@ class ManagerSequences(DeviceSide):
     def list_block_sizes(self) -> list[int]:
         return [spec.block_size for spec in self.manager.groups]
 
-    def as_id(self, sequence_id: int | str) -> str:
-        return str(sequence_id)
+    def as_id(self, sequence_id: SequenceId | RequestId) -> RequestId:
+        return RequestId(str(sequence_id))
 
-    def list_rows(self, sequence_id: str) -> list[list[KVCacheBlock]]:
+    def list_rows(self, sequence_id: RequestId) -> list[list[KVCacheBlock]]:
         if not self.holds(sequence_id):
-            why = self.barred.get(sequence_id)
+            why = self.frozen.get(sequence_id)
             if why is not None:
-                raise FrozenSequenceError(f"request {sequence_id!r} has no blocks: {why}")
+                raise FrozenSequenceError(f"request {sequence_id!r} is detached: {why}")
             raise UnknownSequenceError(f"request {sequence_id!r} has no blocks here")
         rows = [table.blocks for table in self._list_tables(sequence_id)]
         for row in rows:
@@ -100,13 +103,15 @@ class ManagerSequences(DeviceSide):
         return None
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
-        wanted: Any = _Hashes("", len(block_hashes) * self.pool.hash_block_size, block_hashes=block_hashes)
+        wanted: Any = _Hashes(
+            RequestId(""), len(block_hashes) * self.pool.hash_block_size, block_hashes=block_hashes
+        )
         return [list(row) for row in self.manager.get_computed_blocks(wanted, wanted.num_tokens).blocks]
 
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
         pass
 
-    def describe(self, sequence_ids: list[str]) -> bytes:
+    def describe(self, sequence_ids: list[RequestId]) -> bytes:
         states: list[_TableState] = []
         num_blocks = 0
         for sequence_id in sequence_ids:
@@ -123,22 +128,24 @@ class ManagerSequences(DeviceSide):
     # ---- coming ----------------------------------------------------------------------------------
 
     def read_details(
-        self, details: bytes, sequence_ids: Sequence[str], num_blocks: int, is_whole: bool
+        self, details: bytes, sequence_ids: Sequence[RequestId], num_blocks: int, is_whole: bool
     ) -> list[_TableState] | None:
         if not sequence_ids:
             return None
         if not is_whole:
-            raise InvalidArgumentError("requests come with all their blocks; these are some of a sequence")
+            raise InvalidArgumentError(
+                "a manager receives whole requests, and the offer has single blocks; move the request instead"
+            )
         self._check_absent(sequence_ids[0])
         try:
             tables = _decoder.decode(details)
         except UNDECODABLE as error:
-            raise InvalidArgumentError(f"the source's state of a request cannot be read: {error}") from error
-        # One table for each group, and each block of the offer in one of them.
+            raise InvalidArgumentError(f"cannot decode the request state of the source: {error}") from error
+        # One table for each group; each offered block is in exactly one of them.
         places = sorted(place for table in tables for place in table.places if place >= 0)
         if len(tables) != len(self.manager.groups) or places != list(range(num_blocks)):
             raise InvalidArgumentError(
-                f"the source's request has {len(tables)} tables over {len(places)} blocks, here there are "
+                f"the source's request has {len(tables)} tables with {len(places)} blocks; this manager has "
                 f"{len(self.manager.groups)} groups, and {num_blocks} blocks were offered"
             )
         return tables
@@ -148,7 +155,7 @@ class ManagerSequences(DeviceSide):
         return self.count_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
 
     def make_join(
-        self, sequence_id: str, blocks: list[KVCacheBlock], arriving: list[_TableState]
+        self, sequence_id: RequestId, blocks: list[KVCacheBlock], arriving: list[_TableState]
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         self._check_absent(sequence_id)
         tables = []
@@ -168,16 +175,18 @@ class ManagerSequences(DeviceSide):
 
     # ---- going -----------------------------------------------------------------------------------
 
-    def detach(self, sequence_id: str, onto: list[BlockTable]) -> None:
+    def detach(self, sequence_id: RequestId, onto: list[BlockTable]) -> None:
         self.manager.pop_tables_onto(sequence_id, onto)
 
-    def attach(self, sequence_id: str, tables: list[BlockTable], rows: list[list[KVCacheBlock]]) -> None:
+    def attach(
+        self, sequence_id: RequestId, tables: list[BlockTable], rows: list[list[KVCacheBlock]]
+    ) -> None:
         if tables and not self.holds(sequence_id):
             self.manager.put_tables_out_of(sequence_id, tables)
-        if tables:  # the scheduler has begun the request anew
+        if tables:  # the scheduler has restarted the request
             self.free_request(sequence_id, rows)
 
-    def free(self, sequence_id: str, rows: list[list[KVCacheBlock]]) -> None:
+    def free(self, sequence_id: RequestId, rows: list[list[KVCacheBlock]]) -> None:
         if self.holds(sequence_id) and self.manager.get_table(sequence_id).blocks is rows[0]:
             self.manager.pop_tables(sequence_id)
         self.free_request(sequence_id, rows)
@@ -190,9 +199,10 @@ class ManagerSequences(DeviceSide):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _list_tables(self, request_id: str) -> list[BlockTable]:
-        return [self.manager.get_table(request_id, group_id) for group_id in range(len(self.manager.groups))]
+    def _list_tables(self, request_id: RequestId) -> list[BlockTable]:
+        num_groups = len(self.manager.groups)
+        return [self.manager.get_table(request_id, GroupId(group_id)) for group_id in range(num_groups)]
 
-    def _check_absent(self, request_id: str) -> None:
+    def _check_absent(self, request_id: RequestId) -> None:
         if self.holds(request_id):
-            raise InvalidArgumentError(f"request {request_id!r} has blocks here")
+            raise InvalidArgumentError(f"request {request_id!r} already has blocks at this node")

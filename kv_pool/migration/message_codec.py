@@ -1,4 +1,4 @@
-"""Messages as bytes and back: msgpack, checked against the messages' types."""
+"""Encoding of messages as msgpack, with type checks on decoding."""
 
 from typing import Any, Union
 
@@ -15,26 +15,26 @@ _decoder: Any = msgspec.msgpack.Decoder(Union[tuple(kind for kind in _ALL if kin
 
 
 def encode_message(message: Message) -> bytes:
-    """The bytes that `decode_message` reads.
+    """Return the bytes that `decode_message` reads.
 
     Raises:
-        InvalidArgumentError: a field has no form on the wire, such as text with a lone surrogate.
+        InvalidArgumentError: a field cannot be encoded, such as text with a lone surrogate.
     """
     try:
         return _encoder.encode(message)
     except UNENCODABLE as error:
-        raise InvalidArgumentError(f"{type(message).__name__} can not be sent: {error}") from error
+        raise InvalidArgumentError(f"cannot encode {type(message).__name__}: {error}") from error
 
 
 def decode_message(data: bytes) -> Message:
-    """One of the classes of `messages`.
+    """Return an instance of one of the classes of `messages`.
 
     Raises:
-        MigrationError: it is none of them, or a field is not what it should be.
+        MigrationError: the message type is unknown, or a field has the wrong type.
     """
     try:
         message = _decoder.decode(data)
     except UNDECODABLE as error:
-        raise MigrationError(f"a message of {len(data)} bytes that is not understood: {error}") from error
+        raise MigrationError(f"cannot decode a message of {len(data)} bytes: {error}") from error
     assert isinstance(message, Message)
     return message

@@ -1,23 +1,24 @@
-"""What nodes say to each other: requests of a target to a source, and of anybody to a node.
+"""The messages between nodes.
 
-| request | asked of | reply |
+| request | sent to | reply |
 |---|---|---|
-| `DescribeNode` | anybody | `NodeDescription` |
-| `PrepareTransfer` | the source | `Offer`: blocks, lent until the lease ends (M1) |
+| `DescribeNode` | any node | `NodeDescription` |
+| `PrepareTransfer` | the source | `Offer`: blocks under a lease (M1) |
 | `AskChecksums` | the source | `Checksums` |
 | `RenewLease` | the source | `LeaseRenewed` |
-| `AcknowledgeTransfer` | the source | `Acknowledged` (M4); may be repeated |
-| `CancelTransfer` | the source | `Cancelled`; may be repeated |
-| `PullSubject` | the target | `PullStarted`: the source asks to be pulled from |
-| `AskPull` | the target | `PullOutcome`, so far |
+| `AcknowledgeTransfer` | the source | `Acknowledged` (M4); idempotent |
+| `CancelTransfer` | the source | `Cancelled`; idempotent |
+| `PullSubject` | the target | `PullStarted`; sent by the source of a push |
+| `AskPull` | the target | `PullOutcome`: status and result |
 | `AnnounceNode` | a registry | `NodeList` |
 | `ListNodes` | a registry | `NodeList` |
 
-What goes wrong at the other side comes back as `CallFailed` and is raised here as what it was.
+An error of the called node is returned as `CallFailed` and raised at the caller with its original type.
 """
 
 import msgspec
 
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.status import MigrationStatus
 from kv_pool.migration.subjects import Subject
@@ -25,11 +26,11 @@ from kv_pool.storage.block_layout import BlockLayout
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all of them; on the wire a map with the class's name under `type`."""
+    """The base class of all messages; encoded as a map with the class name under `type`."""
 
 
 class NodeLocation(msgspec.Struct, frozen=True):
-    """Where a node is, from the large to the small; "" for not known. Equal names are the same place."""
+    """The place of a node, from large to small; "" if unknown. Equal names are the same place."""
 
     network: str = ""
     rack: str = ""
@@ -38,180 +39,183 @@ class NodeLocation(msgspec.Struct, frozen=True):
 
 
 class DescribeNode(Message, frozen=True):
-    """Who are you?"""
+    """A request for the description of a node."""
 
 
 class NodeDescription(Message, frozen=True):
-    """A node, its pool and the ways to read from it.
+    """A node, its pool and its backends.
 
     Attributes:
-        epoch: random, new each time that the node starts.
-        backends: by name what a reader needs; in the node's order of preference.
-        address: where it listens, host:port; "" for nowhere.
+        incarnation: unique for each start of the node.
+        backends: backend name -> `TransferBackend.describe()`, in the node's order of preference.
+        address: host:port; "" if the node does not listen.
+        sequence_kind: `Sequences.kind` of its pool; "" if unknown.
     """
 
-    name: str
-    epoch: str
+    name: NodeName
+    incarnation: str = msgspec.field(name="epoch")
     layout: BlockLayout
     num_free_blocks: int
     num_blocks: int
     backends: dict[str, bytes]
     location: NodeLocation
     address: str = ""
+    sequence_kind: str = ""
 
 
 class PrepareTransfer(Message, frozen=True):
-    """Lend me these blocks (M1).
+    """A request for a lease on the blocks of a subject (M1).
 
     Attributes:
-        transfer_id: 16 random bytes, the target's choice; a repeated request gets the same offer.
-        is_move: the source gives up its own when the transfer is acknowledged.
-        layout: the target's; another one than the source's is refused.
+        transfer_id: 16 random bytes, chosen by the target; a repeated request gets the same offer.
+        is_move: the source releases the subject when the transfer is acknowledged.
+        layout: of the target; the source refuses a layout that differs from its own.
         target: the target's name.
     """
 
-    transfer_id: bytes
+    transfer_id: TransferId
     subject: Subject
     is_move: bool
     layout: BlockLayout
-    target: str
+    target: NodeName
 
 
 class Offer(Message, frozen=True):
-    """The blocks, lent for `lease_s` seconds from now on.
+    """The leased blocks of a transfer; the lease ends `lease_s` seconds after this reply unless renewed.
 
     Attributes:
-        epoch: the source's, beginning with its name; an acknowledgement names it.
+        incarnation: of the source, beginning with its name; the acknowledgement repeats it.
     """
 
-    transfer_id: bytes
-    epoch: str
+    transfer_id: TransferId
+    incarnation: str = msgspec.field(name="epoch")
     lease_s: float
     blocks: list[OfferedBlock]
     state: bytes = b""
 
 
 class AskChecksums(Message, frozen=True):
-    """Checksums of these blocks of an offer, by their positions in it."""
+    """A request for the checksums of the blocks at these positions of an offer."""
 
-    transfer_id: bytes
+    transfer_id: TransferId
     positions: list[int]
 
 
 class Checksums(Message, frozen=True):
-    """One a block, 8 bytes each, xxh3_64 of the block's bytes, big-endian, one after the other."""
+    """The xxh3_64 of each block's bytes, 8 bytes per block, big-endian, concatenated."""
 
     values: bytes
 
 
 class RenewLease(Message, frozen=True):
-    """I am still reading."""
+    """A request to renew the lease of a transfer; the target is still reading."""
 
-    transfer_id: bytes
+    transfer_id: TransferId
 
 
 class LeaseRenewed(Message, frozen=True):
-    """Seconds from now."""
+    """The lease was renewed and ends in `lease_s` seconds."""
 
     lease_s: float
 
 
 class AcknowledgeTransfer(Message, frozen=True):
-    """The blocks are here, verified, and can be hit.
+    """The target has verified and inserted all blocks.
 
     Attributes:
-        new_ids: their ids at the target, in the order of the offer.
+        new_ids: the blocks' ids at the target, in the order of the offer.
     """
 
-    transfer_id: bytes
-    epoch: str
-    new_ids: list[int]
+    transfer_id: TransferId
+    incarnation: str = msgspec.field(name="epoch")
+    new_ids: list[BlockId]
 
 
 class Acknowledged(Message, frozen=True):
-    """The source has unpinned the blocks, and for a move given them up (M4).
+    """The source has ended the lease and, for a move, released the subject (M4).
 
-    A `StaleTransferError` instead: the lease ended before, and the source keeps what it has.
+    If the lease had expired, the source keeps its blocks and replies with `StaleTransferError` instead.
     """
 
 
 class CancelTransfer(Message, frozen=True):
-    """I shall not read any more: take the blocks back."""
+    """A request to end the lease of a transfer; the target no longer reads."""
 
-    transfer_id: bytes
+    transfer_id: TransferId
     reason: str = ""
 
 
 class Cancelled(Message, frozen=True):
-    """They are back; or were, or were never lent.
+    """The blocks of the transfer are not leased.
 
     Attributes:
-        is_acknowledged: it is too late: the transfer was acknowledged before.
+        is_acknowledged: the cancellation came too late; the transfer had been acknowledged.
     """
 
     is_acknowledged: bool = False
 
 
 class PullSubject(Message, frozen=True):
-    """Pull this from me.
+    """A request of a source that the target pull a subject.
 
     Attributes:
         pull_id: 16 random bytes; repeated requests start one pull.
-        source: my name, by which you find my address; `source_address` where you may not know it.
-        backend: read by this one of mine and no other; "" for the first that works.
+        source: the source's name, by which the target looks up its address.
+        source_address: used if the target does not know the name.
+        backend: the only backend to read with; "" for the first that works.
     """
 
-    pull_id: bytes
+    pull_id: TransferId
     subject: Subject
     is_move: bool
-    source: str
+    source: NodeName
     source_address: str = ""
     max_bytes_per_s: float = 0.0
     backend: str = ""
 
 
 class PullStarted(Message, frozen=True):
-    """It is under way; ask for it with `AskPull`."""
+    """The pull has started; `AskPull` returns its status."""
 
     migration_id: str
 
 
 class AskPull(Message, frozen=True):
-    """How far is the pull? With `cancel` it is given up, if it is not too late."""
+    """A request for the status of a pull; with `cancel`, cancel it first if it is not too late."""
 
-    pull_id: bytes
+    pull_id: TransferId
     cancel: bool = False
 
 
 class PullOutcome(Message, frozen=True):
-    """A pull, so far.
+    """The status of a pull.
 
     Attributes:
-        new_ids: of one that is done.
+        new_ids: the blocks' ids at the target once the pull is done; [] before.
     """
 
     status: MigrationStatus
-    new_ids: list[int] = []
+    new_ids: list[BlockId] = []
 
 
 class AnnounceNode(Message, frozen=True):
-    """I am here: for `ttl_s` seconds, unless I say so again."""
+    """An announcement that a node is alive for `ttl_s` seconds; 0 removes the node."""
 
-    name: str
-    epoch: str
+    name: NodeName
+    incarnation: str = msgspec.field(name="epoch")
     address: str
     location: NodeLocation
     ttl_s: float
 
 
 class ListNodes(Message, frozen=True):
-    """Whom do you know?"""
+    """A request for the nodes that a registry knows."""
 
 
 class KnownNode(msgspec.Struct, frozen=True):
-    """A node of a registry."""
+    """A node in a registry or a list of peers."""
 
-    name: str
+    name: NodeName
     address: str
     location: NodeLocation = NodeLocation()
 
@@ -223,7 +227,7 @@ class NodeList(Message, frozen=True):
 
 
 class CallFailed(Message, frozen=True):
-    """What was asked could not be done; `error` is the name of one of `kv_pool.errors`."""
+    """The request failed; `error` is the name of a class of `kv_pool.errors`."""
 
     error: str
     message: str

@@ -1,4 +1,4 @@
-"""`Migration`: one migration of a node, running or ended; what callers wait for, ask and cancel."""
+"""`Migration`: a handle on one migration of a node, to wait for it, query it and cancel it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Callable
 from copy import copy
 
 from kv_pool.errors import MigrationCancelledError
+from kv_pool.ids import BlockId
 from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
 from kv_pool.migration.target import Pull
 
 
 class Migration(ABC):
-    """From `Migrator`. All of it may be called by any thread.
+    """A handle on a migration, returned by `Migrator`. Thread-safe.
 
     Attributes:
         migration_id: 32 hex digits, the same at both nodes.
-        peer: the other node.
+        peer: the name of the other node.
     """
 
     def __init__(self, record: MigrationRecord) -> None:
@@ -34,55 +35,55 @@ class Migration(ABC):
 
     @property
     def phase(self) -> MigrationPhase:
-        """Where it is."""
+        """The current phase."""
         return self.record.status.phase
 
     @property
     def error(self) -> Exception | None:
-        """What it failed with, or is in doubt for."""
+        """The error of a migration that has failed or is in doubt; None otherwise."""
         return self.record.error
 
     @property
-    def new_ids(self) -> list[int]:
-        """The blocks' ids at the target, in the order of the subject; of one that is done."""
+    def new_ids(self) -> list[BlockId]:
+        """The blocks' ids at the target, in the order of the subject; [] until the migration is done."""
         return self.record.new_ids
 
     @property
-    def old_ids(self) -> list[int]:
-        """The blocks' ids at the source, in the same order; at the source, once they are lent."""
+    def old_ids(self) -> list[BlockId]:
+        """The blocks' ids at the source, in the same order; known at the source once they are leased."""
         return self.record.old_ids
 
     @abstractmethod
     def cancel(self) -> bool:
-        """Give it up: the source keeps what it has, the target nothing. False: it is too late."""
+        """Cancel the migration: the source keeps the subject. Return False if it is too late."""
 
     @abstractmethod
     def release(self) -> None:
-        """What `fetch(..., hold_s=...)` has brought need not be held any longer: it is used, or not wanted.
+        """End the hold of `fetch(..., hold_s=...)` on the arrived blocks.
 
-        Twice is harmless, and so it is when the time is over. Before it has arrived: it will not be held.
+        Call it when the blocks are in use or no longer needed. Safe to repeat, and after the hold has ended.
+        If called before the blocks have arrived, they will not be held.
         """
 
     def get_status(self) -> MigrationStatus:
-        """How far it is, now."""
+        """Return a copy of the current status."""
         status = copy(self.record.status)
         elapsed_s = time.monotonic() - self._begun_s if self._elapsed_s is None else self._elapsed_s
         status.elapsed_s = elapsed_s
         status.bytes_per_s = status.num_bytes / elapsed_s if elapsed_s > 0 else 0.0
         return status
 
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        """Wait for the end.
+    def wait(self, timeout_s: float | None = None) -> list[BlockId]:
+        """Wait until the migration has ended.
 
         Args:
-            timeout_s: None for as long as it takes; but one that is in doubt for longer than a lease is not
-                waited for.
+            timeout_s: None to wait without a limit. The wait also ends after one lease in doubt.
         Returns:
             The blocks' ids at the target, in the order of the subject.
         Raises:
-            MigrationInDoubtError: the source has not answered whether it gave a move up; ask again later.
-            TimeoutError: it goes on.
-            Whatever it failed with.
+            MigrationInDoubtError: the source has not confirmed that it released a move; wait again later.
+            TimeoutError: the migration is still running.
+            The error that the migration failed with.
         """
         with self._changed:
             self._changed.wait_for(self._is_not_waited_for, timeout_s)
@@ -91,15 +92,15 @@ class Migration(ABC):
             return list(self.new_ids)
         if error is not None and (phase.is_ended or phase is MigrationPhase.IN_DOUBT):
             raise error
-        raise TimeoutError(f"migration {self.migration_id} is {phase.value} after {timeout_s} s")
+        raise TimeoutError(f"migration {self.migration_id} is still {phase.value} after {timeout_s} s")
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Has it ended by then, well or not?"""
+        """Wait at most `timeout_s` seconds; return True if the migration has ended, successfully or not."""
         with self._changed:
             return self._changed.wait_for(lambda: self.phase.is_ended, timeout_s)
 
     def note_change(self) -> None:
-        """Wake whoever waits. Called by the migrator."""
+        """Wake the waiting threads. Called by the migrator."""
         with self._changed:
             if self.phase.is_ended and self._elapsed_s is None:
                 self._elapsed_s = time.monotonic() - self._begun_s
@@ -110,7 +111,7 @@ class Migration(ABC):
 
 
 class IncomingMigration(Migration):
-    """At the target."""
+    """A migration at its target."""
 
     def __init__(self, pull: Pull, lease_s: float) -> None:
         super().__init__(pull.record)
@@ -125,10 +126,10 @@ class IncomingMigration(Migration):
         self.pull.release()
 
     def assume_source_gone(self) -> bool:
-        """Of one in doubt: the source is gone for good, or was told to forget the subject. It is ours then.
+        """Resolve IN_DOUBT in favour of this node, which takes the subject over.
 
-        Say so only if you know: a source that goes on with the subject would share it with this node. False,
-        with nothing changed, if it is not in doubt.
+        Call only if the source is known to be dead, or was made to drop the subject: otherwise both nodes
+        would use it. Return False, with nothing changed, if the migration is not in doubt.
         """
         return self.pull.assume_source_gone()
 
@@ -145,14 +146,14 @@ class IncomingMigration(Migration):
 
 
 class OutgoingMigration(Migration):
-    """At the source: what a target has asked for, or was asked to pull.
+    """A migration at its source: a transfer that a target requested, or a push.
 
     Args:
-        cancel: takes the blocks back; False if the target has them.
-        is_push: this node has asked for it, and hears from the target how it goes.
+        cancel: ends the lease of the transfer; returns False if the target has acknowledged it.
+        is_push: this node started the migration and polls the target for its progress.
 
     Attributes:
-        woken: set when it has ended, or is acknowledged.
+        woken: set when the migration is acknowledged or has ended.
     """
 
     def __init__(self, record: MigrationRecord, cancel: Callable[[], bool], is_push: bool) -> None:
@@ -165,24 +166,24 @@ class OutgoingMigration(Migration):
         return not self.phase.is_ended and self._cancel()
 
     def release(self) -> None:
-        """Nothing is held here: blocks that were lent are the source's own."""
+        """Do nothing: `hold_s` holds blocks at the target only."""
 
-    def note_lent(self, block_ids: list[int]) -> None:
-        """The target has asked for it."""
+    def note_leased(self, block_ids: list[BlockId]) -> None:
+        """Record that the target has leased these blocks."""
         with self._changed:
             if not self.phase.is_ended:
                 self.record.status.phase = MigrationPhase.READING
                 self.record.status.num_blocks = len(block_ids)
                 self.record.old_ids = block_ids
 
-    def note_progress(self, told: MigrationStatus) -> None:
-        """As the target says."""
+    def note_progress(self, reported: MigrationStatus) -> None:
+        """Record the progress that the target reports."""
         with self._changed:
             if not self.phase.is_ended:
-                self.record.take_progress(told)
+                self.record.take_progress(reported)
 
-    def note_acknowledged(self, new_ids: list[int]) -> None:
-        """The target has them, and takes them over next; where it was asked to pull, it will say so."""
+    def note_acknowledged(self, new_ids: list[BlockId]) -> None:
+        """Record the acknowledgement. A push ends later, when the target reports DONE."""
         if not self.is_push:
             self.end(MigrationPhase.DONE, new_ids, None)
             return
@@ -192,14 +193,14 @@ class OutgoingMigration(Migration):
         self.woken.set()
 
     def note_cancelled(self, reason: str) -> None:
-        """The blocks are back, unacknowledged; where the target was asked to pull, it will say why."""
+        """Record the cancellation. A push ends later, with the error that the target reports."""
         if not self.is_push:
             why = f": {reason}" if reason else ""
-            error = MigrationCancelledError(f"the blocks were taken back{why}")
+            error = MigrationCancelledError(f"the transfer was cancelled{why}")
             self.end(MigrationPhase.CANCELLED, [], error)
 
-    def end(self, phase: MigrationPhase, new_ids: list[int], error: Exception | None) -> bool:
-        """It is over. False, with nothing changed, if it was before."""
+    def end(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None) -> bool:
+        """End the migration. Return False, with nothing changed, if it had already ended."""
         with self._changed:
             if self.phase.is_ended:
                 return False

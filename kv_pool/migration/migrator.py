@@ -1,4 +1,4 @@
-"""`Migrator`: one node: lends blocks of its site to others, and pulls theirs."""
+"""`Migrator`: a node that copies and moves blocks to and from other nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kv_pool.errors import (
     OutOfThreadsError,
     StaleTransferError,
 )
+from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.housekeeping import Housekeeping
@@ -45,7 +46,7 @@ from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.push import Push
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.registry import NodeRegistry
-from kv_pool.migration.source import SourceTransfers, make_epoch
+from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationRecord, MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull
@@ -58,7 +59,7 @@ _MAX_CALL_S = 5.0
 
 
 class Migrator:
-    """A node: others copy and move blocks of its site, and it copies and moves theirs.
+    """A node: it copies and moves blocks between its site and the sites of other nodes.
 
         with Migrator("a", site, backends=[InProcessBackend(storage)]) as a, \\
              Migrator("b", other_site, backends=[InProcessBackend(other_storage)]) as b:
@@ -66,32 +67,32 @@ class Migrator:
             a.migrate(SequenceSubject("request 7"), "b").wait()
 
     Args:
-        name: of the node, which no other node has: 1 to 64 letters, digits, `.`, `_`, `-`.
-        backends: ways to get at blocks, the preferred one first; each over the site's storage, and this
-            node's alone.
-        secret: shared by the nodes, see `load_secret`; needed to listen, and to reach nodes elsewhere.
-        listen: host:port; None to be reached by nodes of this process only.
-        peers: where other nodes listen.
-        location: where this node is, for whoever chooses among nodes.
-        lease_s: how long blocks are lent without a sign of life. A node that stops for longer loses the
-            migrations it was in.
-        max_bytes_per_s: that this node reads in all; 0 for no limit.
-        max_concurrent: migrations to this node that are under way at a time; others wait.
-        on_phase: called with a status at each change, by the thread that made it and before it goes on. Must
-            not wait for a migration.
-        registry: what this node answers about the nodes that are there; None to know its peers only.
-        clock: the time in seconds, never falling; that of the site's leases.
+        name: unique among the nodes: 1 to 64 letters, digits, `.`, `_`, `-`.
+        backends: the transfer backends, most preferred first. Each uses the site's storage and belongs to
+            this node only.
+        secret: shared by the nodes, see `load_secret`; required to listen and to reach other processes.
+        listen: host:port; None to be reachable within this process only.
+        peers: addresses of other nodes.
+        location: of this node, for the choice of targets.
+        lease_s: duration of a lease that is not renewed. A node that is suspended for longer loses its
+            running migrations.
+        max_bytes_per_s: limit of all reads of this node; 0 for no limit.
+        max_concurrent: limit of incoming migrations that run at the same time; others wait.
+        on_phase: called with a status at each change, synchronously by the thread that made the change. It
+            must not wait for a migration.
+        registry: serves `AnnounceNode` and `ListNodes`; None if this node is not a registry.
+        clock: monotonic time in seconds, the clock of the site's leases.
 
-    `fetch` and `migrate` return at once; the work is done by threads. Do not wait for a migration while
-    holding the site's lock. A node is started once.
+    `fetch` and `migrate` return immediately; threads do the work. Do not wait for a migration while holding
+    the site's lock. A node can be started only once.
 
     Attributes:
-        epoch: of this life of the node; a new one after each start.
+        incarnation: identifies this start of the node.
     """
 
     def __init__(
         self,
-        name: str,
+        name: NodeName,
         site: PoolSite,
         *,
         backends: Sequence[TransferBackend],
@@ -108,15 +109,13 @@ class Migrator:
     ) -> None:
         if not lease_s > 0 or max_concurrent < 1:
             raise InvalidArgumentError(
-                f"lease_s is {lease_s} and max_concurrent {max_concurrent}; a lease lasts more than 0 s, and "
-                "at least 1 migration is under way at a time"
+                f"lease_s is {lease_s} and max_concurrent is {max_concurrent}; lease_s must be greater than "
+                "0, and max_concurrent at least 1"
             )
         if listen is not None and secret is None:
-            raise InvalidArgumentError(
-                f"node {name!r} listens at {listen}; only with a secret, see load_secret"
-            )
+            raise InvalidArgumentError(f"node {name!r} needs a secret to listen at {listen}; see load_secret")
         self.name: Final = check_name(name)
-        self.epoch: Final = make_epoch(name, secrets.token_hex(8))
+        self.incarnation: Final = make_incarnation(name, secrets.token_hex(8))
         self.site: Final = site
         self.peers: Final = Peers() if peers is None else peers
         self.location: Final = location
@@ -127,7 +126,7 @@ class Migrator:
         self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
         self._book = MigrationBook(name, lease_s, on_phase)
-        self._source = SourceTransfers(site, name, self.epoch, lease_s, clock, self._book.note_transfer)
+        self._source = SourceTransfers(site, name, self.incarnation, lease_s, clock, self._book.note_transfer)
         self._limit = RateLimit(max_bytes_per_s, clock)
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
         self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
@@ -147,7 +146,7 @@ class Migrator:
         )
         self._server: CallServer | None = None
         for backend in backends:
-            backend.attach(name, self._source.check_lent, self._links.find_address, secret or b"")
+            backend.attach(name, self._source.check_leased, self._links.find_address, secret or b"")
         if listen is not None and secret is not None:
             handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
             self._server = CallServer(
@@ -162,16 +161,16 @@ class Migrator:
     # ---- the node --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Serve others from now on, and end leases that are over.
+        """Start serving other nodes and expiring leases.
 
         Raises:
             EndpointError: the address cannot be used.
-            OutOfThreadsError: the system starts no thread.
-            InvalidArgumentError: it was started before.
+            OutOfThreadsError: the system cannot start a thread.
+            InvalidArgumentError: the node was already started.
             In all cases nothing has changed.
         """
         if self._is_running or self._is_stopped:
-            raise InvalidArgumentError(f"node {self.name!r} was started before; make a new one")
+            raise InvalidArgumentError(f"node {self.name!r} was already started; create a new one")
         if self._server is not None:
             self._server.start()
         try:
@@ -183,11 +182,11 @@ class Migrator:
         self._is_running = True
 
     def stop(self) -> None:
-        """End: cancel what can be cancelled, take back what is lent, release what is held, hang up.
+        """Stop the node: cancel running migrations, end leases and holds, and close the connections.
 
-        A move whose source has not answered is asked about for another lease; without an answer its blocks
-        stay in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer
-        may still write to stay in quarantine.
+        A move in doubt is retried for one more lease. If its source still does not answer, its blocks stay in
+        the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer may still
+        write to stay in quarantine.
         """
         if not self._is_running:
             return
@@ -202,9 +201,9 @@ class Migrator:
         if self._server is not None:
             self._server.stop()
         for migration in running:
-            if isinstance(migration, IncomingMigration) and migration.pull.give_up_doubt():
-                _logger.warning("node %s stops, and a move is undecided: %s", self.name, migration.error)
-        for transfer in self._source.list_lent():
+            if isinstance(migration, IncomingMigration) and migration.pull.abandon_doubt():
+                _logger.warning("node %s stops with a move in doubt: %s", self.name, migration.error)
+        for transfer in self._source.list_prepared():
             self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
         for workers in (self._pullers, self._pushers, self._askers):
             workers.stop()
@@ -225,42 +224,47 @@ class Migrator:
 
     @property
     def address(self) -> str:
-        """Where it listens, host:port; "" for nowhere."""
+        """The listening address, host:port; "" if the node does not listen."""
         return "" if self._server is None else self._server.address
 
     def connect(self, peer: Migrator) -> None:
-        """Let this node and another one of this process reach each other by their names."""
+        """Connect this node and another node of this process, in both directions, by their names.
+
+        Raises:
+            InvalidArgumentError: both have the same name. Nothing has changed.
+        """
         if peer.name == self.name:
-            raise InvalidArgumentError(f"two nodes are called {self.name!r}")
+            raise InvalidArgumentError(f"both nodes are named {self.name!r}; names must be unique")
         self._links.connect(peer.name, peer.answer)
         peer._links.connect(self.name, self.answer)
 
-    def list_node_names(self) -> list[str]:
-        """Return the names of the other nodes that this one knows: connected in this process, and peers."""
+    def list_node_names(self) -> list[NodeName]:
+        """Return the names of the known nodes: those connected in this process, then the peers."""
         names = [*self._links.list_local(), *(node.name for node in self.peers.list_nodes())]
         return [name for name in dict.fromkeys(names) if name != self.name]
 
     def describe(self) -> NodeDescription:
-        """This node, its pool, and the ways to read from it."""
+        """Return the description of this node, its pool and its backends."""
         with self.site.lock:
             num_free = self.site.count_free_blocks()
         return NodeDescription(
             self.name,
-            self.epoch,
+            self.incarnation,
             self.site.layout,
             num_free,
             self.site.storage.num_blocks - 1,
             {backend.name: backend.describe() for backend in self._backends},
             self.location,
             self.address,
+            self.site.sequences.kind,
         )
 
-    def ask(self, name: str, timeout_s: float = 5.0) -> NodeDescription:
-        """What another node says of itself.
+    def ask(self, name: NodeName, timeout_s: float = 5.0) -> NodeDescription:
+        """Return the description of another node.
 
         Raises:
-            PeerUnavailableError: it is not known, or does not answer; PeerAuthenticationError: not with our
-                secret.
+            PeerUnavailableError: the name is unknown, or the node does not answer.
+            PeerAuthenticationError: the node has another secret.
         """
         return self._links.describe(name, timeout_s)
 
@@ -269,50 +273,56 @@ class Migrator:
     def fetch(
         self,
         subject: Subject,
-        source: str,
+        source: NodeName,
         *,
         is_move: bool = False,
         max_bytes_per_s: float | None = None,
         hold_s: float = 0.0,
         backend: str = "",
     ) -> Migration:
-        """Get something from another node.
+        """Start to copy or move a subject from another node to this one.
 
         Args:
-            source: the node's name.
-            is_move: the source gives it up; a prefix is copied in any case.
-            max_bytes_per_s: for this migration; None for the node's limit only.
-            hold_s: for so long after it has arrived its blocks are in use, and so stay here: time to admit a
-                request that starts with them. Ended before by `Migration.release`, or when the node stops.
-            backend: read by this one and no other; "" for the source's first that works.
+            source: the source node's name.
+            is_move: the source releases the subject. Not possible for a prefix.
+            max_bytes_per_s: limit of this migration; None for the node's limit only.
+            hold_s: seconds for which the arrived blocks count as in use and so cannot be evicted: time to
+                admit a request that starts with them. `Migration.release` and `stop` end the hold earlier.
+            backend: the only backend to read with; "" for the source's first that works.
         Raises:
-            InvalidArgumentError: a limit or a time that is negative, a prefix that is to be moved.
-            MigrationError: this node does not run.
-            What else goes wrong is raised by `Migration.wait`.
+            InvalidArgumentError: a limit or time is negative, or a prefix is to be moved.
+            MigrationError: this node is not running.
+            `Migration.wait` raises all other errors.
         """
         if not 0 <= hold_s < math.inf:
-            raise InvalidArgumentError(f"hold_s is {hold_s}; it is a number of seconds, 0 for not at all")
+            raise InvalidArgumentError(f"hold_s is {hold_s}; pass a finite number of seconds, 0 for no hold")
         return self._start_pull(
-            secrets.token_bytes(16), subject, source, is_move, max_bytes_per_s or 0.0, hold_s, backend
+            TransferId(secrets.token_bytes(16)),
+            subject,
+            source,
+            is_move,
+            max_bytes_per_s or 0.0,
+            hold_s,
+            backend,
         )
 
     def migrate(
         self,
         subject: Subject,
-        target: str,
+        target: NodeName,
         *,
         is_move: bool = True,
         max_bytes_per_s: float | None = None,
         backend: str = "",
     ) -> Migration:
-        """Give something to another node, which is asked to fetch it.
+        """Start to move or copy a subject to another node, by asking that node to fetch it.
 
-        The migration has the same id there. Raises: as `fetch`.
+        The migration has the same id at both nodes. Raises the errors of `fetch`.
         """
         self._check_can_start(subject, is_move)
         limit = max_bytes_per_s or 0.0
         RateLimit(limit, self._clock)
-        transfer_id = secrets.token_bytes(16)
+        transfer_id = TransferId(secrets.token_bytes(16))
         push = Push(
             PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend),
             target,
@@ -327,30 +337,30 @@ class Migrator:
         return push.migration
 
     def list_migrations(self) -> list[MigrationStatus]:
-        """Running ones and the last 1000 that have ended, in both directions, oldest first."""
+        """Return the running migrations and the last 1000 that ended, in both directions, oldest first."""
         return [migration.get_status() for migration in self._book.list_all()]
 
     def find_migration(self, migration_id: str) -> Migration:
-        """A running one, or one of the last 1000 that have ended.
+        """Return a migration that is running or one of the last 1000 that ended.
 
         Raises:
-            InvalidArgumentError: there is none; names those that run.
+            InvalidArgumentError: the id is unknown; the message lists the running migrations.
         """
         return self._book.find(migration_id)
 
     def check_invariants(self) -> None:
-        """Verify what `migration/invariants.py` says. Raises CorruptedPoolError; changes nothing."""
+        """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
         pulls = self._book.list_pulls()
         with self.site.lock:
             invariants.check(self.site, self._source, pulls, self._housekeeping.list_unsettled())
 
-    # ---- what other nodes ask --------------------------------------------------------------------
+    # ---- calls of other nodes --------------------------------------------------------------------
 
-    def answer(self, message: Message, caller: str) -> Message:
-        """What this node replies. Raises what it can not do; safe for several threads.
+    def answer(self, message: Message, caller: NodeName) -> Message:
+        """Return the reply to a message, or raise the error to send back. Thread-safe.
 
         Args:
-            caller: the node that asks, as it calls itself.
+            caller: the name that the calling node gave.
         """
         match message:
             case DescribeNode():
@@ -374,7 +384,7 @@ class Migrator:
             case ListNodes() if self._registry is not None:
                 return self._registry.list_nodes()
         raise InvalidArgumentError(
-            f"node {self.name!r} does not answer {type(message).__name__} of {caller!r}"
+            f"node {self.name!r} does not answer {type(message).__name__} from {caller!r}"
         )
 
     def _answer_pull(self, message: PullSubject) -> PullStarted:
@@ -393,7 +403,7 @@ class Migrator:
     def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
         migration = self._book.get(message.pull_id)
         if not isinstance(migration, IncomingMigration):
-            raise StaleTransferError(f"node {self.name!r} pulls nothing called {message.pull_id.hex()}")
+            raise StaleTransferError(f"node {self.name!r} has no pull {message.pull_id.hex()}")
         if message.cancel:
             migration.cancel()
         return PullOutcome(migration.get_status(), migration.new_ids)
@@ -402,17 +412,15 @@ class Migrator:
 
     def _check_can_start(self, subject: Subject, is_move: bool) -> None:
         if not self._is_running:
-            raise MigrationError(f"node {self.name!r} does not run; start() it")
+            raise MigrationError(f"node {self.name!r} is not running; call start()")
         if is_move and isinstance(subject, PrefixSubject):
-            raise InvalidArgumentError(
-                "a prefix is copied, not moved: the source keeps it while there is room"
-            )
+            raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 
     def _start_pull(
         self,
-        transfer_id: bytes,
+        transfer_id: TransferId,
         subject: Subject,
-        source: str,
+        source: NodeName,
         is_move: bool,
         max_bytes_per_s: float,
         hold_s: float = 0.0,
@@ -433,7 +441,7 @@ class Migrator:
         return migration
 
     def _submit(self, workers: Workers, run: Callable[[], object], migration: Migration) -> None:
-        """Have a new migration run; without a thread for it there is no such migration."""
+        """Run a new migration on a worker; remove the migration if there is no thread for it."""
         try:
             workers.submit(run)
         except OutOfThreadsError:

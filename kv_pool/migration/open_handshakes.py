@@ -1,4 +1,4 @@
-"""`OpenHandshakes`: connections whose client has not proved yet that it knows the secret."""
+"""`OpenHandshakes`: accepted connections whose client is not yet authenticated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kv_pool.migration.handshake import ClientGreeting
 
 @dataclass
 class Handshake:
-    """One of them.
+    """A handshake with one client.
 
     Attributes:
-        place: where the client is, host:port.
-        deadline: a time of `time.monotonic()`.
+        place: the client's address, host:port.
+        deadline: a `time.monotonic()` time.
     """
 
     connection: socket.socket
@@ -30,15 +30,15 @@ class Handshake:
 
 
 class OpenHandshakes:
-    """Handshakes with clients, all in the thread that accepts connections: a silent client costs a socket.
+    """The open handshakes of a server, all handled by its accepting thread.
 
     Args:
-        selector: has each connection, with its `Handshake` as data.
-        max_open: for one more, the oldest is ended.
-        timeout_s: for each.
-        on_failed: called with the place and the error of each that fails or is ended.
+        selector: each connection is registered here with its `Handshake` as data.
+        max_open: limit of open handshakes; one more ends the oldest.
+        timeout_s: time limit of each handshake.
+        on_failed: called with the address and the error of each handshake that fails or is ended.
 
-    Used by one thread.
+    Used by one thread. A silent client costs a socket, but no thread.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class OpenHandshakes:
         self._open: dict[socket.socket, Handshake] = {}  # oldest first
 
     def add(self, connection: socket.socket, place: str) -> None:
-        """Begin a handshake over a connection that was just accepted."""
+        """Start a handshake over an accepted connection."""
         if len(self._open) >= self._max_open:
             oldest = next(iter(self._open.values()))
-            self._end(oldest, PeerUnavailableError(f"{oldest.place} made room for another connection"))
+            self._end(oldest, PeerUnavailableError(f"{oldest.place} was replaced by a newer connection"))
         try:
             tune(connection)
             greeting = ClientGreeting(connection, self._secret, place)
@@ -73,13 +73,13 @@ class OpenHandshakes:
             self._open[connection] = handshake
 
     def go_on(self, handshake: Handshake) -> Channel | None:
-        """Take the next step of a handshake whose connection is readable.
+        """Continue a handshake whose connection is readable.
 
         Returns:
-            The channel if the client has proved itself; it belongs to the caller.
+            The channel once the client is authenticated, then owned by the caller; None before.
         """
         if handshake.connection not in self._open:
-            return None  # ended to make room, after the selector had seen it
+            return None  # replaced by a newer connection after the selector reported it
         try:
             channel = handshake.greeting.go_on()
         except PeerUnavailableError as error:
@@ -90,22 +90,22 @@ class OpenHandshakes:
         return channel
 
     def get_wait_s(self) -> float | None:
-        """Seconds until the next one is late; None if there is none."""
+        """Return the seconds until the next handshake times out; None if there is none."""
         for handshake in self._open.values():
             return max(0.0, handshake.deadline - time.monotonic())
         return None
 
     def end_late(self) -> None:
-        """End those whose time is over."""
+        """End the handshakes that have timed out."""
         now = time.monotonic()
         while self._open:
             oldest = next(iter(self._open.values()))
             if oldest.deadline > now:
                 return
-            self._end(oldest, PeerUnavailableError(f"{oldest.place} has not answered in time"))
+            self._end(oldest, PeerUnavailableError(f"{oldest.place} did not answer in time"))
 
     def close(self) -> None:
-        """End all."""
+        """End all handshakes."""
         for handshake in list(self._open.values()):
             self._end(handshake, PeerUnavailableError("the node has stopped"))
 

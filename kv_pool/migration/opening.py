@@ -1,4 +1,4 @@
-"""The first message over a connection, what it is for, and the reply: whether it may be."""
+"""The opening: the first message over a connection, which states its purpose, and the reply."""
 
 from typing import TypeVar
 
@@ -6,6 +6,7 @@ import msgspec
 
 from kv_pool.errors import PeerAuthenticationError
 from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import NodeName
 from kv_pool.migration.call_failures import raise_failure
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import CallFailed
@@ -16,29 +17,30 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the connection is for.
+    """The purpose of a connection.
 
     Attributes:
-        caller: the name of the node that has connected; what a node that knows the secret says of itself.
-        backend: whose bulk data it is for; "" for messages and their replies.
+        caller: the name that the connecting node gives itself; it is authenticated by the secret only.
+        backend: the backend whose bulk data the connection carries; "" for messages and replies.
     """
 
-    caller: str
+    caller: NodeName
     backend: str = ""
 
 
 class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The connection is ready, if nothing has failed."""
+    """The reply to an opening: the connection is ready, unless `failed` is set."""
 
     failed: CallFailed | None = None
 
 
 def open_channel(channel: Channel, opening: Opening, deadline: float) -> None:
-    """Say what a new channel is for, and wait until the node has agreed.
+    """Send the opening of a new channel and wait for the node's agreement.
 
     Raises:
-        PeerUnavailableError, PeerAuthenticationError: no answer in time, or not the node's.
-        MigrationError: the node does not agree; the channel is closed.
+        PeerUnavailableError: no answer in time.
+        PeerAuthenticationError: the answer fails authentication.
+        MigrationError: the node refuses. The channel is closed.
     """
     channel.send(msgspec.msgpack.encode(opening), deadline)
     opened = _decode(channel.receive(deadline, MAX_OPENING_BYTES), Opened)
@@ -48,12 +50,12 @@ def open_channel(channel: Channel, opening: Opening, deadline: float) -> None:
 
 
 def receive_opening(channel: Channel, deadline: float) -> Opening:
-    """What the peer wants the channel for. Raises PeerAuthenticationError if it does not say so properly."""
+    """Return the opening of a peer. Raises PeerAuthenticationError if it is malformed."""
     return _decode(channel.receive(deadline, MAX_OPENING_BYTES), Opening)
 
 
 def agree(channel: Channel, deadline: float, failed: CallFailed | None = None) -> None:
-    """Answer an opening; with `failed`, that nothing comes of it."""
+    """Accept an opening, or refuse it with `failed`."""
     channel.send(msgspec.msgpack.encode(Opened(failed)), deadline)
 
 
@@ -61,4 +63,4 @@ def _decode(data: bytes, kind: type[_Struct]) -> _Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNDECODABLE as error:
-        raise PeerAuthenticationError(f"a connection that does not begin as it should: {error}") from error
+        raise PeerAuthenticationError(f"a connection has a malformed opening message: {error}") from error

@@ -1,4 +1,4 @@
-"""`PeerLinks`: how a node reaches others: calls by name, and readers that are kept for the next migration."""
+"""`PeerLinks`: a node's connections to other nodes: calls by name, and a cache of block readers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from kv_pool.errors import InvalidArgumentError, MigrationError, MissingDependencyError, PeerUnavailableError
+from kv_pool.ids import NodeName
 from kv_pool.migration.calls import Answer, LocalCalls, NodeCalls
 from kv_pool.migration.messages import DescribeNode, Message, NodeDescription
 from kv_pool.migration.peers import Peers
@@ -16,59 +17,61 @@ _MAX_IDLE_READERS = 4
 
 
 class PeerLinks:
-    """The nodes of this process that were connected, and those that `peers` knows an address of.
+    """Connections to the connected nodes of this process and to the nodes in `peers`. Thread-safe.
 
     Args:
         name: of this node.
-        secret: None for a node that only knows others of its own process.
-
-    Safe for several threads.
+        secret: None for a node that reaches nodes of its own process only.
     """
 
     def __init__(
-        self, name: str, peers: Peers, secret: bytes | None, backends: Sequence[TransferBackend]
+        self, name: NodeName, peers: Peers, secret: bytes | None, backends: Sequence[TransferBackend]
     ) -> None:
         self._name = name
         self._peers = peers
         self._secret = secret
         self._backends = {backend.name: backend for backend in backends}
         self._lock = threading.Lock()
-        self._local: dict[str, LocalCalls] = {}
-        self._remote: dict[str, RemoteCalls] = {}
-        # Where nodes listen that have asked to be pulled from, and that no list knows.
-        self._told: dict[str, str] = {}
-        self._idle_readers: dict[tuple[str, str], list[BlockReader]] = {}
+        self._local: dict[NodeName, LocalCalls] = {}
+        self._remote: dict[NodeName, RemoteCalls] = {}
+        # Addresses that pushing nodes have sent; used for names that `peers` does not have.
+        self._sent_addresses: dict[NodeName, str] = {}
+        self._idle_readers: dict[tuple[NodeName, str], list[BlockReader]] = {}
         self._is_closed = False
 
-    def connect(self, name: str, answer: Answer) -> None:
-        """A node of this process. One that was known by this name is replaced."""
+    def connect(self, name: NodeName, answer: Answer) -> None:
+        """Add a node of this process, replacing one with the same name."""
         with self._lock:
             self._local[name] = LocalCalls(answer, self._name)
 
-    def list_local(self) -> list[str]:
-        """Return the names of the nodes of this process that were connected."""
+    def list_local(self) -> list[NodeName]:
+        """Return the names of the connected nodes of this process."""
         with self._lock:
             return list(self._local)
 
-    def learn_address(self, name: str, address: str) -> None:
-        """A node has said where it listens; a list of peers knows better."""
+    def learn_address(self, name: NodeName, address: str) -> None:
+        """Record the address that a node has sent. An address in `peers` takes precedence."""
         if address:
             with self._lock:
-                self._told[name] = address
+                self._sent_addresses[name] = address
 
-    def find_address(self, name: str) -> str:
-        """Where a node listens. Raises PeerUnavailableError: it is not known; names those that are."""
+    def find_address(self, name: NodeName) -> str:
+        """Return a node's address. Raises PeerUnavailableError, which lists the known nodes."""
         try:
             return self._peers.get_address(name)
         except PeerUnavailableError:
             with self._lock:
-                address = self._told.get(name)
+                address = self._sent_addresses.get(name)
             if address is None:
                 raise
             return address
 
-    def find_calls(self, name: str) -> NodeCalls:
-        """Raises PeerUnavailableError: not known, or this node has no secret, or was stopped."""
+    def find_calls(self, name: NodeName) -> NodeCalls:
+        """Return the calls to a node.
+
+        Raises:
+            PeerUnavailableError: the name is unknown, or this node has no secret or was stopped.
+        """
         with self._lock:
             if self._is_closed:
                 raise PeerUnavailableError(f"node {self._name!r} was stopped")
@@ -78,7 +81,7 @@ class PeerLinks:
         address = self.find_address(name)
         if self._secret is None:
             raise PeerUnavailableError(
-                f"node {self._name!r} has no secret, so it can not talk to {name!r} at {address}"
+                f"node {self._name!r} has no secret, so it cannot connect to {name!r} at {address}"
             )
         replaced = None
         with self._lock:
@@ -90,37 +93,37 @@ class PeerLinks:
             replaced.close()
         return calls
 
-    def call(self, name: str, message: Message, timeout_s: float) -> Message:
-        """Ask a node. Raises as `NodeCalls.call` and `find_calls`."""
+    def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
+        """Send a message to a node and return its reply. Raises as `NodeCalls.call` and `find_calls`."""
         return self.find_calls(name).call(message, timeout_s)
 
-    def describe(self, name: str, timeout_s: float) -> NodeDescription:
-        """What a node says of itself. Raises as `call`; PeerUnavailableError if it has another name."""
+    def describe(self, name: NodeName, timeout_s: float) -> NodeDescription:
+        """Return a node's description. Raises the errors of `call`; PeerUnavailableError on another name."""
         reply = self.call(name, DescribeNode(), timeout_s)
         if not isinstance(reply, NodeDescription):
-            raise MigrationError(f"node {name!r} has answered DescribeNode with {type(reply).__name__}")
+            raise MigrationError(f"node {name!r} answered DescribeNode with {type(reply).__name__}")
         if reply.name != name:
             raise PeerUnavailableError(
-                f"the node where {name!r} should listen is called {reply.name!r}; is the list of peers right?"
+                f"the node at the address of {name!r} is named {reply.name!r}; check the list of peers"
             )
         return reply
 
     def take_reader(self, source: NodeDescription, only: str = "") -> BlockReader:
-        """A reader of this node: one that was left, or a new one over the first way that works.
+        """Return a reader of a node: an idle one, or a new one of the first common backend that works.
 
         Args:
-            only: the name of the backend, the reader of which is a new one; "" for any.
+            only: the name of the only backend to use, always with a new reader; "" for any.
         Raises:
             InvalidArgumentError: the two nodes have no backend in common.
-            PeerUnavailableError: the last way did not work either.
+            PeerUnavailableError, MissingDependencyError: no common backend works; the error of the last one.
         """
         with self._lock:
-            idle = self._idle_readers.get((source.name, source.epoch), [])
+            idle = self._idle_readers.get((source.name, source.incarnation), [])
             while idle and not only:
                 reader = idle.pop()
                 if reader.is_usable():
                     return reader
-                reader.close()  # its source hangs up on readers that ask for nothing
+                reader.close()  # the source closes idle connections
         failure: PeerUnavailableError | MissingDependencyError | None = None
         for name, description in source.backends.items():
             backend = self._backends.get(name)
@@ -133,19 +136,19 @@ class PeerLinks:
         if failure is not None:
             raise failure
         raise InvalidArgumentError(
-            f"node {source.name!r} can be read by {', '.join(source.backends) or 'nothing'}, and this node "
-            f"reads by {', '.join(self._backends) or 'nothing'}" + (f"; asked for is {only}" if only else "")
+            f"no common backend: node {source.name!r} has {', '.join(source.backends) or 'none'}, this node "
+            f"has {', '.join(self._backends) or 'none'}" + (f"; requested: {only}" if only else "")
         )
 
-    def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """It has nothing under way, and is kept. Those of earlier lives of the node are closed."""
+    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        """Keep an idle reader for the next migration. Close readers of earlier incarnations of the node."""
         to_close = []
         with self._lock:
             for key in [
-                key for key in self._idle_readers if key[0] == source.name and key[1] != source.epoch
+                key for key in self._idle_readers if key[0] == source.name and key[1] != source.incarnation
             ]:
                 to_close += self._idle_readers.pop(key)
-            idle = self._idle_readers.setdefault((source.name, source.epoch), [])
+            idle = self._idle_readers.setdefault((source.name, source.incarnation), [])
             if len(idle) < _MAX_IDLE_READERS and not self._is_closed:
                 idle.append(reader)
             else:
@@ -154,7 +157,7 @@ class PeerLinks:
             old.close()
 
     def close(self) -> None:
-        """Hang up everywhere. What is under way fails with PeerUnavailableError."""
+        """Close all connections. Calls in progress fail with PeerUnavailableError."""
         with self._lock:
             self._is_closed = True
             readers = [reader for idle in self._idle_readers.values() for reader in idle]
@@ -167,21 +170,21 @@ class PeerLinks:
 
 
 class PeerOfPull:
-    """The source of a pull, by its name. See `PullPeer`."""
+    """The source of a pull, reached by name. See `PullPeer`."""
 
-    def __init__(self, links: PeerLinks, name: str, timeout_s: float, backend: str = "") -> None:
+    def __init__(self, links: PeerLinks, name: NodeName, timeout_s: float, backend: str = "") -> None:
         self._links = links
         self._name = name
         self._timeout_s = timeout_s
         self._backend = backend
-        self.leave_reader = links.leave_reader
+        self.return_reader = links.return_reader
 
     def take_reader(self, source: NodeDescription) -> BlockReader:
-        """As `PeerLinks.take_reader`, of the backend that the pull is for."""
+        """Return a reader from `PeerLinks.take_reader`, limited to the backend of the pull."""
         return self._links.take_reader(source, self._backend)
 
     def call(self, message: Message) -> Message:
-        """As `PeerLinks.call`; a node of another name is refused."""
+        """Send a message by `PeerLinks.call`. Refuse a node with another name."""
         if isinstance(message, DescribeNode):
             return self._links.describe(self._name, self._timeout_s)
         return self._links.call(self._name, message, self._timeout_s)

@@ -1,4 +1,4 @@
-"""`Peers`: the nodes that a node knows by name, and where they listen."""
+"""`Peers`: the names and addresses of other nodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from os import PathLike
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
+from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import KnownNode, NodeLocation
 from kv_pool.regular_files import open_regular
@@ -18,7 +19,7 @@ _SHOWN_NAMES = 10
 
 
 class Peers:
-    """Names of nodes and their addresses: a list that was given, and what a registry tells.
+    """Names and addresses of nodes: configured ones and those learned from a registry.
 
         >>> from kv_pool.migration.peers import Peers
         >>> peers = Peers()
@@ -26,35 +27,35 @@ class Peers:
         >>> peers.get_address("b"), [node.name for node in peers.list_nodes()]
         ('127.0.0.1:7402', ['b'])
 
-    A name that was given wins over what a registry says of it. Thread-safe.
+    A configured node takes precedence over a learned one of the same name. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._given: dict[str, KnownNode] = {}
-        self._learned: dict[str, KnownNode] = {}
+        self._given: dict[NodeName, KnownNode] = {}
+        self._learned: dict[NodeName, KnownNode] = {}
 
-    def add(self, name: str, address: str, location: NodeLocation = NodeLocation()) -> None:  # noqa: B008 (frozen)
-        """Enter a node, in place of the one that had the name.
+    def add(self, name: NodeName, address: str, location: NodeLocation = NodeLocation()) -> None:  # noqa: B008 (frozen)
+        """Add a node, replacing a node of the same name.
 
         Raises:
-            InvalidArgumentError: no name, or no address such as `host:port`. Nothing has changed.
+            InvalidArgumentError: the name or the address is invalid. Nothing has changed.
         """
         node = KnownNode(check_name(name), _check_address(address), location)
         with self._lock:
             self._given[name] = node
 
-    def remove(self, name: str) -> bool:
-        """Forget a node, whoever told of it. False if nobody has this name."""
+    def remove(self, name: NodeName) -> bool:
+        """Remove a configured or learned node. Return False if the name is unknown."""
         with self._lock:
             given = self._given.pop(name, None)
             learned = self._learned.pop(name, None)
             return given is not None or learned is not None
 
     def learn(self, nodes: Sequence[KnownNode]) -> None:
-        """What a registry tells: these nodes, and of those that it told before no others any more.
+        """Replace all learned nodes by `nodes`, the list of a registry.
 
-        Nodes without an address that can be called are left out.
+        Nodes with an invalid name or address are skipped.
         """
         learned = {}
         for node in nodes:
@@ -67,27 +68,27 @@ class Peers:
         with self._lock:
             self._learned = learned
 
-    def get_address(self, name: str) -> str:
-        """Where a node listens, `host:port`.
+    def get_address(self, name: NodeName) -> str:
+        """Return the address of a node, `host:port`.
 
         Raises:
-            PeerUnavailableError: no node is known by this name; names those that are.
+            PeerUnavailableError: the name is unknown; the message lists the known names.
         """
         return self.get_node(name).address
 
-    def get_node(self, name: str) -> KnownNode:
-        """What is known of a node. Raises as `get_address`."""
+    def get_node(self, name: NodeName) -> KnownNode:
+        """Return a node's name, address and location. Raises the errors of `get_address`."""
         with self._lock:
             node = self._given.get(name) or self._learned.get(name)
             known = sorted({*self._given, *self._learned})
         if node is None:
             shown = ", ".join(known[:_SHOWN_NAMES])
             more = f" and {len(known) - _SHOWN_NAMES} more" if len(known) > _SHOWN_NAMES else ""
-            raise PeerUnavailableError(f"no node {name!r} is known; known are: {shown or 'none'}{more}")
+            raise PeerUnavailableError(f"node {name!r} is unknown; known nodes: {shown or 'none'}{more}")
         return node
 
     def list_nodes(self) -> list[KnownNode]:
-        """All of them, by name."""
+        """Return all nodes, sorted by name."""
         with self._lock:
             nodes = {**self._learned, **self._given}
         return [nodes[name] for name in sorted(nodes)]
@@ -98,7 +99,7 @@ class Peers:
 
 
 class _Peer(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: NodeName
     address: str
     network: str = ""
     rack: str = ""
@@ -107,7 +108,7 @@ class _Peer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _PeersFile(msgspec.Struct, forbid_unknown_fields=True):
-    """One file can have all settings of a node: its links, its peers, its publisher."""
+    """A file with all settings of a node: links, peers and publisher."""
 
     peers: list[_Peer] = []
     links: object = None
@@ -115,31 +116,32 @@ class _PeersFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_peers(path: str | PathLike[str]) -> Peers:
-    """The peers of a TOML file.
+    """Return the peers of a TOML file.
 
         [[peers]]
         name = "gpu-node-2"
         address = "10.0.0.2:7400"
-        rack = "r1"                  # and network, host, device: where it is, as far as that is known
+        rack = "r1"                  # network, rack, host and device are optional
 
     Raises:
-        InvalidArgumentError: no such file, no TOML, or no such table in it; the message names the file.
+        InvalidArgumentError: the file cannot be read, is not TOML, or has unknown tables or invalid values.
+            The message names the file.
     """
     try:
         with open(open_regular(path), "rb") as file:
             found = msgspec.convert(tomllib.load(file), _PeersFile)
     except OSError as error:
-        raise InvalidArgumentError(f"{path}: can not read the peers: {error.strerror}") from error
+        raise InvalidArgumentError(f"{path}: cannot read the peers: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
+        raise InvalidArgumentError(f"{path}: not a TOML file: {error}") from error
     except msgspec.ValidationError as error:
-        tables = "its tables are [[peers]], [links.NEARNESS] and [publisher]"
+        tables = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
         raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
     peers = Peers()
     names = set()
     for peer in found.peers:
         if peer.name in names:
-            raise InvalidArgumentError(f"{path}: two peers are called {peer.name!r}")
+            raise InvalidArgumentError(f"{path}: two peers are named {peer.name!r}")
         names.add(peer.name)
         try:
             peers.add(peer.name, peer.address, NodeLocation(peer.network, peer.rack, peer.host, peer.device))
@@ -149,31 +151,31 @@ def read_peers(path: str | PathLike[str]) -> Peers:
 
 
 def parse_peer(text: str) -> KnownNode:
-    """`name=host:port` as a node. Raises InvalidArgumentError for anything else."""
+    """Parse `name=host:port`. Raises InvalidArgumentError for other text."""
     name, separator, address = text.partition("=")
     if not separator:
-        raise InvalidArgumentError(f"{text!r} is no peer; say name=host:port")
+        raise InvalidArgumentError(f"{text!r} is not a peer; write name=host:port")
     return KnownNode(check_name(name.strip()), _check_address(address.strip()))
 
 
-def check_name(name: str) -> str:
-    """The name, if a node may have it.
+def check_name(name: str) -> NodeName:
+    """Return `name` if it is a valid node name. Names are used in file names and on command lines.
 
     Raises:
-        InvalidArgumentError: it is empty, longer than 64 characters, or has others than letters, digits and
-            `._-`; names go into file names and onto command lines.
+        InvalidArgumentError: it is empty, longer than 64 characters, has characters other than ASCII letters,
+            digits and `._-`, or does not start with a letter or digit.
     """
     is_plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
     if not (is_plain and len(name) <= 64 and name[0].isalnum()):
         raise InvalidArgumentError(
-            f"{name!r} is no name of a node: 1 to 64 letters, digits, '.', '_' or '-', the first one a "
-            "letter or digit"
+            f"{name!r} is not a valid node name; use 1 to 64 letters, digits, '.', '_' or '-', the first one "
+            "a letter or digit"
         )
-    return name
+    return NodeName(name)
 
 
 def _check_address(address: str) -> str:
     _, port = parse_address(address)
     if not port:
-        raise InvalidArgumentError(f"{address!r} is nowhere to connect to: the port is 0")
+        raise InvalidArgumentError(f"{address!r} has port 0; a peer's address needs its actual port")
     return address

@@ -1,4 +1,4 @@
-"""`PullSettings`: what all pulls of a node share."""
+"""`PullSettings`: the settings that all pulls of a node share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kv_pool.ids import NodeName
 from kv_pool.manager.leases import Lease
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.rate_limit import RateLimit
@@ -17,28 +18,28 @@ _Result = TypeVar("_Result")
 
 
 class Parallel(Protocol):
-    """What runs things beside the caller, such as `Workers`."""
+    """An executor, such as `Workers`."""
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Run it soon."""
+        """Schedule `work` and return its future."""
 
 
 @dataclass(frozen=True)
 class PullSettings:
-    """What all pulls of a node share.
+    """The settings that all pulls of a node share.
 
     Attributes:
-        name: the target's.
-        lease_s: for how long room is lent for writing without a sign of life; how long a read may take.
-        clock: seconds, never falling; that of the site's leases.
-        deadline_clock: `time.monotonic`, by which backends take their deadlines.
-        limit: of all migrations to this node together.
-        on_change: called with the record of a pull that has entered a phase or finished a batch, without
-            any lock.
-        on_unsettled: called with a lease and a reader that may yet write into its blocks.
+        name: of the target.
+        lease_s: duration of the write lease unless renewed, and time limit of one read.
+        clock: monotonic time in seconds, the clock of the site's leases.
+        deadline_clock: `time.monotonic`, the clock of the backends' deadlines.
+        limit: shared by all migrations to this node.
+        on_change: called without any lock, with the record of a pull that has entered a phase or finished a
+            batch.
+        on_unsettled: called with a lease and a reader that may still write to its blocks.
     """
 
-    name: str
+    name: NodeName
     site: PoolSite
     lease_s: float
     clock: Callable[[], float]

@@ -1,4 +1,4 @@
-"""`Push`: a migration that its source wants: it asks the target to pull, and hears how that went."""
+"""`Push`: a migration started at its source, which asks the target to pull and polls for the outcome."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
+from kv_pool.ids import BlockId, NodeName
 from kv_pool.migration.call_failures import raise_failure
 from kv_pool.migration.messages import (
     AskPull,
@@ -25,21 +26,21 @@ _TRIES = 3
 
 
 class Push:
-    """One such migration. A thread calls `run`.
+    """A migration started at its source. One thread calls `run`.
 
-    The pull has this migration's id for its transfer, so what becomes of the blocks is decided by this node's
-    own `SourceTransfers`: what the target says is progress, and why it has failed.
+    The transfer id is this migration's id, so this node's own `SourceTransfers` decides the fate of the
+    blocks. The target only reports its progress and its error.
 
     Args:
-        call: asks the target; raises what it answers, or PeerUnavailableError.
-        lease_s: a target that is not heard of for so long has failed.
+        call: sends a message to the target; raises its error, or PeerUnavailableError.
+        lease_s: of the node; the target is polled every 0.05 s, or every tenth of a lease if that is shorter.
         on_change: called with the migration when it has ended.
     """
 
     def __init__(
         self,
         message: PullSubject,
-        target: str,
+        target: NodeName,
         source: SourceTransfers,
         call: Callable[[Message], Message],
         lease_s: float,
@@ -55,14 +56,14 @@ class Push:
         self._on_change = on_change
 
     def run(self) -> None:
-        """Until it has ended. What goes wrong is the migration's error."""
+        """Run the migration to its end. An error becomes the migration's error."""
         try:
             self._ask_until_started()
             self._ask_until_ended()
         except Exception as error:
             self._break_off(error)
         if self.migration.phase is MigrationPhase.CANCELLED:
-            # It finds out by itself, but may be reading meanwhile.
+            # The target would notice by itself, but only after further reads.
             with suppress(KVPoolError):
                 self._call(AskPull(self._message.pull_id, cancel=True))
 
@@ -76,7 +77,7 @@ class Push:
                     raise
 
     def _ask_until_ended(self) -> None:
-        """Until the target says so; or is not there to say so, once it has acknowledged."""
+        """Poll the target until it reports the end, or until it stops answering after its acknowledgement."""
         num_failures = 0
         while True:
             is_acknowledged = self.migration.phase is MigrationPhase.ACKNOWLEDGING
@@ -93,11 +94,11 @@ class Push:
                     return
                 if isinstance(error, StaleTransferError):
                     raise PeerUnavailableError(
-                        f"node {self._target!r} was restarted, or has forgotten the migration"
+                        f"node {self._target!r} no longer knows the migration; it may have been restarted"
                     ) from error
                 num_failures += 1
-                # As long as blocks are lent, the lease decides: it may reach us, and we not it.
-                if num_failures >= _TRIES and not self._is_lent():
+                # While the blocks are leased, the lease decides: the target may still reach this node.
+                if num_failures >= _TRIES and not self._is_leased():
                     raise
                 continue
             num_failures = 0
@@ -108,17 +109,17 @@ class Push:
         status = outcome.status
         self.migration.note_progress(status)
         if status.phase is MigrationPhase.DONE:
-            # Changes nothing, but for a copy whose acknowledgement was lost.
-            self._source.cancel(CancelTransfer(self._message.pull_id, "it has arrived"))
+            # Has an effect only for a copy whose acknowledgement was lost.
+            self._source.cancel(CancelTransfer(self._message.pull_id, "the copy has arrived"))
             self._end(MigrationPhase.DONE, outcome.new_ids, None)
         elif status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
             raise_failure(CallFailed(status.error, status.error_message), self._target)
 
     def _break_off(self, error: Exception) -> None:
-        """Take back what is lent: from here on the target can not get it, unless it has it already."""
+        """End the lease: from here on the target cannot complete the transfer, unless it already has."""
         reply = self._source.cancel(CancelTransfer(self._message.pull_id, str(error)[:200]))
         if reply.is_acknowledged and isinstance(error, PeerUnavailableError):
-            # Nobody heard how it went, but it went well.
+            # The target's report is missing, but it has acknowledged.
             outcome = self._source.find_outcome(self._message.pull_id)
             self._end(MigrationPhase.DONE, [] if outcome is None else list(outcome.new_ids), None)
             return
@@ -126,18 +127,18 @@ class Push:
         self._end(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)
 
     def _cancel(self) -> bool:
-        reply = self._source.cancel(CancelTransfer(self._message.pull_id, "the source has cancelled it"))
+        reply = self._source.cancel(CancelTransfer(self._message.pull_id, "cancelled by the source"))
         if reply.is_acknowledged:
             return False
-        error = MigrationCancelledError("the migration was cancelled; this node has the blocks")
+        error = MigrationCancelledError("the migration was cancelled; this node keeps the blocks")
         return self._end(MigrationPhase.CANCELLED, [], error)
 
-    def _end(self, phase: MigrationPhase, new_ids: list[int], error: Exception | None) -> bool:
+    def _end(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None) -> bool:
         is_ended = self.migration.end(phase, new_ids, error)
         if is_ended:
             self._on_change(self.migration)
         return is_ended
 
-    def _is_lent(self) -> bool:
+    def _is_leased(self) -> bool:
         pull_id = self._message.pull_id
-        return any(transfer.message.transfer_id == pull_id for transfer in self._source.list_lent())
+        return any(transfer.message.transfer_id == pull_id for transfer in self._source.list_prepared())

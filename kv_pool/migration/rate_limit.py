@@ -1,4 +1,4 @@
-"""`RateLimit`: so many bytes per second, for one migration or for all of a node."""
+"""`RateLimit`: a limit in bytes per second, of one migration or of a node."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ _BATCH_S = 0.1
 
 
 class RateLimit:
-    """A schedule in which each read starts when it and those before it are paid for.
+    """A rate limit that schedules reads: each read may start once the rate covers it and all earlier ones.
 
-    Within a series of reads, never more bytes are read than the rate allows for the time since its first one
-    was asked for. The time that a read itself takes is given back where it is a tenth of a second or less; a
-    longer pause saves up nothing.
+    In a series of reads, the bytes read never exceed the rate times the time since the first request. Gaps of
+    up to a tenth of a second between reads are credited; a longer gap starts a new series without credit.
+    Thread-safe.
 
     Args:
         bytes_per_s: 0 for no limit.
-        clock: the time in seconds, never falling.
-
-    Safe for several threads.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float]) -> None:
         if not bytes_per_s >= 0:
-            raise InvalidArgumentError(f"{bytes_per_s} bytes per second; a limit is 0 (for none) or more")
+            raise InvalidArgumentError(
+                f"a rate limit of {bytes_per_s} bytes per second; it must be 0 (no limit) or more"
+            )
         self.bytes_per_s = bytes_per_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._paid_at = float("-inf")  # when all bytes that were taken are paid for
+        self._paid_at = float("-inf")  # the time when the rate covers all scheduled bytes
 
     def take(self, num_bytes: int) -> float:
-        """Count these bytes. Returns the seconds to wait before they may be read; 0.0 for none.
+        """Schedule a read of `num_bytes`. Return the seconds to wait before it may start.
 
-        The next caller waits behind them, so take what is read next, and no more.
+        Later callers queue behind it, so schedule only the next read.
         """
         if not self.bytes_per_s:
             return 0.0
@@ -46,6 +46,8 @@ class RateLimit:
             return max(0.0, self._paid_at - now)
 
     def count_batch_bytes(self, most: int) -> int:
-        """How much to read at once so that the rate is even, and a reader can stop between: a tenth of a
-        second's, `most` at most."""
+        """Return the batch size in bytes: a tenth of a second at this rate, at most `most`.
+
+        Small batches keep the rate even and let a reader stop between them.
+        """
         return min(most, max(1, int(self.bytes_per_s * _BATCH_S))) if self.bytes_per_s else most

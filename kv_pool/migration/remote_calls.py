@@ -1,4 +1,4 @@
-"""`RemoteCalls`: asks a node over TCP."""
+"""`RemoteCalls`: calls to another node over TCP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 
 from kv_pool.errors import PeerUnavailableError
+from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.call_failures import raise_failure
 from kv_pool.migration.channel import Channel
@@ -19,19 +20,18 @@ _MAX_IDLE = 4
 
 
 class RemoteCalls:
-    """The node that listens at an address. See `NodeCalls` for what `call` promises.
+    """Calls to the node that listens at an address. See `NodeCalls` for the contract of `call`.
 
     Args:
         address: host:port.
         secret: shared with that node.
-        caller: the name of the node that asks.
+        caller: the name of the calling node.
 
-    Connects when there is something to ask. Calls of several threads at once have a connection each, so that
-    a long one holds up no other; connections are kept for the next calls. One that the node has closed in the
-    meantime is replaced, before anything is sent over it.
+    The connection is opened by the first call. Concurrent calls use separate connections, so a long call does
+    not delay others. Idle connections are reused; one that the node has closed is replaced before use.
     """
 
-    def __init__(self, address: str, secret: bytes, caller: str) -> None:
+    def __init__(self, address: str, secret: bytes, caller: NodeName) -> None:
         check_secret(secret)
         self.address = address
         self._secret = secret
@@ -50,22 +50,22 @@ class RemoteCalls:
             reply = decode_message(channel.receive(deadline))
             is_whole = True
         finally:
-            self._give_back(channel, is_whole)
+            self._return_channel(channel, is_whole)
         if isinstance(reply, CallFailed):
             raise_failure(reply, self.address)
         return reply
 
     def connect_bulk(self, backend: str, timeout_s: float) -> Channel:
-        """A connection of its own to the node's backend of this name; the caller's to close.
+        """Open a new connection to the node's backend of this name. The caller closes it.
 
         Raises:
             PeerUnavailableError, PeerAuthenticationError: as for `call`.
-            MigrationError: the node has no such backend.
+            MigrationError: the node does not have this backend.
         """
         return self._connect(backend, time.monotonic() + timeout_s)
 
     def close(self) -> None:
-        """Hang up. Calls under way fail with PeerUnavailableError, and so do later ones."""
+        """Close all connections. Calls in progress and later calls fail with PeerUnavailableError."""
         with self._lock:
             self._is_closed = True
             for channel in self._idle:
@@ -90,7 +90,7 @@ class RemoteCalls:
         channel.close()
         raise PeerUnavailableError(f"{self.address}: these calls were closed")
 
-    def _give_back(self, channel: Channel, is_whole: bool) -> None:
+    def _return_channel(self, channel: Channel, is_whole: bool) -> None:
         with self._lock:
             self._in_use.discard(channel)
             if is_whole and not self._is_closed and len(self._idle) < _MAX_IDLE:

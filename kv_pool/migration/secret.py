@@ -1,4 +1,4 @@
-"""The secret that nodes share: a file that only its owner can read."""
+"""The shared secret of nodes, stored in a file that only its owner can read."""
 
 import os
 import stat
@@ -13,11 +13,11 @@ _NEW_SECRET_BYTES = 32
 
 
 def load_secret(path: str | Path) -> bytes:
-    """What is in the file, without white space around it: at least 16 bytes, at most 4096.
+    """Return the content of the file without surrounding white space, 16 to 4096 bytes.
 
     Raises:
-        InvalidArgumentError: there is no such file, it is too short or too long, belongs to somebody else, or
-            others than its owner can read or write it (where files have owners).
+        InvalidArgumentError: the file cannot be read, or the secret is too short or too long. On POSIX also
+            if the file belongs to another user, or users other than its owner can read or write it.
     """
     place = Path(path)
     try:
@@ -26,11 +26,13 @@ def load_secret(path: str | Path) -> bytes:
             content = file.read(_MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise InvalidArgumentError(
-            f"{place}: can not read the shared secret: {error.strerror}. Make one with write_secret_file, "
+            f"{place}: cannot read the shared secret: {error.strerror}. Create one with write_secret_file "
             "and copy it to every node"
         ) from error
     if len(content) > _MAX_SECRET_BYTES:
-        raise InvalidArgumentError(f"{place}: a shared secret has at most {_MAX_SECRET_BYTES} bytes")
+        raise InvalidArgumentError(
+            f"{place}: the shared secret is longer than the maximum of {_MAX_SECRET_BYTES} bytes"
+        )
     secret = content.strip()
     try:
         check_secret(secret)
@@ -43,15 +45,15 @@ def check_secret(secret: bytes) -> None:
     """Raise InvalidArgumentError for a secret of fewer than 16 bytes."""
     if len(secret) < MIN_SECRET_BYTES:
         raise InvalidArgumentError(
-            f"the shared secret has {len(secret)} bytes; it takes {MIN_SECRET_BYTES} random ones or more"
+            f"the shared secret has {len(secret)} bytes; it needs at least {MIN_SECRET_BYTES} random bytes"
         )
 
 
 def write_secret_file(path: str | Path) -> None:
-    """Make a file with a new secret, 64 random hex digits, that only its owner can read and write.
+    """Create a file with a new secret, 64 random hex digits, that only its owner can read and write.
 
     Raises:
-        InvalidArgumentError: something is there already, and stays as it is; or it can not be made.
+        InvalidArgumentError: the path already exists and is unchanged, or the file cannot be created.
     """
     place = Path(path)
     try:
@@ -60,7 +62,7 @@ def write_secret_file(path: str | Path) -> None:
             file.write(os.urandom(_NEW_SECRET_BYTES).hex().encode() + b"\n")
     except OSError as error:
         raise InvalidArgumentError(
-            f"{place}: can not make a file for the shared secret: {error.strerror}"
+            f"{place}: cannot create a file for the shared secret: {error.strerror}"
         ) from error
 
 
@@ -69,8 +71,10 @@ def _check_owner_only(place: Path, found: os.stat_result) -> None:
         return
     if found.st_mode & 0o077:
         raise InvalidArgumentError(
-            f"{place}: others than its owner can read or write this file (mode "
-            f"{stat.S_IMODE(found.st_mode):o}), so it is no secret: chmod 600 {place}, or make a new one"
+            f"{place}: users other than the owner can read or write this file (mode "
+            f"{stat.S_IMODE(found.st_mode):o}). Run chmod 600 {place}, or create a new secret"
         )
     if found.st_uid not in (os.getuid(), 0):
-        raise InvalidArgumentError(f"{place} belongs to user {found.st_uid}, who knows this secret")
+        raise InvalidArgumentError(
+            f"{place} belongs to user {found.st_uid}; it must belong to the user of this process, or to root"
+        )

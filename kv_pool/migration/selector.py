@@ -1,4 +1,4 @@
-"""`Selector`: which blocks a subject has at the source, and how they are described to the target."""
+"""`Selector`: the blocks of a subject at the source, and their description for the target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Rows = list[list[KVCacheBlock]]
 
 
 class Selector:
-    """Looks up subjects in a pool; changes nothing."""
+    """Lookup of subjects in a pool. Changes nothing."""
 
     def __init__(self, sequences: Sequences, owner: SequenceOwner[Any]) -> None:
         self._sequences = sequences
@@ -43,13 +43,13 @@ class Selector:
             case BlocksSubject():
                 return self._select_blocks(subject, for_move)
         if for_move:
-            raise InvalidArgumentError("a prefix is copied, not moved: it stays cached here")
+            raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
         return self._select_prefix(subject)
 
     def find_rows(self, subject: Subject) -> dict[Any, _Rows]:
-        """The blocks that a move of the subject takes from each sequence."""
+        """Return the blocks that a move of the subject takes from each sequence."""
         if isinstance(subject, PrefixSubject):
-            raise InvalidArgumentError("a prefix is copied, not moved: it stays cached here")
+            raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
         if isinstance(subject, SequenceSubject):
             sequence_id = self._sequences.as_id(subject.sequence_id)
             check_usable(self._sequences, [sequence_id])
@@ -107,7 +107,8 @@ class Selector:
             raise InvalidBlockError(f"block {twice} is listed twice")
         if subject.generations and len(subject.generations) != len(subject.block_ids):
             raise InvalidArgumentError(
-                f"{len(subject.generations)} generations of {len(subject.block_ids)} blocks"
+                f"{len(subject.generations)} generations for {len(subject.block_ids)} blocks; pass one for "
+                "each block, or none"
             )
         blocks: list[KVCacheBlock] = []
         for position, block_id in enumerate(subject.block_ids):
@@ -116,8 +117,8 @@ class Selector:
             block = pool.blocks[block_id]
             if subject.generations and subject.generations[position] != block.generation:
                 raise StaleTransferError(
-                    f"block {block_id} was taken anew since it was named: its generation was "
-                    f"{subject.generations[position]} and is {block.generation}"
+                    f"block {block_id} was reused since it was named: its generation was "
+                    f"{subject.generations[position]} and is now {block.generation}"
                 )
             blocks.append(block)
         return blocks
@@ -125,19 +126,19 @@ class Selector:
     def _find_holders(
         self, subject: BlocksSubject, for_move: bool
     ) -> tuple[list[KVCacheBlock], list[Any | None]]:
-        """The blocks, and for each the sequence that it joins at the target, None for none."""
+        """Return the blocks, and for each the sequence that it joins at the target, or None."""
         blocks = self._find_blocks(subject)
         holders = [self._sequences.find_holder(block) for block in blocks]
         for block, holder in zip(blocks, holders, strict=True):
             if holder is None and (for_move or block.block_hash is None):
                 raise InvalidBlockError(
-                    f"block {block.block_id} is held by no sequence that it could join at the target, and "
-                    + ("is not cached" if block.block_hash is None else "so is copied, not moved")
+                    f"block {block.block_id} belongs to no sequence that it could join at the target, and "
+                    + ("it is not cached" if block.block_hash is None else "so can only be copied, not moved")
                 )
         return blocks, holders
 
     def _offer_sequence(self, sequence_id: Any, rows: _Rows) -> dict[KVCacheBlock, OfferedBlock]:
-        """What the target is told of the blocks of a sequence, each with the one before it and its tokens."""
+        """Describe the blocks of a sequence for the target, each with its parent's hash and its tokens."""
         known = self._owner.list_token_ids(sequence_id)
         offered: dict[KVCacheBlock, OfferedBlock] = {}
         for block_size, row in zip(self._block_sizes, rows, strict=True):
@@ -164,10 +165,10 @@ class Selector:
 
 
 def check_usable(sequences: Sequences, sequence_ids: Iterable[Any]) -> None:
-    """Raise FrozenSequenceError where a migration has one of these sequences."""
+    """Raise FrozenSequenceError if one of these sequences is in a migration."""
     for sequence_id in sequence_ids:
-        why = sequences.barred.get(sequence_id)
+        why = sequences.frozen.get(sequence_id)
         if why is not None:
             raise FrozenSequenceError(
-                f"sequence {sequence_id!r} cannot be used: {why}; wait until that is over, or cancel it"
+                f"sequence {sequence_id!r} is frozen: {why}; wait for the migration or cancel it"
             )

@@ -1,54 +1,56 @@
-"""`SequenceOwner`: an engine whose sequences, or requests, migrate, and what the site asks and tells it."""
+"""`SequenceOwner`: the interface between a site and the engine whose sequences or requests migrate."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
+
+from kv_pool.ids import NodeName
 
 Id = TypeVar("Id", contravariant=True)
 
 
 class SequenceOwner(Protocol[Id]):
-    """An engine that knows more of its sequences than their blocks. Called with the pool's lock held.
+    """An engine that has state of its sequences besides their blocks. Called with the pool's lock held.
 
-    source     describe, list_token_ids -> suspend -> give_up   it lives at the target now
-                                                   -> resume    it goes on here
-    target     expect -> take_over
+    source     describe, list_token_ids -> suspend -> on_departed   the target has the sequence
+                                                   -> resume    it continues here
+    target     expect -> on_arrived
 
-    Ids are ints over a `GPUKVPool`, and strings over a `KVCacheManager`. The methods here do nothing: a
-    subclass has those that it needs.
+    An id is a `SequenceId` for a `GPUKVPool`, a `RequestId` for a `KVCacheManager`. The methods of this
+    class do nothing: a subclass overrides those that it needs.
     """
 
     def describe(self, sequence_id: Id, /) -> bytes:
-        """What an engine of this kind needs to go on with the sequence elsewhere; at most 16 MiB."""
+        """Return the state that the target's engine needs to continue the sequence; at most 16 MiB."""
         return b""
 
     def list_token_ids(self, sequence_id: Id, /) -> Sequence[int]:
-        """Tokens of the sequence from its start, as far as they are known; () for none."""
+        """Return the known tokens of the sequence from its start; () if none are known."""
         return ()
 
     def suspend(self, sequence_id: Id, /) -> object:
-        """Do nothing with the sequence until it is resumed, or is gone."""
+        """Stop using the sequence until `resume` or `on_departed`."""
         return None
 
     def resume(self, sequence_id: Id, /) -> object:
-        """The sequence stays."""
+        """Continue with the sequence; its move has failed."""
         return None
 
-    def give_up(self, sequence_id: Id, target: str, /) -> object:
-        """The node `target` has the sequence; its blocks have just been given back here."""
+    def on_departed(self, sequence_id: Id, target: NodeName, /) -> object:
+        """Drop the sequence: node `target` has it, and its blocks have been freed here."""
         return None
 
     def expect(self, sequence_id: Id, num_blocks: int, state: bytes, /) -> object:
-        """A sequence is to come. Raises InvalidArgumentError where it cannot go on here."""
+        """Prepare for a sequence. Raise InvalidArgumentError if it cannot continue here."""
         return None
 
-    def take_over(self, sequence_id: Id, state: bytes, /) -> object:
-        """The sequence is here, and holds its blocks.
+    def on_arrived(self, sequence_id: Id, state: bytes, /) -> object:
+        """Take over an arrived sequence, which has its blocks.
 
-        What it raises ends the migration as failed: the sequence loses its blocks, which stay cached. The
-        source of a move has given it up by then, so let `expect` raise instead.
+        An error raised here fails the migration: the sequence loses its blocks, which stay cached. The source
+        of a move has released the sequence by then, so do all checks in `expect`.
         """
         return None
 
 
 class NoOwner(SequenceOwner[Any]):
-    """For pools where blocks are all there is to a sequence."""
+    """The owner for pools whose sequences have no state besides their blocks."""

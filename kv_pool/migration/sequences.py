@@ -1,4 +1,4 @@
-"""`Sequences`: what `PoolSite` asks of the sequences of a pool; two kinds of pools differ in this alone."""
+"""`Sequences`: the interface between `PoolSite` and the sequences of a pool, one class per kind of pool."""
 
 from __future__ import annotations
 
@@ -8,81 +8,84 @@ from typing import Any, Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.storage.block_storage import BlockStorage
 
 
 class Sequences(Protocol):
-    """The sequences of one pool, or its requests. Ids are of the pool's own type.
+    """The sequences or requests of one pool. Ids are of the pool's own type.
 
-    Lists that are passed change in the same step as the references or tables that they stand for. A method
-    that an exception interrupted can be called again.
+    A list argument changes in the same step as the references or tables that it represents. A method that was
+    interrupted by an exception can be called again.
 
     Attributes:
-        block_size: tokens of a block of the first group.
-        barred: sequences that a migration has, and why nobody else may use them; the pool refuses them.
+        kind: a description of the sequences. Whole sequences migrate only between pools of the same kind;
+            prefixes migrate between all pools.
+        block_size: tokens per block of the first group.
+        frozen: frozen sequences -> reason, for error messages; the pool refuses to use them.
     """
 
+    kind: str
     storage: BlockStorage
     block_size: int
-    barred: dict[Any, str]
+    frozen: dict[Any, str]
 
     @property
     def pool(self) -> BlockPoolCore:
-        """The pool of the blocks."""
+        """The block pool."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Held by every user of the pool, such as an engine during its step; reentrant."""
+        """The reentrant lock that every user of the pool holds, such as an engine during its step."""
 
     # ---- looking ---------------------------------------------------------------------------------
 
     def describe_groups(self) -> tuple[str, ...]:
-        """The KV cache groups in words; () where `BlockLayout` says all by itself."""
+        """Describe the KV cache groups for layout comparison; () if `BlockLayout` is sufficient without."""
 
     def list_block_sizes(self) -> list[int]:
-        """Tokens per block of each group."""
+        """Return the tokens per block of each group."""
 
-    def as_id(self, sequence_id: int | str) -> Any:
-        """The id in the pool's own type. Raises InvalidArgumentError, InvalidTypeError."""
+    def as_id(self, sequence_id: SequenceId | RequestId) -> Any:
+        """Convert an id to the pool's own type. Raises InvalidArgumentError, InvalidTypeError."""
 
     def list_rows(self, sequence_id: Any) -> list[list[KVCacheBlock]]:
-        """The blocks of a sequence by group, null blocks included.
+        """Return the blocks of a sequence by group, null blocks included.
 
         Raises:
-            UnknownSequenceError: it has no blocks.
+            UnknownSequenceError: the sequence has no blocks.
             FrozenSequenceError, InvalidArgumentError: its blocks cannot be read now.
         """
 
     def find_holder(self, block: KVCacheBlock) -> Any | None:
-        """The sequence at whose end the block goes on where it is moved to by its id; None for none."""
+        """Return the sequence to which a moved block is appended at the target; None if there is none."""
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
-        """The blocks of the longest cached prefix by group, null blocks included."""
+        """Return the blocks of the longest cached prefix by group, null blocks included."""
 
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Raise PinnedBlockError where one of these blocks must stay."""
+        """Raise PinnedBlockError if one of these blocks cannot be moved."""
 
     def describe(self, sequence_ids: list[Any]) -> bytes:
-        """What the other pool needs to know of these sequences besides their blocks."""
+        """Encode the state of these sequences that the target's pool needs besides their blocks."""
 
     # ---- coming ----------------------------------------------------------------------------------
 
     def read_details(
         self, details: bytes, sequence_ids: Sequence[Any], num_blocks: int, is_whole: bool
     ) -> Any:
-        """What `describe` said at the source; None if it said nothing.
+        """Decode the result of the source's `describe`; None if there is no state.
 
         Args:
-            is_whole: these blocks are all of one sequence, which must not be here; otherwise some sequences
-                get more blocks.
+            is_whole: the blocks are one whole sequence, which must not exist here; otherwise existing
+                sequences get more blocks.
         Raises:
-            InvalidArgumentError: it does not fit, or one of the sequences cannot come here.
+            InvalidArgumentError: the state does not fit, or this pool cannot receive one of the sequences.
         """
 
     def count_available(self, arriving: Any) -> int:
-        """How many blocks sequences of which this was said could have."""
+        """Return the number of blocks available to arriving sequences with this decoded state."""
 
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         """Add one reference to each block, and append the blocks to `onto`."""
@@ -93,25 +96,25 @@ class Sequences(Protocol):
     def make_join(
         self, sequence_id: Any, blocks: list[KVCacheBlock], arriving: Any
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
-        """Prepare to give blocks to a sequence, which need not exist yet; nothing changes.
+        """Prepare to add blocks to a sequence, which may be new. Changes nothing.
 
         Returns:
-            A call that does it, after which the references are the sequence's; and the rows by which `free`
-            takes them back.
+            A function that adds the blocks and passes their references to the sequence; and the rows to pass
+            to `free` to undo it.
         Raises:
-            InvalidArgumentError: it is not possible any more.
+            InvalidArgumentError: the sequence can no longer receive the blocks.
         """
 
     # ---- going -----------------------------------------------------------------------------------
 
     def detach(self, sequence_id: Any, onto: list[BlockTable]) -> None:
-        """Append the tables of a sequence to `onto`, if it is to have none while it is moved."""
+        """Detach the tables of a sequence and append them to `onto`; no-op if this pool does not detach."""
 
     def attach(self, sequence_id: Any, tables: list[BlockTable], rows: list[list[KVCacheBlock]]) -> None:
-        """Give detached tables back; or free the rows, where the sequence has begun anew meanwhile."""
+        """Restore detached tables; free the rows instead if the sequence was restarted."""
 
     def free(self, sequence_id: Any, rows: list[list[KVCacheBlock]]) -> None:
-        """Take blocks from a sequence, detached or not, and drop its references. May be repeated."""
+        """Remove blocks from a sequence, detached or not, and drop its references. Safe to repeat."""
 
     def recover(self) -> None:
-        """Complete calls of the pool that an exception interrupted."""
+        """Complete calls of the pool that were interrupted by an exception."""

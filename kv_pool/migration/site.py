@@ -1,4 +1,4 @@
-"""What migration says of blocks: `OfferedBlock`, `Selection` at the source, `Room` at the target."""
+"""Blocks in a migration: `OfferedBlock`, `Selection` at the source, `Reservation` at the target."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold
+from kv_pool.ids import BlockId, RequestId, SequenceId
 from kv_pool.migration.subjects import Subject
 
 
@@ -18,13 +19,13 @@ class OfferedBlock(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         block_id, generation: at the source.
-        keys: hashes with their groups, by which it is found there; () for a block that is not cached.
-        num_tokens: from the start of the sequence that the first key covers; None if that is not known.
-        parent: the hash of the block before it, for events; None for the first, or if that is not known.
-        token_ids: of this block, where the source knows them; () otherwise.
+        keys: its cache keys there, hashes with their groups; () if the block is not cached.
+        num_tokens: tokens from the start of the sequence that the first key covers; None if unknown.
+        parent: the hash of the preceding block, for events; None for the first block or if unknown.
+        token_ids: of this block; () if the source does not know them.
     """
 
-    block_id: int
+    block_id: BlockId
     generation: int
     keys: tuple[bytes, ...] = ()
     num_tokens: int | None = None
@@ -34,12 +35,12 @@ class OfferedBlock(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Selection:
-    """The blocks of a subject, at the source, at this moment.
+    """A snapshot of the blocks of a subject at the source.
 
     Attributes:
         blocks: distinct blocks with content, in the order of the sequence.
-        offered: the same, as the target is told of them.
-        state: what else the target needs to go on; only a site of the same kind reads it. At most 16 MiB.
+        offered: the description of the same blocks for the target.
+        state: encoded `SubjectState`, read only by a site of the same kind. At most 16 MiB.
     """
 
     blocks: list[KVCacheBlock]
@@ -48,29 +49,29 @@ class Selection:
 
 
 class SubjectState(msgspec.Struct, frozen=True, array_like=True):
-    """What goes along with the blocks of an offer: `Selection.state`, decoded.
+    """The decoded form of `Selection.state`: the state that accompanies the blocks of an offer.
 
     Attributes:
-        sequence_ids: of a `BlocksSubject`, for each block the sequence that it joins at the target, None for
-            none; [] of other subjects.
-        details: what the source's `Sequences` say of these sequences.
-        owner: what the engine says of the sequence.
+        sequence_ids: of a `BlocksSubject`, for each block the sequence that it joins at the target, or None;
+            [] for other subjects.
+        details: the result of the source's `Sequences.describe`.
+        owner: the result of the source's `SequenceOwner.describe`.
     """
 
-    sequence_ids: list[int | str | None] = []
+    sequence_ids: list[SequenceId | RequestId | None] = []
     details: bytes = b""
     owner: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
-    """Blocks at the target for those of an offer, one each, in order; the room has a reference on each.
+class Reservation:
+    """A reservation at the target: one block per offered block, in order, with a reference on each.
 
     Attributes:
-        missing: positions whose bytes have to be read. The content of the others is here already.
-        hold: keeps the blocks at their ids until `adopt` or `leave`.
-        sequence_ids: sequences that cannot be used here until then.
-        arriving: the state of the offer, as the target's `Sequences` understand it.
+        missing: positions whose bytes must be read. The other blocks already have the content.
+        hold: keeps the blocks in place until `adopt` or `release_reservation`.
+        sequence_ids: sequences that are frozen here until then.
+        arriving: the result of the target's `Sequences.read_details`.
     """
 
     subject: Subject

@@ -1,11 +1,11 @@
-"""`SourceTransfers`: what a node lends to targets, and what becomes of it; the calls that a target makes.
+"""`SourceTransfers`: the transfers of a source node, and the calls that targets make for them.
 
-                        +-- acknowledge -> ACKNOWLEDGED    a move's subject is given up, exactly here
-    prepare -> PREPARED +-- lease over  -> EXPIRED
-                        +-- cancel      -> CANCELLED
+                        +-- acknowledge   -> ACKNOWLEDGED    a move's subject is released, exactly here
+    prepare -> PREPARED +-- lease expired -> EXPIRED
+                        +-- cancel        -> CANCELLED
 
-A transfer is PREPARED as long as its blocks are lent: pinned by a lease to read, and a move's subject frozen.
-What became of it is remembered, so that a repeated, late or reordered call is answered as the first was.
+While a transfer is PREPARED, its blocks are held by a read lease, and a move's subject is frozen. The outcome
+is remembered, so a repeated, late or reordered call gets the same answer as the first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_pool.errors import InvalidContentError, MigrationError, StaleTransferError
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -38,7 +39,7 @@ MAX_REMEMBERED = 65_536
 
 
 class TransferState(Enum):
-    """What became of a transfer; see the picture above."""
+    """The final state of a transfer; see the diagram above."""
 
     ACKNOWLEDGED = "acknowledged"
     EXPIRED = "expired"
@@ -47,80 +48,80 @@ class TransferState(Enum):
 
 @dataclass(eq=False)
 class Transfer:
-    """One that is lent. Only `SourceTransfers` changes it.
+    """A prepared transfer. Only `SourceTransfers` changes it.
 
     Attributes:
-        lease: None where the subject has no blocks.
-        positions: by block id of the offer the place in it.
-        deadline: of the source's clock; that of the lease.
+        lease: None if the subject has no blocks.
+        positions: block id -> position in the offer.
+        deadline: of the lease, by the source's clock.
     """
 
     message: PrepareTransfer
     selection: Selection
     lease: Lease | None
-    positions: dict[int, int]
+    positions: dict[BlockId, int]
     deadline: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a transfer that is not lent any more.
+    """The outcome of an ended transfer.
 
     Attributes:
-        new_ids: of its blocks at the target, if it was acknowledged.
-        reason: why it was cancelled, if that is known.
-        is_invalid: content was reported wrong while it was lent.
+        new_ids: ids of its blocks at the target, if acknowledged.
+        reason: why it was cancelled; "" if unknown.
+        is_invalid: content was reported invalid while the transfer was prepared.
     """
 
     state: TransferState
-    new_ids: tuple[int, ...] = ()
+    new_ids: tuple[BlockId, ...] = ()
     reason: str = ""
     is_invalid: bool = False
 
 
 class SourceTransfers:
-    """The transfers that one site is the source of.
+    """The transfers whose source is one site. Thread-safe: the site's lock guards all state.
 
     Args:
-        name: the node's.
-        epoch: the node's; it names one life of the process, see `make_epoch`.
-        lease_s: how long blocks are lent without a sign of life from the target.
-        clock: the time in seconds, never falling; that of the site's leases.
-        on_change: called with the transfer when one was lent or has ended, without the site's lock, and
-            before the target is answered.
-
-    Safe for several threads: all state is behind the site's lock.
+        name: of the node.
+        incarnation: identifies this start of the node; see `make_incarnation`.
+        lease_s: duration of a lease unless the target renews it.
+        clock: monotonic time in seconds, the clock of the site's leases.
+        on_change: called with a transfer that was prepared or has ended, without the site's lock and before
+            the reply to the target.
     """
 
     def __init__(
         self,
         site: PoolSite,
-        name: str,
-        epoch: str,
+        name: NodeName,
+        incarnation: str,
         lease_s: float,
         clock: Callable[[], float],
         on_change: Callable[[Transfer], object] = lambda transfer: None,
     ) -> None:
         self._site = site
         self._name = name
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._lease_s = lease_s
         self._clock = clock
         self._on_change = on_change
-        self._lent: dict[bytes, Transfer] = {}
-        # Apart, since a forgotten acknowledgement of a move would be answered with its contrary.
-        self._acknowledged: OrderedDict[bytes, Outcome] = OrderedDict()
-        self._broken_off: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._prepared: dict[TransferId, Transfer] = {}
+        # A separate limit: a forgotten acknowledgement of a move would be answered with an error.
+        self._acknowledged: OrderedDict[TransferId, Outcome] = OrderedDict()
+        self._broken_off: OrderedDict[TransferId, Outcome] = OrderedDict()
 
-    # ---- what a target asks ----------------------------------------------------------------------
+    # ---- calls of a target -----------------------------------------------------------------------
 
     def prepare(self, message: PrepareTransfer) -> Offer:
-        """Lend the blocks of a subject (M1). Repeated: the same offer, its lease renewed.
+        """Lease the blocks of a subject (M1).
+
+        A repeated call renews the lease and returns the same offer.
 
         Raises:
-            LayoutMismatchError: the target's blocks mean something else.
-            StaleTransferError: this transfer has ended before.
-            What `PoolSite.select` and `freeze` raise. Nothing has changed in any case.
+            LayoutMismatchError: the target's block layout differs.
+            StaleTransferError: this transfer has ended.
+            Errors of `PoolSite.select` and `freeze`. Nothing has changed in all cases.
         """
         site = self._site
         site.layout.check_same(message.layout, f"node {message.target!r}")
@@ -130,34 +131,36 @@ class SourceTransfers:
         if is_new:
             self._on_change(transfer)
         selection = transfer.selection
-        return Offer(message.transfer_id, self._epoch, self._lease_s, selection.offered, selection.state)
+        return Offer(
+            message.transfer_id, self._incarnation, self._lease_s, selection.offered, selection.state
+        )
 
     def compute_checksums(self, message: AskChecksums) -> Checksums:
-        """Checksums of lent blocks. The bytes are read without the site's lock.
+        """Return the checksums of leased blocks. Reads the bytes without the site's lock.
 
         Raises:
-            StaleTransferError: they are not lent, or were not all the time.
+            StaleTransferError: the blocks are not leased, or their lease ended during the read.
         """
         with self._site.lock:
             transfer = self._find(message.transfer_id)
             blocks = transfer.selection.blocks
             if not all(0 <= position < len(blocks) for position in message.positions):
                 raise StaleTransferError(
-                    f"transfer {message.transfer_id.hex()} has {len(blocks)} blocks; there is no checksum of "
-                    f"one of the positions {min(message.positions)} to {max(message.positions)}"
+                    f"transfer {message.transfer_id.hex()} has {len(blocks)} blocks; checksums requested "
+                    f"for positions {min(message.positions)} to {max(message.positions)}"
                 )
             block_ids = [transfer.selection.offered[position].block_id for position in message.positions]
-        self.check_lent(message.transfer_id, block_ids)
+        self.check_leased(message.transfer_id, block_ids)
         values = checksum_blocks(self._site.storage, block_ids)
-        self.check_lent(message.transfer_id, block_ids)
+        self.check_leased(message.transfer_id, block_ids)
         return Checksums(values.astype(">u8").tobytes())
 
     def renew(self, message: RenewLease) -> LeaseRenewed:
-        """Lend the blocks for another `lease_s` from now on.
+        """Renew the lease of a transfer for `lease_s` from now.
 
         Raises:
-            StaleTransferError: they are not lent any more.
-            InvalidContentError: content of one of them was reported wrong.
+            StaleTransferError: the lease has ended.
+            InvalidContentError: the content of a block was reported invalid.
         """
         with self._site.lock:
             transfer = self._find(message.transfer_id)
@@ -167,20 +170,20 @@ class SourceTransfers:
         return LeaseRenewed(self._lease_s)
 
     def acknowledge(self, message: AcknowledgeTransfer) -> Acknowledged:
-        """The target has the blocks: give the lease back, and a move's subject up (M4).
+        """End the lease of a transfer that the target has completed; release a move's subject (M4).
 
-        An acknowledgement of an earlier life of this node is accepted: what it lent went with it.
+        An acknowledgement for an earlier incarnation of this node is accepted: its leases ended with it.
 
         Raises:
-            StaleTransferError: they were not lent any more, and stay ours.
-            InvalidContentError: content of one of them was reported wrong since; they stay ours.
-            MigrationError: it is meant for another node.
+            StaleTransferError: the lease had ended; this node keeps the subject.
+            InvalidContentError: the content of a block was reported invalid; this node keeps the subject.
+            MigrationError: the acknowledgement is for another node.
         """
-        if message.epoch != self._epoch:
-            if get_epoch_name(message.epoch) != self._name:
+        if message.incarnation != self._incarnation:
+            if get_node_name(message.incarnation) != self._name:
                 raise MigrationError(
-                    f"node {self._name!r} was asked to acknowledge a transfer of node "
-                    f"{get_epoch_name(message.epoch)!r}; do two nodes have one address?"
+                    f"node {self._name!r} received an acknowledgement for node "
+                    f"{get_node_name(message.incarnation)!r}; check whether two nodes have the same address"
                 )
             return Acknowledged()
         with self._site.lock:
@@ -189,7 +192,7 @@ class SourceTransfers:
             transfer = self._find(message.transfer_id)
             is_invalid = self._has_invalid_content(transfer)
             if is_invalid:
-                reason = "content was reported wrong"
+                reason = "content was reported invalid"
                 self._end_unacknowledged(
                     transfer, Outcome(TransferState.CANCELLED, reason=reason, is_invalid=True)
                 )
@@ -203,11 +206,11 @@ class SourceTransfers:
         return Acknowledged()
 
     def cancel(self, message: CancelTransfer) -> Cancelled:
-        """Take the blocks back, and refuse to lend under this id later: a `PrepareTransfer` may be late."""
+        """End the lease of a transfer, and refuse a delayed `PrepareTransfer` with this id."""
         with self._site.lock:
             if message.transfer_id in self._acknowledged:
                 return Cancelled(is_acknowledged=True)
-            transfer = self._lent.get(message.transfer_id)
+            transfer = self._prepared.get(message.transfer_id)
             if transfer is None:
                 if message.transfer_id not in self._broken_off:
                     self._remember(
@@ -218,13 +221,13 @@ class SourceTransfers:
         self._on_change(transfer)
         return Cancelled()
 
-    # ---- what this node asks ---------------------------------------------------------------------
+    # ---- calls of this node ----------------------------------------------------------------------
 
-    def check_lent(self, transfer_id: bytes, block_ids: Sequence[int]) -> None:
-        """Raise StaleTransferError unless these blocks are lent by this transfer, as they were offered.
+    def check_leased(self, transfer_id: TransferId, block_ids: Sequence[BlockId]) -> None:
+        """Raise StaleTransferError unless this transfer leases all these blocks, as they were offered.
 
-        It is an InvalidContentError where their content was reported wrong since. A backend that serves the
-        bytes itself calls this before they are read, and after.
+        Raise InvalidContentError if their content was reported invalid since. A backend that serves bytes
+        itself calls this before and after reading them.
         """
         with self._site.lock:
             transfer = self._find(transfer_id)
@@ -232,52 +235,56 @@ class SourceTransfers:
                 position = transfer.positions.get(block_id)
                 if position is None:
                     raise StaleTransferError(
-                        f"block {block_id} is not one of those that transfer {transfer_id.hex()} lends"
+                        f"block {block_id} is not leased by transfer {transfer_id.hex()}"
                     )
                 block = transfer.selection.blocks[position]
                 if block.generation != transfer.selection.offered[position].generation:
                     raise self._make_invalid(transfer_id)
 
     def expire(self) -> None:
-        """End leases that are overdue (M4); subjects stay here."""
+        """End the transfers whose lease has expired (M4); their subjects stay here."""
         with self._site.lock:
             overdue = self._end_overdue()
         for transfer in overdue:
             self._on_change(transfer)
 
-    def find_outcome(self, transfer_id: bytes) -> Outcome | None:
-        """What became of it: None where it is lent still, or not known."""
+    def find_outcome(self, transfer_id: TransferId) -> Outcome | None:
+        """Return the outcome of a transfer; None if it is still prepared, or unknown."""
         with self._site.lock:
             return self._acknowledged.get(transfer_id) or self._broken_off.get(transfer_id)
 
-    def list_lent(self) -> list[Transfer]:
-        """Transfers whose blocks are lent now, oldest first."""
+    def list_prepared(self) -> list[Transfer]:
+        """Return the prepared transfers, oldest first."""
         with self._site.lock:
-            return list(self._lent.values())
+            return list(self._prepared.values())
 
     # ---- inside, locked --------------------------------------------------------------------------
 
     def _has_invalid_content(self, transfer: Transfer) -> bool:
-        """Was content reported wrong since it was offered? A lent block is neither reused nor moved."""
+        """Return True if content was reported invalid since the offer.
+
+        Leased blocks are neither reused nor moved, so nothing else changes their generation.
+        """
         selection = transfer.selection
         return any(
             block.generation != offered.generation
             for block, offered in zip(selection.blocks, selection.offered, strict=True)
         )
 
-    def _make_invalid(self, transfer_id: bytes) -> InvalidContentError:
+    def _make_invalid(self, transfer_id: TransferId) -> InvalidContentError:
         return InvalidContentError(
-            f"node {self._name!r} has reported content of transfer {transfer_id.hex()} wrong since it was "
-            "offered; compute it again, or fetch it from another node"
+            f"node {self._name!r} reported content of transfer {transfer_id.hex()} invalid after the offer; "
+            "recompute it or fetch it from another node"
         )
 
     def _prepare(self, message: PrepareTransfer) -> tuple[Transfer, bool]:
-        known = self._lent.get(message.transfer_id)
+        known = self._prepared.get(message.transfer_id)
         if known is not None:
             if known.message != message:
                 raise StaleTransferError(
-                    f"transfer {message.transfer_id.hex()} lends {describe_subject(known.message.subject)} "
-                    f"to node {known.message.target!r}; choose another id"
+                    f"transfer {message.transfer_id.hex()} already leases "
+                    f"{describe_subject(known.message.subject)} to node {known.message.target!r}; choose "
+                    "another id"
                 )
             self._extend(known)
             return known, False
@@ -288,44 +295,43 @@ class SourceTransfers:
         lease = None
         if selection.blocks:
             holder = f"transfer {message.transfer_id.hex()} to {message.target}"
-            lease = site.leases.lend(selection.blocks, deadline, holder, LeaseKind.READ)
+            lease = site.leases.acquire(selection.blocks, deadline, holder, LeaseKind.READ)
         try:
             if message.is_move:
                 site.freeze(message.subject)
         except BaseException:
             if lease is not None:
-                lease.give_back()
+                lease.release()
             raise
         positions = {offered.block_id: position for position, offered in enumerate(selection.offered)}
         transfer = Transfer(message, selection, lease, positions, deadline)
-        self._lent[message.transfer_id] = transfer
+        self._prepared[message.transfer_id] = transfer
         return transfer, True
 
-    def _find(self, transfer_id: bytes) -> Transfer:
-        """The transfer, if it is lent. Raises StaleTransferError."""
-        transfer = self._lent.get(transfer_id)
+    def _find(self, transfer_id: TransferId) -> Transfer:
+        """Return a prepared transfer. Raises StaleTransferError."""
+        transfer = self._prepared.get(transfer_id)
         if transfer is None:
             self._check_not_over(transfer_id)
-            raise StaleTransferError(f"node {self._name!r} knows no transfer {transfer_id.hex()}")
+            raise StaleTransferError(f"node {self._name!r} has no transfer {transfer_id.hex()}")
         if self._is_overdue(transfer):
             raise StaleTransferError(
-                f"the lease of transfer {transfer_id.hex()} has ended, after {self._lease_s:g} s without a "
-                "sign of life; the source keeps what it has"
+                f"the lease of transfer {transfer_id.hex()} expired after {self._lease_s:g} s without "
+                "renewal; the source keeps its blocks"
             )
         return transfer
 
-    def _check_not_over(self, transfer_id: bytes) -> None:
+    def _check_not_over(self, transfer_id: TransferId) -> None:
         outcome = self._acknowledged.get(transfer_id) or self._broken_off.get(transfer_id)
         if outcome is not None:
             if outcome.is_invalid:
                 raise self._make_invalid(transfer_id)
             raise StaleTransferError(
-                f"transfer {transfer_id.hex()} is over: it has been {outcome.state.value} at node "
-                f"{self._name!r}"
+                f"transfer {transfer_id.hex()} has ended: it was {outcome.state.value} at node {self._name!r}"
             )
 
     def _is_overdue(self, transfer: Transfer) -> bool:
-        # Whoever else calls the leases' expire() may have been there first.
+        # Another caller of the leases' expire() may have ended the lease already.
         is_taken_back = transfer.lease is not None and transfer.lease.state is not LeaseState.ACTIVE
         return is_taken_back or transfer.deadline <= self._clock()
 
@@ -336,7 +342,7 @@ class SourceTransfers:
         transfer.deadline = deadline
 
     def _end_overdue(self) -> list[Transfer]:
-        overdue = [transfer for transfer in self._lent.values() if self._is_overdue(transfer)]
+        overdue = [transfer for transfer in self._prepared.values() if self._is_overdue(transfer)]
         for transfer in overdue:
             self._end_unacknowledged(transfer, Outcome(TransferState.EXPIRED))
         return overdue
@@ -348,12 +354,12 @@ class SourceTransfers:
 
     def _end(self, transfer: Transfer, outcome: Outcome) -> None:
         transfer_id = transfer.message.transfer_id
-        del self._lent[transfer_id]
+        del self._prepared[transfer_id]
         if transfer.lease is not None and transfer.lease.state is LeaseState.ACTIVE:
-            transfer.lease.give_back()
+            transfer.lease.release()
         self._remember(transfer_id, outcome)
 
-    def _remember(self, transfer_id: bytes, outcome: Outcome) -> None:
+    def _remember(self, transfer_id: TransferId, outcome: Outcome) -> None:
         is_acknowledged = outcome.state is TransferState.ACKNOWLEDGED
         remembered = self._acknowledged if is_acknowledged else self._broken_off
         remembered[transfer_id] = outcome
@@ -361,11 +367,11 @@ class SourceTransfers:
             remembered.popitem(last=False)
 
 
-def make_epoch(name: str, random_hex: str) -> str:
-    """The name of one life of a node: the node's own, and something new each time."""
+def make_incarnation(name: NodeName, random_hex: str) -> str:
+    """Return the id of one incarnation of a node: the node's name and a random part."""
     return f"{name}@{random_hex}"
 
 
-def get_epoch_name(epoch: str) -> str:
-    """The node of an epoch."""
-    return epoch.rpartition("@")[0]
+def get_node_name(incarnation: str) -> NodeName:
+    """Return the node name of an incarnation."""
+    return NodeName(incarnation.rpartition("@")[0])

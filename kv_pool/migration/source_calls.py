@@ -1,4 +1,4 @@
-"""`SourceCalls`: the calls of one pull to its source, until the pull is stopped."""
+"""`SourceCalls`: the calls of one pull to its source, with a stop flag."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from kv_pool.migration.transfer_backend import BlockReader
 
 _Reply = TypeVar("_Reply", bound=Message)
 TRIES = 3
-"""How often blocks are read, or a request is sent whose repetition is harmless, before it has failed."""
+"""Maximum number of attempts for a read of blocks or an idempotent request."""
 _PAUSE_S = 0.02
 
 
 class PullPeer(Protocol):
-    """The source, as a pull reaches it."""
+    """The connection of a pull to its source."""
 
     def call(self, message: Message) -> Message:
-        """Ask it. Raises what it answers with, or PeerUnavailableError where it does not answer."""
+        """Send a message and return the reply. Raises the source's error, or PeerUnavailableError."""
 
     def take_reader(self, source: NodeDescription) -> BlockReader:
-        """Connect, or use a connection that was left. Raises PeerUnavailableError, InvalidArgumentError."""
+        """Return an idle reader or a new one. Raises PeerUnavailableError, InvalidArgumentError."""
 
-    def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """The reader has nothing under way, and may be used by the next pull."""
+    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        """Return an idle reader for use by the next pull."""
 
 
 class SourceCalls:
-    """Asks the source of one pull. Another thread may stop the pull meanwhile."""
+    """The calls of one pull to its source. Another thread may stop the pull."""
 
     def __init__(self, peer: PullPeer) -> None:
         self.peer = peer
@@ -39,7 +39,7 @@ class SourceCalls:
         self._woken = threading.Event()
 
     def stop(self, reason: MigrationError) -> bool:
-        """Let `check_wanted` raise this from now on. False: it is too late to stop."""
+        """Make `check_wanted` raise `reason` from now on. Return False if it is too late to stop."""
         with self._lock:
             if self._is_too_late:
                 return False
@@ -49,36 +49,34 @@ class SourceCalls:
         return True
 
     def check_wanted(self) -> None:
-        """Raise what the pull was stopped with."""
+        """Raise the reason for which the pull was stopped, if any."""
         if self._stopped_by is not None:
             raise self._stopped_by
 
     def refuse_stop(self) -> None:
-        """From now on it is too late to stop."""
+        """Refuse `stop` from now on."""
         with self._lock:
             self._is_too_late = True
 
     def commit(self) -> None:
-        """As `refuse_stop`; raises what the pull was stopped with before."""
+        """Refuse `stop` from now on; raise the reason if the pull was already stopped."""
         with self._lock:
             self.check_wanted()
             self._is_too_late = True
 
     def wait(self, seconds: float) -> None:
-        """Wait; not longer than until the pull is stopped."""
+        """Wait for `seconds` or until the pull is stopped."""
         self._woken.wait(seconds)
 
     def call(self, message: Message, reply_type: type[_Reply]) -> _Reply:
-        """Ask once. Raises MigrationError where the reply is of another type."""
+        """Send a message once. Raises MigrationError if the reply has another type."""
         reply = self.peer.call(message)
         if not isinstance(reply, reply_type):
-            raise MigrationError(
-                f"the source has answered {type(message).__name__} with {type(reply).__name__}"
-            )
+            raise MigrationError(f"the source answered {type(message).__name__} with {type(reply).__name__}")
         return reply
 
     def repeat(self, message: Message, reply_type: type[_Reply]) -> _Reply:
-        """Ask until there is an answer, a few times: a message may be lost, and none of these harms twice."""
+        """Send an idempotent message, and repeat it up to `TRIES` times in all until there is an answer."""
         for num_left in reversed(range(TRIES)):
             try:
                 return self.call(message, reply_type)
@@ -86,6 +84,6 @@ class SourceCalls:
                 self.check_wanted()
                 if not num_left:
                     raise
-                # For a node that is being restarted, or a connection that was cut and is made again.
+                # Time for a restarting node, or for a broken connection to be replaced.
                 self.wait(_PAUSE_S)
         raise AssertionError("the loop above returns or raises")

@@ -1,4 +1,4 @@
-"""`MigrationRecord`: what a node keeps of one migration; its status and phases."""
+"""`MigrationRecord`: a node's record of one migration; its status and phases."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from enum import StrEnum
 
 import msgspec
 
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.subjects import Subject, describe_subject
 
 _PROGRESS = ("num_blocks", "num_present_blocks", "num_done_blocks", "num_bytes", "num_descriptors")
 
 
 class MigrationPhase(StrEnum):
-    """Where a migration is in its life.
+    """The phase of a migration.
 
         target   WAITING -> PREPARING -> READING -> INSERTING -> ACKNOWLEDGING -> DONE
                     |           |           |           |              |     \\-> IN_DOUBT -> DONE or FAILED
                     +-----------+-----------+-----------+              +-> FAILED
-                    |-> FAILED, or CANCELLED where somebody wanted it
-        source   WAITING -> READING -> DONE, FAILED or CANCELLED       WAITING only where it has pushed
+                    |-> FAILED, or CANCELLED by a caller
+        source   WAITING -> READING -> DONE, FAILED or CANCELLED       WAITING only for a push
 
-    IN_DOUBT is a move whose blocks have arrived and whose source has not answered whether it gave them up.
+    IN_DOUBT is a move whose blocks have arrived and whose source has not confirmed that it released them.
     """
 
     WAITING = "waiting"
@@ -36,32 +37,32 @@ class MigrationPhase(StrEnum):
 
     @property
     def is_ended(self) -> bool:
-        """Will nothing change any more?"""
+        """True in a final phase: DONE, FAILED or CANCELLED."""
         return self in (MigrationPhase.DONE, MigrationPhase.FAILED, MigrationPhase.CANCELLED)
 
 
 class MigrationStatus(msgspec.Struct):
-    """One migration, as one of its two nodes sees it. Can be written as JSON.
+    """The status of one migration, as seen by one of its two nodes. JSON-serializable.
 
-    A node has one for each of its migrations and changes it; others get copies.
+    The node updates its own instance; callers get copies.
 
     Attributes:
         migration_id: 32 hex digits, the same at both nodes.
         direction: `in` at the target, `out` at the source.
         peer: the other node's name.
-        subject: in words.
-        started: seconds since the epoch, by this node's clock.
-        num_blocks: of the offer; 0 before there is one.
-        num_present_blocks: those of them whose content the target had already, so that they are not read.
-        num_done_blocks: at the target: read and verified, or present.
-        num_bytes, num_descriptors: read so far, repeated reads included, and in how many pieces.
-        elapsed_s: since `started`, waiting included; until it ended.
-        error, error_message: of one that has failed or is in doubt; the name of the error's class.
+        subject: a description for people.
+        started: Unix time in seconds, by this node's clock.
+        num_blocks: of the offer; 0 before the offer.
+        num_present_blocks: of `num_blocks`, those whose content the target already had; they are not read.
+        num_done_blocks: blocks that the target has: read and verified, or present before.
+        num_bytes, num_descriptors: bytes read so far, repeated reads included, and the number of pieces.
+        elapsed_s: from `started` until now or the end, waiting included.
+        error, error_message: class name and message of the error that it failed with or is in doubt for.
     """
 
     migration_id: str
     direction: str
-    peer: str
+    peer: NodeName
     subject: str
     is_move: bool
     phase: MigrationPhase
@@ -78,21 +79,21 @@ class MigrationStatus(msgspec.Struct):
 
 
 class MigrationRecord:
-    """All that a node keeps of one migration, and shows of it.
+    """A node's record of one migration.
 
     Attributes:
-        transfer_id: 16 bytes, `status.migration_id` in hex.
-        status: what callers and the other node see.
-        error: what it failed with, or is in doubt for.
-        old_ids: of the blocks, at the source; known there once they are lent.
-        new_ids: of the same blocks at the target; of one that is done.
+        transfer_id: 16 bytes; `status.migration_id` is its hex form.
+        status: visible to callers and to the other node.
+        error: the error that it failed with or is in doubt for.
+        old_ids: the blocks' ids at the source; known there once they are leased.
+        new_ids: the same blocks' ids at the target; known once the migration is done.
     """
 
     def __init__(
         self,
-        transfer_id: bytes,
+        transfer_id: TransferId,
         direction: str,
-        peer: str,
+        peer: NodeName,
         subject: Subject,
         is_move: bool,
         phase: MigrationPhase = MigrationPhase.WAITING,
@@ -105,16 +106,16 @@ class MigrationRecord:
             transfer_id.hex(), direction, peer, described, is_move, phase, started=time.time()
         )
         self.error: Exception | None = None
-        self.old_ids: list[int] = []
-        self.new_ids: list[int] = []
+        self.old_ids: list[BlockId] = []
+        self.new_ids: list[BlockId] = []
 
     def set_error(self, error: Exception | None) -> None:
-        """It has failed, or is in doubt; None where that is over."""
+        """Set the error, also in the status; None clears it."""
         self.error = error
         self.status.error = "" if error is None else type(error).__name__
         self.status.error_message = "" if error is None else str(error)
 
-    def take_progress(self, told: MigrationStatus) -> None:
-        """Count what the other node has counted."""
+    def take_progress(self, reported: MigrationStatus) -> None:
+        """Copy the counts of the other node's status."""
         for name in _PROGRESS:
-            setattr(self.status, name, getattr(told, name))
+            setattr(self.status, name, getattr(reported, name))

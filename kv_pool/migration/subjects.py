@@ -1,6 +1,8 @@
-"""What is migrated: blocks by their ids, a sequence, or a prefix by its hashes."""
+"""Subjects of migrations: blocks by id, a sequence, or a prefix by its hashes."""
 
 import msgspec
+
+from kv_pool.ids import BlockId, RequestId, SequenceId
 
 
 class BlocksSubject(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True):
@@ -8,25 +10,25 @@ class BlocksSubject(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fi
 
     Attributes:
         block_ids: distinct.
-        generations: of each block when it was named (`KVCacheBlock.generation`); () to take them as they are
-            now. A block that was taken anew since then is refused.
+        generations: `KVCacheBlock.generation` of each block when it was named; a block that was reused since
+            then is refused. () to accept all blocks as they are.
     """
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
     generations: tuple[int, ...] = ()
 
 
 class SequenceSubject(msgspec.Struct, frozen=True, tag="sequence", forbid_unknown_fields=True):
-    """All blocks of a sequence, or of a request, in the order of its tokens, the last one included."""
+    """All blocks of a sequence or request, in token order, including a partial last block."""
 
-    sequence_id: int | str
+    sequence_id: SequenceId | RequestId
 
 
 class PrefixSubject(msgspec.Struct, frozen=True, tag="prefix", forbid_unknown_fields=True):
     """The longest cached prefix of these hashes, in use or free. Copied, never moved.
 
     Attributes:
-        block_hashes: at the pool's `hash_block_size`, head first.
+        block_hashes: of `hash_block_size` tokens each, first block first.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -36,7 +38,7 @@ Subject = BlocksSubject | SequenceSubject | PrefixSubject
 
 
 def describe_subject(subject: Subject) -> str:
-    """In words, for messages and lists."""
+    """Describe a subject in words, for messages and lists."""
     match subject:
         case BlocksSubject():
             return f"{len(subject.block_ids)} blocks"

@@ -1,16 +1,16 @@
-"""`Pull`: one migration, as its target drives it: prepare, read, verify, insert, acknowledge, adopt.
+"""`Pull`: one migration at its target, which drives it: prepare, read, verify, insert, acknowledge, adopt.
 
             the source                                  the target
                 |  <-------------- PrepareTransfer ---------  |  PREPARING
-    M1  lend    |  --------------- Offer ------------------>  |  take room, lent for writing          M2
+    M1  lease   |  --------------- Offer ------------------>  |  reserve, under a write lease         M2
                 |  <============== bytes, in batches =======  |  READING
     checksums   |  <-------------- AskChecksums ------------  |  verify
                 |                                             |  INSERTING: the blocks can be hit
-    M4  give up |  <-------------- AcknowledgeTransfer -----  |  ACKNOWLEDGING
+    M4  release |  <-------------- AcknowledgeTransfer -----  |  ACKNOWLEDGING
                 |  --------------- Acknowledged ----------->  |  adopt; DONE                          M3
 
-What fails before the acknowledgement is sent leaves the source as it was and the target empty (M3); from then
-on the source's answer decides.
+A failure before the acknowledgement is sent leaves the source unchanged, and at the target only verified
+cached blocks (M3). After that the source's answer decides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
-from kv_pool.manager.invalid_blocks import evict_wrong_blocks
+from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -42,20 +42,20 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
-from kv_pool.migration.site import Room
+from kv_pool.migration.site import Reservation
 from kv_pool.migration.source_calls import PullPeer, SourceCalls
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.verified_reads import VerifiedReads
 
 
 class Pull:
-    """One migration to this node. One thread calls `run`, then `resolve` as long as it is in doubt.
+    """An incoming migration. One thread calls `run`, then `resolve` as long as the migration is in doubt.
 
     Attributes:
-        record: of this migration; a pull that its source asked for has the id that the source chose.
-        room, lease: what it holds of the pool, None for nothing. Behind the site's lock.
-        held: the lease to read by which what has arrived stays for `hold_s`, None for none; over when its
-            deadline has passed, or after `release`. Behind the site's lock.
+        record: of this migration; the pull of a push has the id that the source chose.
+        reservation, lease: the reservation and its write lease, or None. Guarded by the site's lock.
+        held: the read lease that keeps the arrived blocks for `hold_s`, or None; it ends at its deadline or
+            by `release`. Guarded by the site's lock.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Pull:
         self.transfer_id = record.transfer_id
         self.subject = record.subject
         self.is_move = record.is_move
-        self.room: Room | None = None
+        self.reservation: Reservation | None = None
         self.lease: Lease | None = None
         self.held: Lease | None = None
         self._hold_s = hold_s
@@ -82,23 +82,23 @@ class Pull:
         self._source: NodeDescription | None = None
         self._offer: Offer | None = None
         self._reads: VerifiedReads | None = None
-        self._may_be_lent = False
+        self._may_be_leased = False
         self._is_inserted = False
-        # Held by whoever ends it: the thread that asks the source, or somebody who knows that it is gone.
+        # Held while the pull ends: by the thread that resolves it, or by a caller of `assume_source_gone`.
         self._ending = threading.Lock()
 
     # ---- from other threads ----------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        """Give it up before the acknowledgement is sent. False: it was sent, or the pull has ended."""
+        """Cancel the pull. Return False if the acknowledgement was sent or the pull has ended."""
         return self._calls.stop(
-            MigrationCancelledError("the migration was cancelled; its source has the blocks")
+            MigrationCancelledError("the migration was cancelled; the source keeps the blocks")
         )
 
     def renew(self) -> None:
-        """Tell the source that the blocks are still needed, and prolong our own lease.
+        """Renew the read lease at the source and the write lease here.
 
-        An answer that is missing is no matter: there will be another, or the source's lease ends.
+        A missing answer is ignored: a later renewal may succeed, otherwise the source's lease expires.
         """
         if self.status.phase is not MigrationPhase.READING:
             return
@@ -113,40 +113,46 @@ class Pull:
             return
 
     def release(self) -> None:
-        """Hold what has arrived no longer, or not at all. Nothing happens if it is not held any more."""
+        """End the hold on the arrived blocks, or prevent it. No-op if it has ended."""
         with self._site.lock:
             self._hold_s = 0.0
             held, self.held = self.held, None
             if held is not None and held.state is LeaseState.ACTIVE:
-                held.give_back()
+                held.release()
 
     def is_holding(self) -> bool:
-        """Is what has arrived held still?"""
+        """Return True while the arrived blocks are held."""
         held = self.held
         return held is not None and held.state is LeaseState.ACTIVE
 
     def assume_source_gone(self) -> bool:
-        """The source uses the blocks no more, and will not say so: they are ours. False if not in doubt."""
+        """Resolve IN_DOUBT in favour of this node. Call only if the source is known to be dead.
+
+        Return False if the pull is not in doubt or the takeover fails.
+        """
         if self.status.phase is not MigrationPhase.IN_DOUBT:
             return False
         self._adopt()
         return self.record.error is None
 
-    def give_up_doubt(self) -> bool:
-        """Ask no more, and do not take it over: the source may go on with it. False if not in doubt."""
+    def abandon_doubt(self) -> bool:
+        """Resolve IN_DOUBT in favour of the source: fail, and keep cached blocks only.
+
+        Return False if the pull is not in doubt.
+        """
         with self._ending:
             if self.status.phase is not MigrationPhase.IN_DOUBT or self.record.error is None:
                 return False
-            self._leave(self.record.error)
+            self._end_as_failed(self.record.error)
             return True
 
-    # ---- the way ---------------------------------------------------------------------------------
+    # ---- phases ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """From the first request to the end, or until it is in doubt. What goes wrong is in `error`."""
+        """Run all phases, until the end or IN_DOUBT. An error is stored in `record.error`."""
         try:
             self._prepare()
-            self._take_room()
+            self._reserve()
             self._read()
             self._insert()
             self._enter_acknowledging()
@@ -156,62 +162,63 @@ class Pull:
             self._acknowledge()
 
     def resolve(self) -> None:
-        """Ask the source once more whether it gave a move up, where it has not answered."""
+        """Repeat the acknowledgement of a move in doubt."""
         if self.status.phase is MigrationPhase.IN_DOUBT:
             self._acknowledge()
 
     def _prepare(self) -> None:
-        """M1: check layout compatibility, then ask the source to lend its blocks."""
+        """M1: check layout compatibility, then ask the source for a lease on the blocks."""
         self._enter(MigrationPhase.PREPARING)
         self._source = source = self._calls.repeat(DescribeNode(), NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
         self._reads = VerifiedReads(self._settings, self._calls, source, self.record, self._limit)
         self._calls.check_wanted()
-        self._may_be_lent = True
+        self._may_be_leased = True
         request = PrepareTransfer(
             self.transfer_id, self.subject, self.is_move, self._site.layout, self._settings.name
         )
         offer = self._calls.repeat(request, Offer)
-        if offer.epoch != source.epoch:
-            raise PeerUnavailableError(f"node {source.name!r} was restarted while it was asked; try again")
+        if offer.incarnation != source.incarnation:
+            raise PeerUnavailableError(f"node {source.name!r} restarted during the request; try again")
         self._offer = offer
         self.status.num_blocks = len(offer.blocks)
 
-    def _take_room(self) -> None:
-        """M2: a block for each that is offered; those to be written are lent to this pull."""
+    def _reserve(self) -> None:
+        """M2: reserve one block for each offered block; put those to be written under a write lease."""
         offer, site = self._get_offer(), self._site
         with site.lock:
-            room = site.take_room(self.subject, offer.blocks, offer.state)
+            reservation = site.reserve(self.subject, offer.blocks, offer.state)
             try:
-                if room.missing:
-                    self.lease = site.leases.lend(
-                        [room.blocks[position] for position in room.missing],
+                if reservation.missing:
+                    self.lease = site.leases.acquire(
+                        [reservation.blocks[position] for position in reservation.missing],
                         self._settings.clock() + self._settings.lease_s,
                         f"transfer {self.transfer_id.hex()} from {self._get_source().name}",
                         LeaseKind.WRITE,
                     )
             except BaseException:
-                site.leave(room)
+                site.release_reservation(reservation)
                 raise
-            self.room = room
-        self.status.num_present_blocks = self.status.num_done_blocks = len(room.blocks) - len(room.missing)
+            self.reservation = reservation
+        num_present = len(reservation.blocks) - len(reservation.missing)
+        self.status.num_present_blocks = self.status.num_done_blocks = num_present
 
     def _read(self) -> None:
-        """M2: the missing bytes; those that are not as they were sent are read again."""
+        """M2: read and verify the missing blocks."""
         self._enter(MigrationPhase.READING)
-        room = self._get_room()
-        self._get_reads().read(self._get_offer().blocks, room.blocks, room.missing)
+        reservation = self._get_reservation()
+        self._get_reads().read(self._get_offer().blocks, reservation.blocks, reservation.missing)
 
     def _insert(self) -> None:
-        """End M2: from here on the blocks can be hit, whatever becomes of the rest."""
+        """End M2: insert the blocks, which can be hit from here on, even if the migration fails later."""
         self._enter(MigrationPhase.INSERTING)
         self._calls.check_wanted()
-        self._get_reads().leave()
+        self._get_reads().return_reader()
         with self._site.lock:
-            room = self._get_room()
-            # A block that can be hit is written by nobody; the room's own reference keeps it.
-            self._give_lease_back()
-            self._site.insert(room)
+            reservation = self._get_reservation()
+            # A cached block is never under a write lease; the reservation's reference keeps it.
+            self._release_lease()
+            self._site.insert(reservation)
             self._is_inserted = True
 
     def _enter_acknowledging(self) -> None:
@@ -219,9 +226,9 @@ class Pull:
         self._enter(MigrationPhase.ACKNOWLEDGING)
 
     def _acknowledge(self) -> None:
-        """M4: a move's subject is ours when the source has answered; a copy is, unless it is wrong."""
-        new_ids = [block.block_id for block in self._get_room().blocks]
-        message = AcknowledgeTransfer(self.transfer_id, self._get_offer().epoch, new_ids)
+        """M4: acknowledge, then adopt: a move once the source has confirmed, a copy unless it is invalid."""
+        new_ids = [block.block_id for block in self._get_reservation().blocks]
+        message = AcknowledgeTransfer(self.transfer_id, self._get_offer().incarnation, new_ids)
         try:
             (self._calls.call if self.is_move else self._calls.repeat)(message, Acknowledged)
         except Exception as error:
@@ -233,7 +240,7 @@ class Pull:
                 return
         self._adopt()
 
-    # ---- its ends --------------------------------------------------------------------------------
+    # ---- ends ------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
         with self._ending:
@@ -241,53 +248,53 @@ class Pull:
                 return
             try:
                 with self._site.lock:
-                    room = self._get_room()
-                    held = self._hold(room)
+                    reservation = self._get_reservation()
+                    held = self._hold(reservation)
                     try:
-                        self._site.adopt(room)
+                        self._site.adopt(reservation)
                     except BaseException:
                         if held is not None:
-                            held.give_back()
+                            held.release()
                         raise
                     self.held = held
-                    self.record.new_ids = [block.block_id for block in room.blocks]
+                    self.record.new_ids = [block.block_id for block in reservation.blocks]
                     self.record.set_error(None)
-                    self.room, self.status.phase = (
+                    self.reservation, self.status.phase = (
                         None,
                         MigrationPhase.DONE,
-                    )  # together: one in doubt has room
+                    )  # together: a pull in doubt has a reservation (M3)
             except Exception as error:
-                self._leave(error)
+                self._end_as_failed(error)
                 return
             self._settings.on_change(self.record)
 
-    def _hold(self, room: Room) -> Lease | None:
-        """Lend what has arrived to whoever asked for it, so that it stays cached until he uses it. Locked."""
-        if not self._hold_s or not room.blocks:
+    def _hold(self, reservation: Reservation) -> Lease | None:
+        """Hold the arrived blocks for `hold_s` by a read lease. Called with the lock."""
+        if not self._hold_s or not reservation.blocks:
             return None
         deadline = self._settings.clock() + self._hold_s
-        holder = f"who fetched transfer {self.transfer_id.hex()}"
-        return self._site.leases.lend(room.blocks, deadline, holder, LeaseKind.READ)
+        holder = f"hold_s of transfer {self.transfer_id.hex()}"
+        return self._site.leases.acquire(reservation.blocks, deadline, holder, LeaseKind.READ)
 
     def _end_with_copy(self, error: Exception) -> None:
-        """The subject is not ours; what was inserted may be hit, unless the source reports it wrong."""
+        """Fail: the source keeps the subject. Inserted blocks stay cached, unless reported invalid."""
         with self._ending:
             if not self.status.phase.is_ended:
-                self._leave(error)
+                self._end_as_failed(error)
 
-    def _leave(self, error: Exception) -> None:
+    def _end_as_failed(self, error: Exception) -> None:
         with self._site.lock:
-            self._leave_room(self._get_room(), error)
+            self._release_reservation(self._get_reservation(), error)
             self.record.set_error(error)
-            self.room, self.status.phase = None, MigrationPhase.FAILED
+            self.reservation, self.status.phase = None, MigrationPhase.FAILED
         self._settings.on_change(self.record)
 
-    def _leave_room(self, room: Room, error: Exception) -> None:
-        """Drop our references; what was inserted stays cached, unless it is wrong. Locked."""
+    def _release_reservation(self, reservation: Reservation, error: Exception) -> None:
+        """Drop the reservation; inserted blocks stay cached, unless invalid. Called with the lock."""
         if isinstance(error, InvalidContentError):
-            wrong = [room.blocks[position].block_id for position in room.missing]
-            evict_wrong_blocks(self._site.leases.block_pool, wrong)
-        self._site.leave(room)
+            wrong = [reservation.blocks[position].block_id for position in reservation.missing]
+            evict_invalid_blocks(self._site.leases.block_pool, wrong)
+        self._site.release_reservation(reservation)
 
     def _stay_in_doubt(self, error: Exception) -> None:
         with self._ending:
@@ -295,31 +302,31 @@ class Pull:
                 return
             self.record.set_error(
                 MigrationInDoubtError(
-                    f"node {self._get_source().name!r} has not answered whether it gave up "
-                    f"{self.status.num_blocks} blocks; they are kept aside here until it does. ({error})"
+                    f"node {self._get_source().name!r} has not confirmed that it released "
+                    f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
                 )
             )
-            # Told each time, so that whoever waits sees for how long.
+            # Reported each time, so that waiting callers see how long the doubt lasts.
             self._enter(MigrationPhase.IN_DOUBT)
 
     def _fail(self, error: Exception) -> None:
-        """M3: keep nothing, and cancel the transfer at the source."""
+        """M3: drop the reservation and cancel the transfer at the source."""
         self._calls.refuse_stop()
         if self._reads is not None:
             self._reads.close()
         with self._site.lock:
-            room, self.room = self.room, None
-            if self._is_inserted and room is not None:
-                self._leave_room(room, error)
-            elif room is not None:
+            reservation, self.reservation = self.reservation, None
+            if self._is_inserted and reservation is not None:
+                self._release_reservation(reservation, error)
+            elif reservation is not None:
                 reader = None if self._reads is None else self._reads.reader
                 if self.lease is not None and reader is not None and not reader.is_settled():
                     self._settings.on_unsettled(self.lease, reader)
                     self.lease = None
-                self._give_lease_back()
-                self._site.leave(room)
-        if self._may_be_lent:
-            # Once, and whatever comes of it: without this the source's lease ends by itself.
+                self._release_lease()
+                self._site.release_reservation(reservation)
+        if self._may_be_leased:
+            # Once, ignoring errors: if this fails, the source's lease expires.
             with suppress(Exception):
                 self._calls.call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
         self.record.set_error(error)
@@ -328,10 +335,10 @@ class Pull:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _give_lease_back(self) -> None:
-        """Locked. In quarantine, after a pause longer than the lease, or not: nothing is under way."""
+    def _release_lease(self) -> None:
+        """Return the write lease, also from quarantine: no read is in progress. Called with the lock."""
         if self.lease is not None:
-            self.lease.give_back()
+            self.lease.release()
             self.lease = None
 
     def _enter(self, phase: MigrationPhase) -> None:
@@ -350,6 +357,6 @@ class Pull:
         assert self._offer is not None
         return self._offer
 
-    def _get_room(self) -> Room:
-        assert self.room is not None
-        return self.room
+    def _get_reservation(self) -> Reservation:
+        assert self.reservation is not None
+        return self.reservation

@@ -1,4 +1,4 @@
-"""`Topology`: how near nodes are, what that costs, and which target is the cheapest with room."""
+"""`Topology`: nearness of nodes, the cost of transfers between them, and the ranking of targets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Annotated
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import NodeName
 from kv_pool.migration.messages import NodeDescription, NodeLocation
 from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 
 _DECAY = 0.8
-"""What a measurement still counts when the next one has come."""
+"""The weight of earlier measurements relative to the newest one."""
 
 
 class Nearness(Enum):
-    """The smallest place that two nodes share, nearest first."""
+    """The smallest common place of two nodes, nearest first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -32,13 +33,13 @@ class Nearness(Enum):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What it costs to move bytes: `latency_s` for a start, then `bytes_per_s`."""
+    """The cost of a transfer: a start-up time `latency_s`, then `bytes_per_s`."""
 
     bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
     latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
     def estimate(self, num_bytes: int) -> float:
-        """Seconds for so many bytes."""
+        """Return the estimated seconds for `num_bytes`."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -49,19 +50,19 @@ ASSUMED_LINKS = {
     Nearness.NETWORK: Link(0.6e9, 2e-3),
     Nearness.ELSEWHERE: Link(0.1e9, 20e-3),
 }
-"""Where nothing was given and nothing is measured yet: an order of magnitude, to begin with the nearest."""
+"""The defaults until a link is configured or measured: orders of magnitude that prefer near nodes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A node that could take the blocks.
+    """A node that can receive the blocks.
 
     Attributes:
         seconds: estimated for all bytes.
         origin: of the link's numbers: `given`, `measured` or `assumed`.
     """
 
-    name: str
+    name: NodeName
     nearness: Nearness
     seconds: float
     link: Link
@@ -78,35 +79,35 @@ class Target:
 
 
 @dataclass(frozen=True)
-class PassedOver:
-    """A node that can not take the blocks, and why."""
+class ExcludedNode:
+    """A node that cannot receive the blocks, and the reason."""
 
-    name: str
+    name: NodeName
     reason: str
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Who could take so many blocks: the cheapest first; and who could not.
+    """The nodes that can receive a number of blocks, cheapest first, and the nodes that cannot.
 
     Attributes:
-        targets: ordered by seconds; of equals the one with more free blocks first, then by name.
+        targets: ordered by seconds, then by free blocks (most first), then by name.
     """
 
     num_blocks: int
     num_bytes: int
     targets: list[Target]
-    passed_over: list[PassedOver]
+    excluded: list[ExcludedNode]
 
     def describe(self) -> str:
-        """Names and reasons, a line each."""
+        """Return one line with name and reason for each node."""
         lines = [f"{target.name}: {target.reason}" for target in self.targets]
-        lines += [f"{other.name}: no, {other.reason}" for other in self.passed_over]
+        lines += [f"{other.name}: no, {other.reason}" for other in self.excluded]
         return "\n".join(lines) or "no other node is known"
 
 
 class Topology:
-    """Bandwidth and latency by nearness: given, or measured as migrations end, or assumed.
+    """Bandwidth and latency by nearness: given, measured from finished migrations, or assumed.
 
         >>> from kv_pool.migration.messages import NodeLocation
         >>> from kv_pool.migration.topology import Link, Nearness, Topology, find_nearness
@@ -116,40 +117,40 @@ class Topology:
         >>> topology.get_link(Nearness.RACK).estimate(1_000_000_000)
         0.101
 
-    What was given wins: who writes it down means it. Thread-safe.
+    Given links take precedence over measured ones. Thread-safe.
 
     Args:
-        given: links by nearness.
+        given: configured links by nearness.
     """
 
     def __init__(self, given: Mapping[Nearness, Link] | None = None) -> None:
         self._given = dict(given or {})
         self._lock = threading.Lock()
-        # Sums that forget: bytes moved, and the seconds that this took without the latency.
+        # Exponentially decaying sums: bytes moved, and the seconds for them without the latency.
         self._moved_bytes: dict[Nearness, float] = {}
         self._moving_s: dict[Nearness, float] = {}
         self._latency_s: dict[Nearness, float] = {}
 
     def get_link(self, nearness: Nearness) -> Link:
-        """What is expected of nodes so near."""
+        """Return the expected link between nodes of this nearness."""
         return self._find_link(nearness)[0]
 
     def note_transfer(self, nearness: Nearness, num_bytes: int, seconds: float) -> None:
-        """A migration has ended: so many bytes in so many seconds. Nothing is learned from 0 of either.
+        """Record a finished migration of `num_bytes` in `seconds`. No-op if either is 0.
 
-        Each one counts by its size, and for 4/5 of that when the next one has come.
+        A migration is weighted by its size; its weight drops by 1/5 with each further one.
         """
         if num_bytes <= 0 or seconds <= 0:
             return
         with self._lock:
             latency_s = self._latency_s.get(nearness, 0.0)
-            # A latency that was measured at a busy moment must not make a short transfer infinitely fast.
+            # A latency measured under load must not make a short transfer infinitely fast.
             moving_s = max(seconds - latency_s, seconds / 2)
             self._moved_bytes[nearness] = self._moved_bytes.get(nearness, 0.0) * _DECAY + num_bytes
             self._moving_s[nearness] = self._moving_s.get(nearness, 0.0) * _DECAY + moving_s
 
     def note_round_trip(self, nearness: Nearness, seconds: float) -> None:
-        """A question was answered after so many seconds."""
+        """Record the round-trip time of a call. No-op if it is 0."""
         if seconds <= 0:
             return
         with self._lock:
@@ -164,20 +165,28 @@ class Topology:
         nodes: Sequence[NodeDescription],
         *,
         layout: BlockLayout | None = None,
+        sequence_kind: str = "",
     ) -> Ranking:
-        """Which of the nodes have room for so many blocks, the cheapest first.
+        """Rank the nodes that can receive `num_blocks` blocks, cheapest first.
 
         Args:
-            layout: of the blocks; nodes with another one are passed over. None: not compared.
+            here: location of the source.
+            num_bytes: of all blocks.
+            layout: of the blocks; nodes with another layout are passed over. None skips the comparison.
+            sequence_kind: `Sequences.kind` of the sequence; nodes with another kind are passed over. ""
+                skips the comparison.
         """
         targets = []
-        passed_over = []
+        excluded = []
         for node in nodes:
             if layout is not None and node.layout != layout:
-                passed_over.append(PassedOver(node.name, "its blocks have another layout"))
+                different = layout.describe_differences(node.layout)
+                excluded.append(ExcludedNode(node.name, f"its blocks have another layout: {different}"))
+            elif (reason := describe_other_kind(sequence_kind, node)) != "":
+                excluded.append(ExcludedNode(node.name, reason))
             elif node.num_free_blocks < num_blocks:
-                passed_over.append(
-                    PassedOver(
+                excluded.append(
+                    ExcludedNode(
                         node.name,
                         f"{node.num_free_blocks:,} of {node.num_blocks:,} blocks are free, "
                         f"{num_blocks:,} are needed",
@@ -189,7 +198,7 @@ class Topology:
                 seconds = link.estimate(num_bytes)
                 targets.append(Target(node.name, nearness, seconds, link, origin, node.num_free_blocks))
         targets.sort(key=lambda target: (target.seconds, -target.num_free_blocks, target.name))
-        return Ranking(num_blocks, num_bytes, targets, passed_over)
+        return Ranking(num_blocks, num_bytes, targets, excluded)
 
     def _find_link(self, nearness: Nearness) -> tuple[Link, str]:
         given = self._given.get(nearness)
@@ -203,11 +212,18 @@ class Topology:
             return Link(self._moved_bytes[nearness] / self._moving_s[nearness], latency_s), "measured"
 
 
-def find_nearness(here: NodeLocation, there: NodeLocation) -> Nearness:
-    """The smallest place that both are known to be in.
+def describe_other_kind(sequence_kind: str, node: NodeDescription) -> str:
+    """Return why a node cannot receive a sequence of this kind (`Sequences.kind`); "" if it can or may."""
+    if not sequence_kind or node.sequence_kind in ("", sequence_kind):
+        return ""
+    return f"it takes {node.sequence_kind}, and these are {sequence_kind}"
 
-    Places that differ end the search, unknown ones do not: a host's name says enough where racks have none.
-    A device counts within one host only, since every host has a `cuda:0`.
+
+def find_nearness(here: NodeLocation, there: NodeLocation) -> Nearness:
+    """Return the smallest place that both locations are known to share.
+
+    The search ends at the first place that differs and skips unknown places: equal host names are sufficient
+    if the racks are unknown. Devices are compared within one host only, since every host has a `cuda:0`.
     """
     nearest = Nearness.ELSEWHERE
     for nearness in (Nearness.NETWORK, Nearness.RACK, Nearness.HOST, Nearness.DEVICE):
@@ -221,7 +237,7 @@ def find_nearness(here: NodeLocation, there: NodeLocation) -> Nearness:
 
 
 class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True):
-    """One file can have all settings of a node: its links, its peers, its publisher."""
+    """A file with all settings of a node: links, peers and publisher."""
 
     links: dict[str, object] = {}
     peers: object = None
@@ -236,26 +252,27 @@ def _read_link(name: str, table: object) -> Link:
 
 
 def read_topology(path: str | PathLike[str]) -> Topology:
-    """A topology with the links of a TOML file, by nearness: device, host, rack, network, elsewhere.
+    """Return a topology with the links of a TOML file, by nearness: device, host, rack, network, elsewhere.
 
         [links.rack]
         bytes_per_s = 40e9
         latency_s = 0.00005
 
     Raises:
-        InvalidArgumentError: no such file, no TOML, or no such table in it; the message names the file.
+        InvalidArgumentError: the file cannot be read, is not TOML, or has unknown tables or invalid values.
+            The message names the file.
     """
     try:
         with open(open_regular(path), "rb") as file:
             found = msgspec.convert(tomllib.load(file), _TopologyFile)
         return Topology({Nearness(name): _read_link(name, link) for name, link in found.links.items()})
     except OSError as error:
-        raise InvalidArgumentError(f"{path}: can not read the topology: {error.strerror}") from error
+        raise InvalidArgumentError(f"{path}: cannot read the topology: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
+        raise InvalidArgumentError(f"{path}: not a TOML file: {error}") from error
     except msgspec.ValidationError as error:
-        tables = "its tables are [[peers]], [links.NEARNESS] and [publisher]"
+        tables = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
         raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
     except ValueError as error:
         names = ", ".join(nearness.value for nearness in Nearness)
-        raise InvalidArgumentError(f"{path}: {error}; links are {names}") from error
+        raise InvalidArgumentError(f"{path}: {error}; allowed links are {names}") from error

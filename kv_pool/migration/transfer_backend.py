@@ -1,4 +1,4 @@
-"""`TransferBackend`: reads blocks of another node's storage into this one's; what every backend promises."""
+"""`TransferBackend`: the contract of backends, which copy blocks of another node's storage to this node's."""
 
 from __future__ import annotations
 
@@ -8,122 +8,127 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kv_pool.errors import PeerUnavailableError, StaleTransferError
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.channel import Channel
 from kv_pool.storage.block_storage import BlockStorage
 
-FindLent = Callable[[bytes, Sequence[int]], object]
-"""Raises StaleTransferError unless the transfer of this id lends all these blocks, and has since it began."""
+CheckLeased = Callable[[TransferId, Sequence[BlockId]], object]
+"""Raises StaleTransferError unless the transfer of this id leases all these blocks, as they were offered."""
 
-FindAddress = Callable[[str], str]
-"""host:port of the node of this name; raises PeerUnavailableError for one that is not known."""
+FindAddress = Callable[[NodeName], str]
+"""Returns the address, host:port, of the named node; raises PeerUnavailableError if it is unknown."""
 
 
 @dataclass(frozen=True)
 class ReadCount:
-    """What one read came down to: bytes of blocks, and the pieces that they were asked for in."""
+    """The counts of one read: bytes of blocks, and contiguous pieces requested."""
 
     num_bytes: int
     num_descriptors: int
 
 
 class BlockReader(ABC):
-    """Reads blocks of one peer, over a connection of its own. Used by one thread at a time."""
+    """A reader of one peer's blocks over its own connection. Used by one thread at a time."""
 
     @abstractmethod
     def read(
         self,
-        transfer_id: bytes,
-        remote_ids: Sequence[int],
-        local_ids: Sequence[int],
+        transfer_id: TransferId,
+        remote_ids: Sequence[BlockId],
+        local_ids: Sequence[BlockId],
         deadline: float,
     ) -> ReadCount:
-        """Copy the peer's block `remote_ids[i]` over our block `local_ids[i]`, for every i; done on return.
+        """Copy the peer's block `remote_ids[i]` to local block `local_ids[i]`, for every i; done on return.
 
         Args:
-            transfer_id: under which the peer lent these blocks. A peer that serves the bytes itself refuses
-                what was not lent, or is not any more.
-            remote_ids, local_ids: as many, each without a repetition. Neighbours on both sides are one piece.
-            deadline: a time of `time.monotonic()`.
+            transfer_id: the transfer that leases the peer's blocks. A peer that serves the bytes itself
+                refuses blocks that this transfer does not lease.
+            remote_ids, local_ids: of equal length, each without duplicates. Runs that are contiguous on both
+                sides count as one piece.
+            deadline: a `time.monotonic()` time.
         Raises:
-            TransferFailedError: the bytes have not all arrived by the deadline, or the peer has gone. The
-                local blocks may hold anything; with `is_settled` False they may still be written, until
-                `is_settled()` says otherwise.
-            StaleTransferError: the peer does not lend these blocks under this id. Nothing more is written.
+            TransferFailedError: not all bytes arrived by the deadline, or the connection broke. The content
+                of the local blocks is undefined; if the error's `is_settled` is False, they may still be
+                written until `is_settled()` returns True.
+            StaleTransferError: the transfer does not lease these blocks. Nothing more is written.
         """
 
     @abstractmethod
     def is_settled(self) -> bool:
-        """Is nothing written any more by reads of this reader that have failed?"""
+        """Return True once failed reads of this reader can no longer write to local blocks."""
 
     def is_usable(self) -> bool:
-        """May it be read with? Not if it was closed, or the peer has hung up meanwhile, as far as we know."""
+        """Return False if the reader was closed, or its connection is known to be closed."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """End the connection, so that whatever can be stopped is. `is_settled` may be asked afterwards."""
+        """Close the connection and stop reads if possible. `is_settled` can be called afterwards."""
 
 
 class TransferBackend(ABC):
-    """One way to get at the blocks of another node, for one storage of ours.
+    """A transport for blocks between one local storage and the storages of other nodes.
 
-    Bytes of a block go in the order of `block_format`, so the two storages may lay them out differently; that
-    the formats are equal was checked before.
+    The bytes of a block are sent in the order of `block_format`, so the two storages may have different
+    memory layouts. The caller has checked that the formats are equal.
 
     Attributes:
-        name: by which both sides know it, such as `tcp`.
-        node_name, find_lent, find_address, secret: see `attach`.
+        name: the same on both sides, such as `tcp`.
+        node_name, check_leased, find_address, secret: see `attach`.
     """
 
     name: ClassVar[str]
 
     def __init__(self, storage: BlockStorage) -> None:
         self.storage = storage
-        self.node_name = ""
-        self.find_lent: FindLent = _lend_nothing
-        self.find_address: FindAddress = _know_nobody
+        self.node_name = NodeName("")
+        self.check_leased: CheckLeased = _refuse_transfer
+        self.find_address: FindAddress = _refuse_peer
         self.secret = b""
 
     def attach(
-        self, node_name: str, find_lent: FindLent, find_address: FindAddress, secret: bytes = b""
+        self, node_name: NodeName, check_leased: CheckLeased, find_address: FindAddress, secret: bytes = b""
     ) -> None:
-        """Make it a backend of this node; called once, before anything else.
+        """Attach the backend to its node. Called once, before all other methods.
 
         Args:
-            find_lent: asked before and after each piece of blocks is handed out, by backends that do that
-                themselves. Called from any thread.
-            find_address: asked by backends that connect by themselves.
-            secret: the nodes'; b"" for a node that only knows others of its own process.
+            check_leased: a backend that serves bytes calls it before and after each piece. Thread-safe.
+            find_address: for backends that open their own connections.
+            secret: shared by the nodes; b"" for a node that reaches nodes of its own process only.
         """
         self.node_name = node_name
-        self.find_lent = find_lent
+        self.check_leased = check_leased
         self.find_address = find_address
         self.secret = secret
 
-    def get_bulk_handler(self) -> Callable[[Channel, str], None] | None:
-        """What serves this backend's readers over the node's own port; None if they do not come that way."""
+    def get_bulk_handler(self) -> Callable[[Channel, NodeName], None] | None:
+        """Return the function that serves readers over the node's own port; None if they do not use it."""
         return None
 
     @abstractmethod
     def describe(self) -> bytes:
-        """What a peer needs to read from our storage; it goes over the control connection."""
+        """Return the data that a peer's `open` needs to read from this storage, sent in `NodeDescription`."""
 
     @abstractmethod
-    def open(self, peer_name: str, description: bytes) -> BlockReader:
-        """Connect to a peer, described by its backend of the same name.
+    def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
+        """Connect to a peer.
 
+        Args:
+            description: the result of `describe` of the peer's backend of the same name.
         Raises:
-            PeerUnavailableError: it can not be reached this way.
+            PeerUnavailableError: the peer cannot be reached by this backend.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Serve no more reads, and free what the backend holds. Readers are closed before."""
+        """Stop serving reads and free all resources. The caller closes the readers before."""
 
 
-def _lend_nothing(transfer_id: bytes, block_ids: Sequence[int]) -> None:
-    raise StaleTransferError("this backend has no node yet, so it lends nothing; see TransferBackend.attach")
+def _refuse_transfer(transfer_id: TransferId, block_ids: Sequence[BlockId]) -> None:
+    raise StaleTransferError("this backend is not attached to a node; see TransferBackend.attach")
 
 
-def _know_nobody(peer_name: str) -> str:
-    raise PeerUnavailableError(f"this backend has no node yet, so {peer_name!r} is not known")
+def _refuse_peer(peer_name: NodeName) -> str:
+    raise PeerUnavailableError(
+        f"cannot find {peer_name!r}: this backend is not attached to a node; see TransferBackend.attach"
+    )

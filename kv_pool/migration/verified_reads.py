@@ -1,4 +1,4 @@
-"""`VerifiedReads`: the bytes of a pull's blocks, read in batches and compared with the source's checksums."""
+"""`VerifiedReads`: reads of a pull's blocks in batches, verified by the source's checksums."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import TransferFailedError
+from kv_pool.ids import BlockId
 from kv_pool.migration.messages import AskChecksums, Checksums, NodeDescription
 from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
@@ -27,22 +28,22 @@ _BATCH_BLOCKS = 1024
 
 @dataclass
 class _Batch:
-    """Blocks that are read at once: positions in the offer, ids at both sides."""
+    """Blocks of one read: positions in the offer, and ids on both sides."""
 
     positions: list[int]
-    remote_ids: list[int]
-    local_ids: list[int]
+    remote_ids: list[BlockId]
+    local_ids: list[BlockId]
 
 
 class VerifiedReads:
-    """The reads of one pull. Connects to the source when it is made.
+    """The reads of one pull. The constructor connects to the source.
 
     Args:
-        record: of the migration; what is read is counted there.
-        limit: of this migration; that of all is in the settings.
+        record: of the migration; reads are counted there.
+        limit: of this migration; `settings.limit` also applies.
 
     Attributes:
-        reader: the connection; None before another one is made, and after `leave`.
+        reader: the connection; None between two connections and after `return_reader`.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class VerifiedReads:
         self.reader: BlockReader | None = calls.peer.take_reader(source)
 
     def read(self, offered: list[OfferedBlock], blocks: list[KVCacheBlock], positions: Sequence[int]) -> None:
-        """Read these positions of the offer into the blocks; wrong bytes are read again, a few times.
+        """Read these positions of the offer into the blocks. Blocks with wrong bytes are read again.
 
         Raises:
-            TransferFailedError: they were never what their checksums say, or do not arrive.
-            What the pull was stopped with.
+            TransferFailedError: a block did not match its checksum in `TRIES` reads, or the bytes did not
+                arrive.
+            The reason for which the pull was stopped.
         """
         self._offered, self._blocks = offered, blocks
         for _ in range(TRIES):
@@ -76,30 +78,30 @@ class VerifiedReads:
             if not positions:
                 return
         raise TransferFailedError(
-            f"{len(positions)} blocks of node {self._source.name!r} were read {TRIES} times, and were "
-            "never what their checksums say. Does another process write to them, or is the network broken?"
+            f"{len(positions)} blocks of node {self._source.name!r} did not match their checksums in {TRIES} "
+            "reads. Check whether another process writes to them, and check the network"
         )
 
-    def leave(self) -> None:
-        """Nothing more is read: the connection may be used by the next pull."""
+    def return_reader(self) -> None:
+        """Return the reader for use by the next pull."""
         if self.reader is not None:
-            self._calls.peer.leave_reader(self._source, self.reader)
+            self._calls.peer.return_reader(self._source, self.reader)
             self.reader = None
 
     def close(self) -> None:
-        """Hang up; `is_settled` tells whether something may yet be written."""
+        """Close the reader. `is_settled` tells whether it may still write."""
         if self.reader is not None:
             self.reader.close()
 
     def is_settled(self) -> bool:
-        """Is nothing written into the blocks any more?"""
+        """Return True once no read can write to the blocks."""
         return self.reader is None or self.reader.is_settled()
 
     def _read_once(self, positions: Sequence[int]) -> list[int]:
-        """Read these blocks, each batch verified while the next one is read.
+        """Read these blocks; verify each batch while the next one is read.
 
         Returns:
-            Positions whose bytes are not those of their checksums.
+            Positions of blocks that do not match their checksums.
         """
         parallel = self._settings.parallel
         wrong: list[int] = []
@@ -116,7 +118,7 @@ class VerifiedReads:
         return wrong
 
     def _make_batches(self, positions: Sequence[int]) -> Iterator[_Batch]:
-        """In the order of the ids at the source, so that neighbours are one piece."""
+        """Yield batches ordered by block id at the source, so that contiguous blocks form one piece."""
         offered, blocks = self._offered, self._blocks
         limits = (self._settings.limit, self._limit)
         most_bytes = min(limit.count_batch_bytes(_BATCH_BYTES) for limit in limits)
@@ -131,7 +133,7 @@ class VerifiedReads:
             )
 
     def _read_batch(self, batch: _Batch) -> None:
-        """Read it; over another connection where one has failed, unless that one may still write."""
+        """Read a batch. After a failure retry over a new connection, unless the old one may still write."""
         num_bytes = len(batch.positions) * self._storage.block_bytes
         wait_s = max(self._settings.limit.take(num_bytes), self._limit.take(num_bytes))
         if wait_s:
@@ -159,8 +161,8 @@ class VerifiedReads:
         reply = self._calls.repeat(AskChecksums(self._record.transfer_id, batch.positions), Checksums)
         if len(reply.values) != 8 * len(batch.positions):
             raise TransferFailedError(
-                f"node {self._source.name!r} has sent {len(reply.values)} bytes of checksums for "
-                f"{len(batch.positions)} blocks; each has 8"
+                f"node {self._source.name!r} sent {len(reply.values)} bytes of checksums for "
+                f"{len(batch.positions)} blocks; expected 8 bytes per block"
             )
         return np.frombuffer(reply.values, ">u8").astype(np.uint64)
 

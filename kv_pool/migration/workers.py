@@ -1,4 +1,4 @@
-"""`Workers`: a few threads that come when there is work, and do not keep the process from ending."""
+"""`Workers`: a small pool of daemon threads, started on demand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _IDLE_S = 10.0
 
 
 class Workers:
-    """Runs what is submitted, in order, on at most `max_threads` daemon threads at a time.
+    """An executor that runs work in order of submission on at most `max_threads` daemon threads.
 
-    `ThreadPoolExecutor` would wait for its threads when the interpreter ends, and one of these may be waiting
-    for a peer. Threads end when they had nothing to do for ten seconds.
+    At interpreter exit `ThreadPoolExecutor` would wait for its threads, and one of these may be waiting for a
+    peer. A thread ends after ten seconds without work.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
@@ -32,10 +32,10 @@ class Workers:
         self._is_stopped = False
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Run it when a thread is free. After `stop` the future is cancelled.
+        """Run `work` when a thread is free and return its future. After `stop` the future is cancelled.
 
         Raises:
-            OutOfThreadsError: no thread runs, and the system starts none. The work will not be done.
+            OutOfThreadsError: no thread is running, and the system cannot start one. `work` will not run.
         """
         future: Future[_Result] = Future()
         with self._condition:
@@ -52,14 +52,14 @@ class Workers:
         except OutOfThreadsError:
             with self._condition:
                 self._num_threads -= 1
-                # Another thread takes it, now or when it is done with its own.
+                # Another thread takes it, now or after its current work.
                 if not self._num_threads and (future, work) in self._waiting:
                     self._waiting.remove((future, work))
                     raise
         return future
 
     def stop(self) -> None:
-        """Cancel what has not begun; what is under way goes on."""
+        """Cancel the work that has not started; work in progress continues."""
         with self._condition:
             self._is_stopped = True
             for future, _ in self._waiting:

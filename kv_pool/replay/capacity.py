@@ -1,4 +1,4 @@
-"""How many blocks fit into so much memory, for a given model."""
+"""Converts memory to a number of blocks for a given model."""
 
 import re
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from kv_pool.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class ModelKV:
-    """The KV cache of a model, as its configuration gives it.
+    """The dimensions of a model's KV cache, from its configuration.
 
     Attributes:
-        num_layers: layers with attention.
-        num_kv_heads, head_size: per layer; K and V each hold num_kv_heads * head_size elements a token.
-        latent_size: elements a token and layer of a latent cache (MLA), which replaces K and V; 0 for none.
+        num_layers: number of layers with attention.
+        num_kv_heads, head_size: per layer; K and V each have num_kv_heads * head_size elements per token.
+        latent_size: elements per token and layer of a latent cache (MLA), which replaces K and V; else 0.
         dtype_bytes: bytes per element.
     """
 
@@ -30,8 +30,9 @@ class ModelKV:
         return self.num_layers * elements * self.dtype_bytes
 
     def count_block_bytes(self, block_size: int, num_groups: int = 1) -> int:
-        """Bytes of a block of `block_size` tokens, where each of the KV cache groups has an equal share of
-        the layers, the last one perhaps a part of one less.
+        """Return the size in bytes of a block of `block_size` tokens of one KV cache group.
+
+        Each of the `num_groups` groups has an equal share of the layers; fractions are rounded up.
 
         Raises:
             InvalidArgumentError: the model has no KV.
@@ -42,7 +43,7 @@ class ModelKV:
         return block_bytes
 
 
-# From the models' published configurations; 16-bit KV on one device, no tensor parallelism.
+# Source: the models' published configurations. 16-bit KV on one device, no tensor parallelism.
 MODELS = {
     "llama-2-7b": ModelKV(32, 32, 128),
     "llama-2-13b": ModelKV(40, 40, 128),
@@ -69,7 +70,7 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of a size such as `40GiB`, `40GB`, `512MiB` or `1000000`. Raises InvalidArgumentError."""
+    """Return the bytes of a size such as `40GiB`, `40GB` or `1000000`. Raises InvalidArgumentError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if found is None:
         raise InvalidArgumentError(f"{text!r} is not a size; write it as 40GiB, 512MiB or 40GB")
@@ -78,25 +79,25 @@ def parse_memory(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of `100MB/s`, `1GiB/s` or `100MB`. Raises InvalidArgumentError for anything else."""
+    """Return the bytes per second of a rate such as `100MB/s` or `1GiB/s`. Raises InvalidArgumentError."""
     size = text.strip().removesuffix("/s")
     try:
         rate = parse_memory(size)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{text!r} is no rate; write it as 100MB/s or 1GiB/s") from error
+        raise InvalidArgumentError(f"{text!r} is not a rate; write it as 100MB/s or 1GiB/s") from error
     if rate < 1:
-        raise InvalidArgumentError(f"a rate of {text!r} is no rate at all")
+        raise InvalidArgumentError(f"the rate {text!r} is below 1 byte per second")
     return float(rate)
 
 
 def count_blocks(memory_bytes: int, block_size: int, model: ModelKV, num_groups: int = 1) -> int:
-    """Blocks that can be handed out of `memory_bytes`, one more being set aside as null block.
+    """Return the number of usable blocks in `memory_bytes`, not counting the null block.
 
     Args:
-        num_groups: KV cache groups; a block is of one of them, see `ModelKV.count_block_bytes`.
+        num_groups: number of KV cache groups; see `ModelKV.count_block_bytes`.
 
     Raises:
-        InvalidArgumentError: not even two blocks fit, or the model has no KV.
+        InvalidArgumentError: fewer than two blocks fit, or the model has no KV.
     """
     block_bytes = model.count_block_bytes(block_size, num_groups)
     num_blocks = memory_bytes // block_bytes - 1
@@ -109,11 +110,11 @@ def count_blocks(memory_bytes: int, block_size: int, model: ModelKV, num_groups:
 
 
 def find_model(name: str) -> ModelKV:
-    """A model of the table, by name. Raises InvalidArgumentError naming those there are."""
+    """Return a model of `MODELS` by name. Raises InvalidArgumentError with the known names."""
     model = MODELS.get(name.lower())
     if model is None:
         raise InvalidArgumentError(
             f"unknown model {name!r}; known are {', '.join(MODELS)}. "
-            "Any other: give --num-layers, --num-kv-heads and --head-size"
+            "For another model give --num-layers, --num-kv-heads and --head-size"
         )
     return model

@@ -1,4 +1,4 @@
-"""The bytes of a compressed file as a stream, in bounded memory."""
+"""Decompresses files as streams, in bounded memory."""
 
 import gzip
 import lzma
@@ -11,18 +11,18 @@ from typing import IO
 from kv_pool.errors import TraceError, describe_install
 
 XZ_MEMORY_LIMIT = 256 << 20
-"""Bytes that decompressing .xz may take; `xz -9` needs 65 MiB, the format allows 4 GiB."""
+"""Memory limit in bytes for decompressing .xz; `xz -9` needs 65 MiB, the format allows 4 GiB."""
 
 _CHUNK = 1 << 16
 _BUFFER = 1 << 20
 
 
 class XzReader(RawIOBase):
-    """Decompresses .xz, as `lzma.open` does, with a limit on memory.
+    """A stream that decompresses .xz like `lzma.open`, with a memory limit.
 
     Raises:
-        lzma.LZMAError: damaged data, or data that need more than `XZ_MEMORY_LIMIT`.
-        EOFError: the data end in the middle of a stream.
+        lzma.LZMAError: the data is damaged, or needs more memory than `XZ_MEMORY_LIMIT`.
+        EOFError: the data ends inside a stream.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
@@ -33,7 +33,7 @@ class XzReader(RawIOBase):
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
-        """Fill `buffer` as far as one step of the decoder reaches; 0 at the end."""
+        """Read at most one decoder step into `buffer`. Return the number of bytes; 0 at the end."""
         while True:
             data = b""
             if self._decoder.eof:
@@ -56,10 +56,10 @@ class XzReader(RawIOBase):
 
 @contextmanager
 def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    """The content of the file `raw`, compressed as its first bytes say: gzip, xz, zstd or not at all.
+    """Yield the decompressed content of `raw`. Its first bytes decide: gzip, xz, zstd or uncompressed.
 
     Raises:
-        TraceError: zstd without the package that reads it.
+        TraceError: the file is zstd, and backports.zstd is not installed.
     """
     magic = raw.read(6)
     raw.seek(0)

@@ -1,4 +1,4 @@
-"""`EventFeed`: a replay's events on their way to a publisher, no faster than they can be sent."""
+"""`EventFeed`: passes a replay's events to a publisher, no faster than the publisher sends them."""
 
 import time
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from kv_pool.replay.option import Option
 EVENTS_PANEL = "Events"
 
 PUBLISH = Option(
-    "Send the pool's events from here, such as tcp://127.0.0.1:5557, port 0 for a free one; "
-    "kv-pool events shows them. Token ids are those of the trace; where it has hash ids instead, an id "
-    "stands for each of its tokens, and 0 for generated ones.",
+    "Publish the pool's events at this endpoint, such as tcp://127.0.0.1:5557; port 0 picks a free one. "
+    "kv-pool events shows them. Token ids are the trace's. If it has hash ids instead, each token of a "
+    "block has the block's hash id as its token id, and generated tokens have 0.",
     metavar="ENDPOINT",
     panel=EVENTS_PANEL,
 )
 PUBLISH_REPLAY = Option(
-    "Where readers ask for events that they missed, such as tcp://127.0.0.1:5657.",
+    "Endpoint where subscribers request missed events, such as tcp://127.0.0.1:5657.",
     metavar="ENDPOINT",
     panel=EVENTS_PANEL,
 )
 PUBLISH_CONFIG = Option(
-    "A TOML file whose table [publisher] says how to send: topic, heartbeat_s, hwm, CURVE keys and "
-    "whatever else PublisherConfig has; the two options above win over its endpoints.",
+    "TOML file whose table [publisher] sets topic, heartbeat_s, hwm, CURVE keys or other fields of "
+    "PublisherConfig. The two options above override its endpoints.",
     metavar="FILE",
     panel=EVENTS_PANEL,
 )
@@ -35,16 +35,16 @@ _SECONDS_BETWEEN_LOOKS = 0.001
 
 
 class EventFeed:
-    """Publishes what each request did, as one batch.
+    """Publishes the events of each request as one batch.
 
-    A replay makes events faster than any publisher sends them. Where an engine loses some rather than wait, a
-    replay waits: its stream has all of them.
+    A replay produces events faster than a publisher sends them. An engine would drop events rather than wait;
+    a replay waits, so its stream is complete.
 
     Args:
-        requests_per_s: no more requests than so many; None for as many as can be sent.
-        clock, sleep: seconds.
+        requests_per_s: maximum number of requests per second; None for no limit.
+        clock, sleep: in seconds.
     Raises:
-        InvalidArgumentError: a pace that is not above 0.
+        InvalidArgumentError: `requests_per_s` is not above 0.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class EventFeed:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if requests_per_s is not None and not requests_per_s > 0:
-            raise InvalidArgumentError(f"the pace is {requests_per_s} requests a second; it is above 0")
+            raise InvalidArgumentError(
+                f"the pace is {requests_per_s} requests per second; it must be above 0"
+            )
         self._publisher = publisher
         self._wait_s = 0.0 if requests_per_s is None else 1 / requests_per_s
         self._clock = clock
@@ -63,9 +65,9 @@ class EventFeed:
         self._next_s = clock()
 
     def publish(self, manager: KVCacheManager | BlockSwapper) -> None:
-        """Send what has happened since the last time, and return when the next request may begin."""
+        """Publish the events since the last call. Blocks until the next request may start."""
         self._publisher.publish(manager.take_events())
-        while self._publisher.statistics().num_queued > _MAX_QUEUED:
+        while self._publisher.get_statistics().num_queued > _MAX_QUEUED:
             self._sleep(_SECONDS_BETWEEN_LOOKS)
         now_s = self._clock()
         if now_s < self._next_s:

@@ -1,26 +1,27 @@
-"""`HostSwap`: preempted requests go to a pool in host memory instead of being recomputed."""
+"""`HostSwap`: swaps preempted requests to a pool in host memory instead of recomputing them."""
 
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
 from kv_pool.manager.swap.swapper import BlockSwapper
-from kv_pool.replay.link import Link
+from kv_pool.replay.link import CopyLink
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 
 
 class HostSwap:
-    """A host pool beside the manager's, and the copies between them, in virtual time.
+    """A host pool for preempted requests, with copies between device and host in virtual time.
 
-    A request that is swapped out releases its device blocks at once, and continues when its copy back is
-    done. An engine would also wait until blocks are copied out before it writes into them.
+    A swapped-out request releases its device blocks at once and continues when its copy back is done. An
+    engine would also wait for the copy out before it writes into the released blocks.
 
     Args:
-        num_blocks: that the host pool can hand out.
-        block_bytes: what a copy of one block moves.
-        link: between device and host.
-        rule: whether a request is swapped out, if the host has room, or recomputed.
-        report: copies are counted there.
+        manager: the manager of the requests.
+        num_blocks: capacity of the host pool, without the null block.
+        block_bytes: size of a block.
+        link: the connection between device and host.
+        rule: decides whether a request is swapped out, if the host has free blocks, or recomputed.
+        report: receives the counts of copies.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class HostSwap:
         manager: KVCacheManager,
         num_blocks: int,
         block_bytes: int,
-        link: Link,
+        link: CopyLink,
         rule: PreemptionRule,
         report: ReplayReport,
     ) -> None:
@@ -48,10 +49,10 @@ class HostSwap:
         return self.swapper.is_swapped_out(request.request_id)
 
     def take_out(self, request: ReplayRequest, now_ms: float) -> bool:
-        """Swap out a running request, which loses the step it is in.
+        """Swap out a running request; its current step is lost.
 
         Returns:
-            False, with nothing changed, where the rule says to recompute it or the host has no room.
+            False, with nothing changed, if the rule decides to recompute or the host has too few free blocks.
         """
         if self._rule(count_loss(self._manager, request)) is not PreemptionKind.SWAP:
             return False
@@ -65,10 +66,10 @@ class HostSwap:
         return True
 
     def bring_back(self, request: ReplayRequest, num_next_tokens: int, now_ms: float) -> float | None:
-        """Swap in a request, with room for `num_next_tokens` more.
+        """Swap in a request, with slots for `num_next_tokens` more tokens.
 
         Returns:
-            When its copy is done (ms); None, with nothing changed, if there is no room.
+            The completion time of its copy (ms); None, with nothing changed, if the pool has too few blocks.
         """
         plan = self.swapper.swap_in(request, num_new_tokens=num_next_tokens)
         if plan is None:
@@ -84,5 +85,5 @@ class HostSwap:
 
 
 def swap_always(loss: PreemptionLoss, /) -> PreemptionKind:
-    """The rule that swaps whatever has been computed."""
+    """Return SWAP for every request that has computed tokens."""
     return PreemptionKind.SWAP if loss.num_computed_tokens else PreemptionKind.RECOMPUTE

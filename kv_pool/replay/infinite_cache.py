@@ -1,4 +1,4 @@
-"""What a cache that never evicts would hit: the upper bound of every capacity."""
+"""Counts the hits of a cache that never evicts: the upper bound for every capacity."""
 
 from kv_pool.ids import BlockHash
 from kv_pool.replay.report import InfiniteCache
@@ -8,7 +8,7 @@ from kv_pool.replay.settings import ReplaySettings, find_block_size
 def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
     """Count the hits of an infinite cache on the requests of `settings`.
 
-    Trace, limit, block size and convention count; capacities, clock and groups do not.
+    Uses the trace, limit, block size and convention; ignores capacities, clock and groups.
     Raises:
         TraceError: the trace cannot be read.
     """

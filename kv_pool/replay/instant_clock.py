@@ -1,4 +1,4 @@
-"""The instant clock: each request begins and ends before the next one. The reference model."""
+"""The instant clock: each request ends before the next one starts. The reference model."""
 
 from collections.abc import Callable, Iterable
 
@@ -16,10 +16,9 @@ def run_instantly(
     on_request: Callable[[], None],
     steps: PromptSteps = _WHOLE_PROMPTS,
 ) -> ReplayReport:
-    """Look up, read back from tiers, allocate step by step, free; one request at a time, without output.
+    """Replay one request at a time, without output: look up, load from tiers, allocate, free.
 
-    With full attention it reproduces the hit counts of any correct LRU simulator of full blocks, integer by
-    integer.
+    With full attention the hit counts equal those of any correct LRU simulator of full blocks exactly.
     """
     num_blocks_in_use = 0
     for request in requests:
@@ -27,7 +26,7 @@ def run_instantly(
         if driver.receive(request, request.num_tokens):
             found = driver.look_up(request)
             _compute(request, found, driver, steps)
-            driver.count_hit(request, found)
+            driver.note_hit(request, found)
             num_blocks_in_use += driver.num_blocks_in_use
             driver.end(request, request.arrival_ms)
         on_request()
@@ -35,7 +34,7 @@ def run_instantly(
 
 
 def _compute(request: ReplayRequest, found: FoundPrefix, driver: ReplayDriver, steps: PromptSteps) -> None:
-    """Compute the whole prompt behind its prefix. It has room: it is alone."""
+    """Compute the whole prompt after its cached prefix. It fits, because no other request runs."""
     num_tokens = steps.count_next(found.num_tokens, request.num_tokens)
     has_room = driver.begin(request, num_tokens, found)
     if driver.is_reading(request):

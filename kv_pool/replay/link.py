@@ -1,14 +1,14 @@
-"""`Link`: copies between two memories, one after the other, in virtual time."""
+"""`CopyLink`: the timing of serial copies between two memories, in virtual time."""
 
 
-class Link:
+class CopyLink:
     """A connection between two memories, with one rate for both directions together.
 
     Args:
-        bytes_per_s: that rate.
+        bytes_per_s: the rate in bytes per second.
 
     Attributes:
-        free_ms: when all copies requested so far are done.
+        free_ms: completion time (ms) of all copies requested so far.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

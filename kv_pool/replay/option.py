@@ -1,7 +1,7 @@
-"""`Option`: what a command line says of a setting, in the setting's annotation.
+"""`Option`: the command-line option of a setting, given in the setting's annotation.
 
 A setting is declared once, as a field of a settings class with an `Option`. The field's documentation, its
-option and help on command lines, the check against `choices`, and its entry in a report follow from that.
+command-line option and help, the check against `choices`, and its entry in a report are derived from it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,17 +17,17 @@ class Option:
     """A setting on a command line.
 
     Attributes:
-        help: what it means, in whole sentences.
-        name: if it is not the field's name.
-        flags: all names as they are typed, of a switch that has no way back.
-        aliases: other names, options of their own where settings are taken one by one.
-        metavar: what its value is called in the help; None for its type.
-        min: smallest value that the command line takes; None for any.
-        panel: heading of the options beside which it is listed; None for the common ones.
-        choices: its values, where these are few.
-        parse: reads its value, where the command line's text is not the value itself.
-        show: writes a value as `parse` reads it.
-        is_argument: it is an argument without a name.
+        help: the help text, in full sentences.
+        name: the option's name; None for the field's name.
+        flags: all names as typed, for a switch without a negative form.
+        aliases: other names; separate options in commands that pick single settings.
+        metavar: the name of the value in the help; None for its type.
+        min: smallest value that the command line accepts; None for any.
+        panel: heading under which the help lists it; None for the common options.
+        choices: the allowed values; empty for any.
+        parse: converts the command line's text to the value; None if the text is the value.
+        show: converts a value to text that `parse` accepts.
+        is_argument: True for a positional argument.
     """
 
     help: str

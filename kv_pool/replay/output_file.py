@@ -1,4 +1,4 @@
-"""Whether a result can be written to a file, found out before the work that leads to it."""
+"""Checks that a result file can be written, before the work that produces the result."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ def check_can_write(path: str) -> None:
     """Raise TraceError if a report cannot be written to `path`. Nothing is created."""
     obstacle = find_obstacle(path)
     if obstacle is not None:
-        raise TraceError(f"{path}: can not write the report: {obstacle}")
+        raise TraceError(f"{path}: cannot write the report: {obstacle}")
 
 
 def find_obstacle(path: str) -> str | None:
@@ -26,13 +26,13 @@ def find_obstacle(path: str) -> str | None:
         os.lstat(folder / (Path(path).name or "."))
     except FileNotFoundError:
         return None if os.access(folder, os.W_OK | os.X_OK) else f"writing to {folder} is not permitted"
-    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+    except (OSError, ValueError) as error:  # the name is too long, or contains a null byte
         return getattr(error, "strerror", None) or str(error)
-    return "it is a link to nowhere"
+    return "it is a broken symbolic link"
 
 
 def find_drawing_obstacle(path: str) -> str | None:
-    """Return why a picture cannot be drawn to `path`, or None: the format, the folder, matplotlib."""
+    """Return why a picture cannot be drawn to `path` (format, folder or matplotlib), or None."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
@@ -40,5 +40,5 @@ def find_drawing_obstacle(path: str) -> str | None:
         return f"drawing needs matplotlib: {describe_install('lab')}"
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in formats:
-        return f"its name has to end in one of .{', .'.join(sorted(formats))}"
+        return f"its name must end in one of .{', .'.join(sorted(formats))}"
     return find_obstacle(path)

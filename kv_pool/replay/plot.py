@@ -1,4 +1,4 @@
-"""Hit rates over capacity as a picture."""
+"""Draws hit rates over capacity."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ _CAPACITIES = ("num_blocks", "host_tier", "disk_tier", "trace")
 
 
 def check_can_draw(path: str) -> None:
-    """Raise TraceError if `draw_hit_rates` could not draw to `path`: better before a sweep than after."""
+    """Raise TraceError if `draw_hit_rates` cannot draw to `path`. Call it before a long sweep."""
     obstacle = find_drawing_obstacle(path)
     if obstacle is not None:
-        raise TraceError(f"{path}: can not write the picture: {obstacle}")
+        raise TraceError(f"{path}: cannot write the picture: {obstacle}")
 
 
 def draw_hit_rates(
@@ -28,16 +28,17 @@ def draw_hit_rates(
 ) -> None:
     """Draw hit rates over capacity to an image file (.png, .svg, .pdf).
 
-    One sweep without tiers is two lines, of tokens and of blocks. Otherwise all lines are of tokens, over the
-    capacity of pool and tiers together: for each sweep one for the pool alone, and more for the pool with
-    tiers. The hit rate of an infinite cache is a dotted line. Capacity is in GiB where all reports know
-    their blocks' bytes, otherwise in blocks, or in tokens where blocks have several sizes.
+    A single sweep without tiers has two lines: the token hit rate and the block hit rate. Otherwise all lines
+    are token hit rates over the capacity of pool and tiers together: for each sweep one line for the pool
+    alone and further lines for the pool with tiers. A dotted line is the hit rate of an infinite cache.
+    Capacity is in GiB if every report has the size of a block; otherwise in blocks, or in tokens if block
+    sizes differ.
 
     Args:
-        overlays: other sweeps for the same picture, by name; named in it by the settings that differ.
+        overlays: other sweeps for the same picture, by name. The legend shows the settings that differ.
     Raises:
-        TraceError: matplotlib is not installed, or the file can not be written.
-        InvalidArgumentError: no reports.
+        TraceError: matplotlib is not installed, or the file cannot be written.
+        InvalidArgumentError: there are no reports.
     """
     check_can_draw(path)
     overlays = overlays or {}
@@ -75,7 +76,7 @@ def draw_hit_rates(
             )
         bound = sweep[0].infinite_cache
         if bound is not None:
-            label = "_" if number else "of prompt tokens, infinite cache"  # one entry of the legend for all
+            label = "_" if number else "of prompt tokens, infinite cache"  # one legend entry for all
             axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(
@@ -94,19 +95,19 @@ def draw_hit_rates(
     else:
         legend = figure.legend(loc="outside lower center", fontsize="small")
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a name may have dollar signs
+        text.set_parse_math(False)  # names may contain dollar signs
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a name has characters that the font does not have
+            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
             figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: can not write the picture: {error}") from error
+        raise TraceError(f"{path}: cannot write the picture: {error}") from error
     finally:
         plt.close(figure)
 
 
 def _choose_unit(reports: Sequence[ReplayReport]) -> tuple[Callable[[ReplayReport], float], str]:
-    """How capacities are drawn: what makes them comparable, and its name."""
+    """Return a function that converts a report to a comparable capacity, and the unit's name."""
     if all(report.settings.get("block_bytes") for report in reports):
         return lambda report: count_capacity(report) * float(report.settings["block_bytes"]) / 2**30, "GiB"
     block_size = reports[0].block_size
@@ -116,9 +117,9 @@ def _choose_unit(reports: Sequence[ReplayReport]) -> tuple[Callable[[ReplayRepor
 
 
 def _split_lines(sweep: Sequence[ReplayReport]) -> list[tuple[str, list[ReplayReport]]]:
-    """The reports of each line, by capacity, and its label.
+    """Return the label of each line and its reports, sorted by capacity.
 
-    With tiers, either the last tier grows along a line, or the pool does: whatever needs fewer lines.
+    With tiers, either the last tier or the pool grows along a line, whichever needs fewer lines.
     """
     ordered = sorted(sweep, key=lambda report: (bool(report.tiers), report.num_blocks))
     by_pool: dict[str, list[ReplayReport]] = {}
@@ -139,7 +140,7 @@ def _split_lines(sweep: Sequence[ReplayReport]) -> list[tuple[str, list[ReplayRe
 
 
 def _describe(sweep: Sequence[ReplayReport]) -> dict[str, str]:
-    """What the replays of a sweep have in common, but for their capacities."""
+    """Return the settings that the replays of a sweep share, without capacities."""
     first = sweep[0]
     found = {name: str(value) for name, value in first.settings.items() if name not in _CAPACITIES}
     found |= {"block_size": str(first.block_size), "clock": first.clock, "convention": first.convention}
@@ -148,7 +149,7 @@ def _describe(sweep: Sequence[ReplayReport]) -> dict[str, str]:
 
 
 def _name_sweeps(sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str]) -> list[str]:
-    """A name for each sweep: the settings in which they differ, or else the one given."""
+    """Return a name for each sweep: the settings that differ, or the given name."""
     described = [_describe(sweep) for sweep in sweeps]
     keys = dict.fromkeys(key for settings in described for key in settings)
     varying = [key for key in keys if len({settings.get(key) for settings in described}) > 1]
@@ -164,7 +165,7 @@ def _name_sweeps(sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str])
 
 
 def _make_title(sweeps: Sequence[Sequence[ReplayReport]]) -> str:
-    """What all sweeps have in common of trace, number of requests, clock and convention."""
+    """Return a title with the trace, number of requests, clock and convention that all sweeps share."""
     described = [_describe(sweep) for sweep in sweeps]
     common = {
         key: value for key, value in described[0].items() if all(value == it.get(key) for it in described)
@@ -177,10 +178,10 @@ def _make_title(sweeps: Sequence[Sequence[ReplayReport]]) -> str:
 
 
 def _make_printable(text: str) -> str:
-    """Names come from files; a picture in XML cannot have control characters."""
+    """Replace control characters, which XML pictures cannot contain; names come from files."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def count_capacity(report: ReplayReport) -> int:
-    """Blocks that the pool and its tiers can hold."""
+    """Return the capacity of the pool and its tiers, in blocks."""
     return report.num_blocks + sum(tier.capacity for tier in report.tiers)

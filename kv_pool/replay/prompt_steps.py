@@ -1,4 +1,4 @@
-"""`PromptSteps`: how much of a prompt is computed in one step."""
+"""`PromptSteps`: divides the computation of prompts into steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 
 @dataclass(frozen=True)
 class PromptSteps:
-    """Cuts prompts into steps.
+    """The division of prompts into steps.
 
         prompt of 50 tokens, 12 of them hit, max_tokens 16, end_at 4
         |-- 12 hit --|-- 16 --|-- 16 --|- 4 -|-2-|
 
     Attributes:
-        max_tokens: of one step; None for a whole prompt at once.
-        end_at: a step ends at a multiple of so many tokens if it can: for groups that keep one state, which
-            is cached only where a step ends at a block's end.
+        max_tokens: maximum number of tokens per step; None for the whole prompt in one step.
+        end_at: a step ends at a multiple of this number of tokens if possible. Groups with a single state
+            cache it only if a step ends at the end of a block.
     """
 
     max_tokens: int | None = None
@@ -25,18 +25,18 @@ class PromptSteps:
 
     @classmethod
     def for_groups(cls, groups: Sequence[KVCacheSpec], max_tokens: int | None) -> "PromptSteps":
-        """Steps after which all that these groups can cache is cached."""
+        """Return steps that let these groups cache every block they can."""
         sizes = [spec.block_size for spec in groups if isinstance(spec, MambaSpec)]
         return cls(max_tokens, max(sizes, default=1))
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < self.end_at:
             raise InvalidArgumentError(
-                f"a step of {self.max_tokens} prompt tokens is too short; it has {self.end_at} or more"
+                f"a step of {self.max_tokens} prompt tokens is too short; it needs at least {self.end_at}"
             )
 
     def count_next(self, start: int, end: int) -> int:
-        """Tokens of the next step of a prompt that is computed up to `start` and has `end` tokens."""
+        """Return the tokens of the next step of a prompt of `end` tokens, `start` of them computed."""
         stop = end if self.max_tokens is None else min(end, start + self.max_tokens)
         aligned = stop - stop % self.end_at
         return (aligned if aligned > start else stop) - start

@@ -1,18 +1,18 @@
-"""Lists of capacities as they are written: `1000,3k,10k`, `1k:100k:log20`."""
+"""Parses lists of capacities, such as `1000,3k,10k` or `1k:100k:log20`."""
 
 import re
 from collections.abc import Callable
 
 from kv_pool.errors import InvalidArgumentError
 
-FORMAT = "1000,3k,10k, or FIRST:LAST:logN or :linN for N of them in equal ratios or steps: 1k:100k:log20"
+FORMAT = "1000,3k,10k, or FIRST:LAST:logN or :linN for N values in equal ratios or steps: 1k:100k:log20"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6}
 _MOST = 10_000
 
 
 def parse_count(text: str) -> int:
-    """The whole number of `1000`, `1_000`, `10k` or `1.5M`. Raises InvalidArgumentError."""
+    """Return the number of a text such as `1000`, `1_000`, `10k` or `1.5M`. Raises InvalidArgumentError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower().replace("_", ""))
     number = float(found[1]) * _UNITS[found[2]] if found else 0.5
     if number != int(number):
@@ -21,12 +21,12 @@ def parse_count(text: str) -> int:
 
 
 def parse_range(text: str, parse_one: Callable[[str], int] = parse_count) -> list[int]:
-    """The numbers of a comma-separated list of numbers and ranges, each once, in order.
+    """Return the numbers of a comma-separated list of numbers and ranges, sorted and without duplicates.
 
     Args:
-        parse_one: reads a number of the list, or an end of a range.
+        parse_one: parses a number of the list or an end of a range.
     Raises:
-        InvalidArgumentError: says which part can not be read.
+        InvalidArgumentError: a part cannot be parsed; the message names it.
     """
     numbers: set[int] = set()
     for part in text.split(","):
@@ -39,7 +39,7 @@ def parse_range(text: str, parse_one: Callable[[str], int] = parse_count) -> lis
         first, last, num_points = parse_one(found[1]), parse_one(found[2]), int(found[4])
         if not 0 < first < last or not 2 <= num_points <= _MOST:
             raise InvalidArgumentError(
-                f"{part!r} is no range of 2 to {_MOST:,} numbers from one above 0 to a larger one"
+                f"{part!r} is not a range: it needs 0 < FIRST < LAST and 2 to {_MOST:,} values"
             )
         steps = [position / (num_points - 1) for position in range(num_points)]
         if found[3] == "log":

@@ -1,4 +1,4 @@
-"""`ReplayRequest`: a trace's request as the manager sees one."""
+"""`ReplayRequest`: a request of a trace, with the interface that the manager needs."""
 
 from itertools import repeat
 from struct import Struct
@@ -8,26 +8,26 @@ import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, RequestId
 from kv_pool.replay.trace import TraceRequest
 
 CONVENTIONS = ("full_blocks_cap", "full_blocks", "ids_as_blocks_cap", "ids_as_blocks")
-"""What counts as a block that can be cached, and how much of a prompt may be hit.
+"""The conventions for which blocks can be cached, and how much of a prompt can be a hit.
 
-    full_blocks        full blocks only, as an engine caches them
-    ids_as_blocks      every hash id is a block, as papers count: prompts are filled up to whole ids
-    ..._cap            at least the last token is computed anew, as an engine does
+    full_blocks        full blocks only, as in an engine
+    ids_as_blocks      every hash id is a block, as in papers: prompts are padded to whole ids
+    ..._cap            at least the last token is computed, as in an engine
 """
 
-# On the wire a hash is its last 8 bytes, big-endian: they have to tell blocks apart by themselves.
+# Events carry the last 8 bytes of a hash, big-endian, so these 8 bytes must be unique by themselves.
 _pack = Struct(">IQ").pack
 _pack_output = Struct(">QQ").pack
 _OUTPUT = 1 << 63
 _MASK = (1 << 64) - 1
 
 
-class RequestState(msgspec.Struct, frozen=True, array_like=True):
-    """A `ReplayRequest` on its way to another process."""
+class ReplayRequestState(msgspec.Struct, frozen=True, array_like=True):
+    """The serialized state of a `ReplayRequest`, for another process."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
     session_id: str | None
@@ -45,15 +45,15 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplayRequest:
-    """A trace's request with the hashes that stand for its blocks.
+    """A request of a trace, with the hashes of its blocks.
 
     Attributes:
         num_tokens: prompt and generated tokens so far.
-        max_hit_tokens: a hit covers no more than this.
+        max_hit_tokens: maximum number of tokens of a hit.
         num_cacheable_blocks: full blocks of the prompt, the denominator of the block hit rate.
     """
 
-    # The manager reads these; a trace has none of it.
+    # The manager reads these attributes; a trace has none of them.
     lora_request: Any = None
     mm_features = None
     cache_salt = None
@@ -93,7 +93,7 @@ class ReplayRequest:
             raise InvalidArgumentError(
                 f"unknown convention {convention!r}; known are {', '.join(CONVENTIONS)}"
             )
-        self.request_id = str(traced.line)
+        self.request_id = RequestId(str(traced.line))
         self.session_id = traced.session_id
         self.arrival_ms = traced.arrival_ms
         self.input_length = traced.input_length
@@ -126,35 +126,40 @@ class ReplayRequest:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """Tokens that stand for the request: of a hash id, the id once for each of its tokens; then zeros
-        for what was generated, which no trace tells."""
+        """Token ids that represent the request.
+
+        For a trace of hash ids, each token has the hash id of its block. Generated tokens are 0, because
+        traces do not contain them.
+        """
         ids, times = self._prompt_ids, self._tokens_per_id
         tokens = [token for token in ids for _ in range(times)][: self.num_prompt_tokens]
         return tokens + [0] * (self.num_tokens - len(tokens))
 
     def append_output(self, num_tokens: int) -> None:
-        """Generate tokens."""
+        """Add `num_tokens` generated tokens."""
         self.num_tokens += num_tokens
         self.num_output_left -= num_tokens
         self._name_unknown_blocks()
 
     def _name_unknown_blocks(self) -> None:
-        """Give full blocks whose content the trace does not tell (generated tokens, the end of a prompt that
-        no hash id covers) hashes that nobody else has: they are cached, as in an engine, and never hit."""
+        """Give unique hashes to full blocks of unknown content, so that they are cached but never hit.
+
+        Such blocks hold generated tokens, or the end of a prompt that no hash id covers.
+        """
         for index in range(len(self.block_hashes), self.num_tokens // self._block_size):
             self.block_hashes.append(self.name_block(index))
 
     def name_block(self, index: int) -> BlockHash:
-        """The hash that a block of this request has, or will have when it is full."""
+        """Return the hash of a block of this request, or the hash it will have when it is full."""
         if index < len(self.block_hashes):
             return self.block_hashes[index]
         number = int(self.request_id)
         last = (_OUTPUT | number << 24) ^ index
         return BlockHash(_pack_output(number, last & _MASK))
 
-    def get_state(self) -> "RequestState":
-        """All of it, to go on elsewhere."""
-        return RequestState(
+    def get_state(self) -> "ReplayRequestState":
+        """Return the request's state, so that another process can continue it."""
+        return ReplayRequestState(
             int(self.request_id),
             self.session_id,
             self.arrival_ms,
@@ -171,10 +176,10 @@ class ReplayRequest:
         )
 
     @classmethod
-    def from_state(cls, state: "RequestState") -> "ReplayRequest":
-        """The request whose state this was."""
+    def from_state(cls, state: "ReplayRequestState") -> "ReplayRequest":
+        """Create a request from its state. Its `num_computed_tokens` is 0."""
         request = cls.__new__(cls)
-        request.request_id = str(state.number)
+        request.request_id = RequestId(str(state.number))
         request.session_id = state.session_id
         request.arrival_ms = state.arrival_ms
         request.input_length = state.input_length
@@ -194,11 +199,11 @@ class ReplayRequest:
 def hash_ids_to_block_hashes(
     hash_ids: list[int], trace_block_size: int, num_tokens: int, block_size: int
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `block_size` tokens of a prompt known by its trace's hash ids.
+    """Return the hashes of a prompt's full blocks of `block_size` tokens, computed from its hash ids.
 
-    A hash id names the prefix that ends with its block; so the prefix that ends at any token is named by the
-    id of the block it ends in and the number of that block's tokens it reaches. Works for every pair of
-    sizes, and equal prefixes get equal hashes:
+    A hash id identifies the prefix that ends with its block. A prefix that ends at any token is therefore
+    identified by the hash id of the block it ends in and the number of tokens it covers in that block. This
+    works for any two block sizes; equal prefixes have equal hashes:
 
         trace blocks   |---- id 7 ----|---- id 9 ----|    trace_block_size 8
         pool blocks    |-- 7,6 --|-- 9,4 --| rest         block_size 6

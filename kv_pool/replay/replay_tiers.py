@@ -1,36 +1,38 @@
-"""`ReplayTiers`: prefixes that the pool gave up are read back from colder tiers."""
+"""`ReplayTiers`: lower tiers of a replay's pool, with copies in virtual time."""
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
+from kv_pool.ids import RequestId
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.replay.link import Link
+from kv_pool.replay.link import CopyLink
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import TierReport
-from kv_pool.tiers.read_back import TierReadBack
-from kv_pool.tiers.read_back_plan import ReadBackPlan
+from kv_pool.tiers.onboard_plan import OnboardPlan
+from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
 class ReplayTiers:
-    """Tiers below the manager's pool, without bytes, and the copies to and from them, in virtual time.
+    """Lower tiers of the manager's pool, without bytes, and the copies to and from them, in virtual time.
 
-        find -> begin --> is_reading --> finish    the request holds its blocks
-                                    \\--> give_up   it has none
+        find -> begin --> is_reading --> finish    the request has its blocks
+                                    \\--> abort   it has none
 
     Args:
-        host_blocks, disk_blocks: capacities; 0 for no such tier, but one there is.
+        manager: the manager of the pool.
+        host_blocks, disk_blocks: capacities; 0 for no such tier. At least one must be above 0.
         write: "back" or "through", as in `TieredCache`.
-        block_bytes: what a copy of one block moves.
-        link: between device and host.
-        disk: between host and disk.
+        block_bytes: size of a block.
+        link: the connection between device and host.
+        disk: the connection between host and disk.
 
     Attributes:
-        read_back: what an engine would use.
-        reports: of the tiers, from warm to cold.
+        onboarder: the `TierOnboarder` that an engine would use.
+        reports: the reports of the tiers, fastest first.
 
-    A step waits until the blocks that it writes into are copied out, as an engine does that calls
+    A step waits until the blocks that it overwrites are offloaded, like an engine that calls
     `TieredCache.flush`.
     """
 
@@ -41,17 +43,17 @@ class ReplayTiers:
         disk_blocks: int,
         write: str,
         block_bytes: int,
-        link: Link,
-        disk: Link,
+        link: CopyLink,
+        disk: CopyLink,
     ) -> None:
         sizes = ((MEDIUM_CPU, host_blocks), (MEDIUM_STORAGE, disk_blocks))
         tiers = [Tier(num_blocks, medium) for medium, num_blocks in sizes if num_blocks]
         pool = manager.block_pool
         self._cache = TieredCache(pool, None, tiers, write, enable_events=pool.enable_kv_cache_events)
-        self.read_back = TierReadBack(manager, self._cache)
+        self.onboarder = TierOnboarder(manager, self._cache)
         self.reports = [TierReport(tier.medium, tier.capacity) for tier in tiers]
         self._block_size = manager.block_size
-        self._plans: dict[str, ReadBackPlan] = {}
+        self._plans: dict[RequestId, OnboardPlan] = {}
         self._block_bytes = block_bytes
         self._link = link
         self._disk = disk
@@ -59,16 +61,16 @@ class ReplayTiers:
         self._num_on_disk = 0
 
     def find(self, request: ReplayRequest, prefix: CachedPrefix) -> TierHit:
-        """Find what the tiers have of the request after its prefix on the device."""
-        return self.read_back.find_prefix(request, prefix, request.max_hit_tokens)
+        """Find the prefix that the tiers have after the request's prefix on the device."""
+        return self.onboarder.find_prefix(request, prefix, request.max_hit_tokens)
 
     def begin(self, request: ReplayRequest, hit: TierHit, prefix: CachedPrefix, num_new_tokens: int) -> bool:
-        """Allocate blocks for a hit and for `num_new_tokens` more, and read into those of the hit.
+        """Allocate blocks for a hit and `num_new_tokens` more tokens, and start loading the hit's blocks.
 
         Returns:
-            False, with nothing changed, if there is no room for the whole request.
+            False, with nothing changed, if the whole request does not fit.
         """
-        plan = self.read_back.plan_read_back(
+        plan = self.onboarder.plan_onboard(
             request, hit, prefix, num_new_tokens=num_new_tokens, full_sequence_must_fit=True
         )
         if plan is None:
@@ -79,21 +81,21 @@ class ReplayTiers:
         return True
 
     def is_reading(self, request: ReplayRequest) -> bool:
-        """Return True while the request waits for blocks that are being read."""
+        """Return True while the request's blocks are being loaded."""
         return request.request_id in self._plans
 
     def finish(self, request: ReplayRequest) -> None:
-        """Complete the read: the request holds its blocks."""
+        """Complete the load: the request gets its blocks."""
         plan = self._plans.pop(request.request_id)
         plan.commit()
         request.num_computed_tokens = plan.num_computed_tokens
 
-    def give_up(self, request: ReplayRequest) -> None:
-        """Abort the read: the request loses the blocks that are being read."""
+    def abort(self, request: ReplayRequest) -> None:
+        """Abort the load: the request loses its blocks."""
         self._plans.pop(request.request_id).abort()
 
     def copy(self, now_ms: float) -> float:
-        """Return when the copies of all stores and reads since the last call are done (ms)."""
+        """Return the completion time (ms) of the copies of all stores and reads since the last call."""
         statistics = self._cache.get_statistics()
         num_linked = statistics[0].num_stored + sum(tier.num_read for tier in statistics)
         num_on_disk = sum(
@@ -104,8 +106,8 @@ class ReplayTiers:
         self._num_linked, self._num_on_disk = num_linked, num_on_disk
         return max(linked_ms, on_disk_ms)
 
-    def count_hit(self, hit: TierHit, num_missing: int) -> None:
-        """Count a hit, less `num_missing` tokens of its last block, which is in the lowest tier."""
+    def note_hit(self, hit: TierHit, num_missing: int) -> None:
+        """Count a hit without the last `num_missing` tokens of its last block, which is in the last tier."""
         for report in reversed(self.reports):
             num_tokens = hit.num_tokens_by_medium[report.medium]
             if num_tokens:
@@ -114,7 +116,7 @@ class ReplayTiers:
                 num_missing = 0
 
     def fill_reports(self) -> None:
-        """Write into the reports what the tiers hold and did so far."""
+        """Copy the tiers' current statistics into the reports."""
         for report, tier in zip(self.reports, self._cache.get_statistics(), strict=True):
             report.blocks_held = tier.num_blocks
             report.blocks_written = tier.num_stored

@@ -1,4 +1,4 @@
-"""`ReplayReport`: what a replay did, with enough provenance to do it again."""
+"""`ReplayReport`: the results of a replay, with the provenance needed to repeat it."""
 
 import platform
 import sys
@@ -17,7 +17,7 @@ from kv_pool.version import __version__
 
 
 class CallTimes(msgspec.Struct):
-    """Wall time of one kind of allocator call, in nanoseconds."""
+    """The wall times of one kind of allocator call, in nanoseconds."""
 
     calls: int = 0
     median_ns: int = 0
@@ -26,7 +26,7 @@ class CallTimes(msgspec.Struct):
 
 
 def summarize_calls(durations_ns: "array[int]") -> CallTimes:
-    """Median, 99th percentile (nearest rank) and sum."""
+    """Return the count, median, 99th percentile (nearest rank) and sum of the durations."""
     if not durations_ns:
         return CallTimes()
     ordered = sorted(durations_ns)
@@ -39,7 +39,7 @@ def summarize_calls(durations_ns: "array[int]") -> CallTimes:
 
 
 class Waits(msgspec.Struct):
-    """How long requests waited for blocks, in simulated milliseconds."""
+    """The times that requests waited for blocks, in simulated milliseconds."""
 
     requests: int = 0
     mean_ms: float = 0.0
@@ -49,7 +49,7 @@ class Waits(msgspec.Struct):
 
 
 def summarize_waits(waits_ms: "array[float]") -> Waits:
-    """Mean, median, 99th percentile (nearest rank) and the longest."""
+    """Return the count, mean, median, 99th percentile (nearest rank) and maximum of the waiting times."""
     if not waits_ms:
         return Waits()
     ordered = sorted(waits_ms)
@@ -70,7 +70,7 @@ def _find_p99(ordered: list[_Number]) -> _Number:
 
 
 class Provenance(msgspec.Struct):
-    """Where a report comes from."""
+    """The origin of a report: command, versions, trace and seed."""
 
     command: list[str]
     date: str
@@ -85,8 +85,8 @@ class Provenance(msgspec.Struct):
     seed: str
 
 
-def take_provenance(trace: str, digest: str, trace_block_size: int | None, seed: str) -> Provenance:
-    """Provenance of a run of this process, now."""
+def make_provenance(trace: str, digest: str, trace_block_size: int | None, seed: str) -> Provenance:
+    """Return the provenance of a run in this process, now."""
     return Provenance(
         command=sys.argv,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -103,18 +103,18 @@ def take_provenance(trace: str, digest: str, trace_block_size: int | None, seed:
 
 
 class TierReport(msgspec.Struct):
-    """What a colder tier did in a replay. Blocks are of one KV cache group.
+    """The results of a lower tier in a replay. Blocks are blocks of one KV cache group.
 
     Attributes:
         medium: CPU or STORAGE.
-        capacity: in blocks.
-        blocks_hit, tokens_hit: hits that it gave, part of the report's. Of a token for which blocks of
-            several groups are read, the coldest one counts.
-        blocks_written: from the tier above or the device.
-        blocks_read: for hits; what tokens after a window do not attend to is not read.
-        bytes_moved: both ways; 0 where a block's bytes are not known.
-        evictions: blocks that it had no more room for.
-        blocks_held: at the end, which is the most.
+        capacity: maximum number of blocks.
+        blocks_hit, tokens_hit: hits in this tier; included in the report's hits. A token that needs blocks of
+            several groups counts in the lowest of their tiers.
+        blocks_written: blocks written from the tier above or the device.
+        blocks_read: blocks read for hits. Blocks outside a group's window are not read.
+        bytes_moved: bytes read and written; 0 if the size of a block is not known.
+        evictions: blocks evicted from the tier.
+        blocks_held: blocks in the tier at the end, which is the maximum.
     """
 
     medium: str
@@ -129,12 +129,12 @@ class TierReport(msgspec.Struct):
 
 
 class InfiniteCache(msgspec.Struct):
-    """Hits of a cache in which every prompt block stays, requests coming one at a time.
+    """The hits of a cache that never evicts, with one request at a time.
 
     Attributes:
-        num_blocks: distinct full prompt blocks; a pool of this size evicts next to nothing.
-        blocks_hit, tokens_hit: found cached, of all requests; none is refused.
-        block_hit_rate, token_hit_rate: the same as shares of full prompt blocks and of prompt tokens.
+        num_blocks: distinct full prompt blocks; a pool of this size evicts almost nothing.
+        blocks_hit, tokens_hit: hits of all requests; none is refused.
+        block_hit_rate, token_hit_rate: hits as shares of all full prompt blocks and of all prompt tokens.
     """
 
     num_blocks: int = 0
@@ -145,34 +145,35 @@ class InfiniteCache(msgspec.Struct):
 
 
 class ReplayReport(msgspec.Struct):
-    """What a replay did. Blocks are pool blocks of `block_size` tokens of one KV cache group.
+    """The results of a replay. Blocks are pool blocks of `block_size` tokens of one KV cache group.
 
     Attributes:
-        num_blocks: capacity, the null block not counted.
-        requests, refused_requests: refused are those that could not fit even alone; they count in both
-            hit-rate denominators.
-        preempted: how often a running request lost its blocks to another (trace clock).
-        swapped_out, swapped_in: how many of these were copied to the host instead of computed anew, and how
-            often such a request came back.
-        blocks_swapped_out, blocks_swapped_in: blocks copied for it; those that were on the other side already
-            are not.
-        bytes_moved: by these copies, both ways.
+        num_blocks: capacity of the pool, without the null block.
+        requests, refused_requests: all requests, and those that would not fit into the empty pool. Refused
+            requests count in both hit-rate denominators.
+        preempted: preemptions of running requests (trace clock).
+        swapped_out, swapped_in: preempted requests that were swapped out to the host instead of recomputed,
+            and swap-ins.
+        blocks_swapped_out, blocks_swapped_in: blocks copied by swaps, without blocks that the other side
+            already had.
+        bytes_moved: bytes copied by swaps in both directions.
         tokens_recomputed: tokens computed again after a preemption.
 
-        late_requests: whose timestamp lay before their predecessor's; they arrive with it (trace clock).
-        broken_lines: lines passed over; `first_broken` says what was wrong with the first.
+        late_requests: requests with an earlier timestamp than their predecessor; they arrive with it (trace
+            clock).
+        broken_lines, first_broken: number of skipped lines, and the error of the first.
         blocks_looked_up: full prompt blocks of all requests.
-        blocks_hit, tokens_hit: found cached when a request was first admitted, on the device or in a tier.
-        tokens_out: generated tokens. The instant clock computes prompts only, so it has none.
-        tiers: the colder tiers, from warm to cold, and what of these hits was theirs.
-        evictions: blocks that lost their hash because they were handed out again.
+        blocks_hit, tokens_hit: hits at a request's first admission, on the device or in a lower tier.
+        tokens_out: generated tokens; 0 with the instant clock, which computes prompts only.
+        tiers: the lower tiers, fastest first, with their share of these hits.
+        evictions: blocks that lost their hash because they were reused.
         peak_blocks_in_use, mean_blocks_in_use: the mean is over time (trace clock) or requests.
         blocks_per_run: mean length of the runs of consecutive ids in the block tables.
-        peak_running, mean_running: requests that hold blocks; the mean is over time (trace clock).
-        waiting: of requests that ended: from arrival to admission, and after preemptions (trace clock).
-        simulated_ms: from first arrival to last completion (trace clock).
-        wall_seconds: what the replay itself took.
-        infinite_cache: what a cache without an end would have hit; in the reports of a sweep.
+        peak_running, mean_running: requests that have blocks; the mean is over time (trace clock).
+        waiting: waiting times of ended requests: before admission and after preemptions (trace clock).
+        simulated_ms: time from the first arrival to the last completion (trace clock).
+        wall_seconds: duration of the replay itself.
+        infinite_cache: hits of a cache that never evicts; in the reports of a sweep.
         look_up, allocate, free: time per call of the manager.
     """
 
@@ -219,30 +220,30 @@ class ReplayReport(msgspec.Struct):
 
 
 def encode_json(report: object) -> bytes:
-    """A report, or a list of them, as indented JSON."""
+    """Encode a report, or a list of reports, as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2)
 
 
 def read_reports(path: str) -> list[ReplayReport]:
-    """The reports of a file that `write_json` wrote. Raises TraceError if there are none."""
+    """Return the reports of a file written by `write_json`. Raises TraceError if there are none."""
     try:
         with open(path, "rb") as file:
             found = msgspec.json.decode(file.read(), type=list[ReplayReport] | ReplayReport)
     except OSError as error:
-        raise TraceError(f"{path}: can not read the reports: {error.strerror}") from error
+        raise TraceError(f"{path}: cannot read the reports: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise TraceError(f"{path}: not the JSON file of a sweep or a replay: {error}") from error
+        raise TraceError(f"{path}: not a JSON report of a sweep or a replay: {error}") from error
     reports = [found] if isinstance(found, ReplayReport) else found
     if not reports:
-        raise TraceError(f"{path}: no report in it")
+        raise TraceError(f"{path}: the file contains no report")
     return reports
 
 
 def write_json(report: object, path: str) -> None:
-    """Write a report (or a list of them) as indented JSON. Raises TraceError where the file can not be."""
+    """Write a report, or a list of reports, as indented JSON. Raises TraceError if that fails."""
     text = encode_json(report)
     try:
         with open(path, "wb") as file:
             file.write(text + b"\n")
     except OSError as error:
-        raise TraceError(f"{path}: can not write the report: {error.strerror}") from error
+        raise TraceError(f"{path}: cannot write the report: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""`RequestOutcome`: what a replay did with one request; and such outcomes as a file of JSON lines."""
+"""`RequestOutcome`: the result of one request in a replay; writes outcomes as JSON lines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,26 +7,27 @@ from typing import Literal
 import msgspec
 
 from kv_pool.errors import TraceError
+from kv_pool.ids import RequestId
 from kv_pool.replay.replay_request import ReplayRequest
 
 
 class RequestOutcome(msgspec.Struct):
-    """What a replay did with one request.
+    """The result of one request in a replay.
 
     Attributes:
         line: the request's line in the trace, from 1.
         outcome: "done", or "refused" if it would not fit into the empty pool.
         session_id: as in the trace.
-        arrival_ms: on the replay's clock. With the trace clock that is after `speedup`.
-        end_ms: when its last token was generated (trace clock), or its arrival.
+        arrival_ms: arrival on the replay's clock; with the trace clock, after applying `speedup`.
+        end_ms: the time when its last token was generated (trace clock), or its arrival.
         input_length, output_length: tokens, as in the trace.
-        tokens_out: generated; 0 with the instant clock, which computes prompts only.
-        blocks: in its tables when it ended, of all groups, the null block not counted.
+        tokens_out: generated tokens; 0 with the instant clock, which computes prompts only.
+        blocks: blocks in its tables at its end, of all groups, without null blocks.
         blocks_looked_up: full blocks of its prompt.
-        blocks_hit, tokens_hit: found cached when it was first admitted, on the device or in a tier.
-        tokens_hit_in_tiers: of these tokens, those that tiers had.
-        waited_ms: from arrival to admission, and after each preemption (trace clock).
-        preempted: how often it lost its blocks to another request (trace clock).
+        blocks_hit, tokens_hit: hits at its first admission, on the device or in a lower tier.
+        tokens_hit_in_tiers: the part of `tokens_hit` found in lower tiers.
+        waited_ms: waiting time before admission and after each preemption (trace clock).
+        preempted: number of preemptions (trace clock).
     """
 
     line: int
@@ -50,18 +51,18 @@ OutcomeCallback = Callable[[RequestOutcome], None]
 
 
 class OutcomeNotes:
-    """Collects the outcomes of requests while they are replayed.
+    """Collects the outcomes of requests during a replay.
 
     Args:
-        on_request: called with each outcome as it is known: in the order in which requests end.
+        on_request: called with each outcome when its request ends or is refused.
     """
 
     def __init__(self, on_request: OutcomeCallback) -> None:
         self._on_request = on_request
-        self._open: dict[str, RequestOutcome] = {}
+        self._open: dict[RequestId, RequestOutcome] = {}
 
     def arrive(self, request: ReplayRequest) -> None:
-        """Note a request before anything is computed for it."""
+        """Record the arrival of a request."""
         self._open[request.request_id] = RequestOutcome(
             line=int(request.request_id),
             outcome="done",
@@ -74,26 +75,26 @@ class OutcomeNotes:
         )
 
     def refuse(self, request: ReplayRequest) -> None:
-        """The request that has arrived never runs."""
+        """Record that a request was refused."""
         outcome = self._open.pop(request.request_id)
         outcome.outcome = "refused"
         self._on_request(outcome)
 
-    def count_hit(
+    def note_hit(
         self, request: ReplayRequest, num_blocks: int, num_tokens: int, num_tokens_in_tiers: int
     ) -> None:
-        """Note the prefix with which the request was first admitted."""
+        """Record the hit of a request at its first admission."""
         outcome = self._open[request.request_id]
         outcome.blocks_hit = num_blocks
         outcome.tokens_hit = num_tokens
         outcome.tokens_hit_in_tiers = num_tokens_in_tiers
 
-    def count_preemption(self, request: ReplayRequest) -> None:
-        """Note that the request has lost its blocks."""
+    def note_preemption(self, request: ReplayRequest) -> None:
+        """Record a preemption of the request."""
         self._open[request.request_id].preempted += 1
 
     def end(self, request: ReplayRequest, num_blocks: int, waited_ms: float, end_ms: float) -> None:
-        """The request has ended with `num_blocks` in its tables."""
+        """Record the end of a request with `num_blocks` in its tables."""
         outcome = self._open.pop(request.request_id)
         outcome.tokens_out = request.num_tokens - request.num_prompt_tokens
         outcome.blocks = num_blocks
@@ -104,19 +105,20 @@ class OutcomeNotes:
 
 @contextmanager
 def write_outcomes(path: str) -> Iterator[OutcomeCallback]:
-    """A callback that writes each outcome as a line of JSON to the file `path`, which is made now.
+    """Create the file `path` and yield a callback that writes each outcome to it as a line of JSON.
 
-    The callback raises nothing: after an error such as a full disk it writes no more, and the replay goes on.
+    The callback raises no errors: after a failure, such as a full disk, it stops writing and the replay
+    continues.
 
     Raises:
-        TraceError: the file cannot be made; or, at the end of the `with` block, it was not written whole.
+        TraceError: the file cannot be created; or, at the end of the `with` block, it is incomplete.
     """
     encode = msgspec.json.Encoder().encode
     failure: OSError | None = None
     try:
         file = open(path, "wb")  # noqa: SIM115, closed below
     except OSError as error:
-        raise TraceError(f"{path}: can not write the requests: {error.strerror}") from error
+        raise TraceError(f"{path}: cannot write the requests: {error.strerror}") from error
 
     def write(outcome: RequestOutcome) -> None:
         nonlocal failure
@@ -135,6 +137,6 @@ def write_outcomes(path: str) -> Iterator[OutcomeCallback]:
             failure = failure or error
     if failure is not None:
         raise TraceError(
-            f"{path}: can not write the requests: {failure.strerror}; the file is cut off, the replay is "
-            f"whole"
+            f"{path}: cannot write the requests: {failure.strerror}; the file is truncated, the replay is "
+            f"complete"
         ) from failure

@@ -1,4 +1,4 @@
-"""`ReplaySettings`: what to replay, and through what; each setting declared once, with its option."""
+"""`ReplaySettings`: the settings of a replay, each declared once with its command-line option."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,14 +15,14 @@ from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 CLOCKS = ("instant", "trace")
 PREEMPTIONS = ("cost", "swap", "recompute")
-"""How a request gives way: as is faster, or always to the host while there is room, or never."""
+"""The rules for preempted requests: swap or recompute, whichever is faster; always swap; never swap."""
 
 TIER_WRITES = ("back", "through")
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block for traces of token ids, which have none of their own."""
+"""Tokens per block for traces of token ids, which have no block size."""
 
-ENGINE_PANEL = "The engine the trace clock imagines"
+ENGINE_PANEL = "Simulated engine of the trace clock"
 TIERS_PANEL = "Lower tiers, for cached blocks that the pool reuses"
 
 TRACE_BLOCK_SIZE = Option("Tokens per hash id. Default: inferred from the trace.", min=1)
@@ -35,25 +35,33 @@ def _show_bytes(num_bytes: float) -> str:
 @describe_options
 @dataclass(frozen=True)
 class EngineRates:
-    """The engine that the trace clock imagines. Copy rates are of both directions together.
+    """The engine that the trace clock simulates. A copy rate is for both directions together.
 
     Attributes:
     """
 
     prefill_tokens_per_s: Annotated[
         float,
-        Option("Prompt tokens per second, one prompt at a time.", name="prefill_rate", panel=ENGINE_PANEL),
+        Option(
+            "Prompt tokens computed per second, one prompt at a time.",
+            name="prefill_rate",
+            panel=ENGINE_PANEL,
+        ),
     ] = 50_000.0
     decode_tokens_per_s: Annotated[
         float,
-        Option("Tokens per second that each request generates.", name="decode_rate", panel=ENGINE_PANEL),
+        Option("Tokens generated per second and request.", name="decode_rate", panel=ENGINE_PANEL),
     ] = 30.0
-    max_running: Annotated[int, Option("Requests that run at once.", min=1, panel=ENGINE_PANEL)] = 256
-    speedup: Annotated[float, Option("Arrivals come so many times faster.", panel=ENGINE_PANEL)] = 1.0
+    max_running: Annotated[int, Option("Maximum number of running requests.", min=1, panel=ENGINE_PANEL)] = (
+        256
+    )
+    speedup: Annotated[
+        float, Option("Factor by which requests arrive faster than in the trace.", panel=ENGINE_PANEL)
+    ] = 1.0
     copy_bytes_per_s: Annotated[
         float,
         Option(
-            "What is copied between device and host in a second, such as 25GB.",
+            "Bytes copied between device and host per second, such as 25GB.",
             name="copy_rate",
             parse=parse_memory,
             show=_show_bytes,
@@ -63,7 +71,7 @@ class EngineRates:
     disk_bytes_per_s: Annotated[
         float,
         Option(
-            "What is copied between host and disk in a second.",
+            "Bytes copied between host and disk per second.",
             name="disk_rate",
             parse=parse_memory,
             show=_show_bytes,
@@ -74,19 +82,19 @@ class EngineRates:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not 0 < value < float("inf"):
-                raise InvalidArgumentError(f"{name} is {value}; it is above 0")
+                raise InvalidArgumentError(f"{name} is {value}; it must be above 0")
 
 
 @describe_options
 @dataclass(frozen=True)
 class ReplaySettings:
-    """What to replay, and through what.
+    """The settings of a replay.
 
     Attributes:
-        num_blocks: capacity in blocks, the null block not counted.
-        rates: the engine that the trace clock imagines.
-        block_bytes: of a block in the layers of one group; 0 for unknown, which is refused where copies take
-            time: for a host pool, and for tiers with the trace clock.
+        num_blocks: capacity in blocks, without the null block.
+        rates: the engine that the trace clock simulates.
+        block_bytes: size of a block in the layers of one group; 0 if unknown. Required if copies take time:
+            for a host pool, and for tiers with the trace clock.
     """
 
     trace: Annotated[
@@ -98,51 +106,48 @@ class ReplaySettings:
         ),
     ]
     num_blocks: int
-    block_size: Annotated[int | None, Option("Tokens per pool block. Default: the trace's own.", min=1)] = (
-        None
-    )
+    block_size: Annotated[int | None, Option("Tokens per pool block. Default: the trace's.", min=1)] = None
     convention: Annotated[
         str,
         Option(
-            f"What counts as a block that can be hit: {', '.join(CONVENTIONS)}.",
+            f"Which blocks can be hit: {', '.join(CONVENTIONS)}.",
             choices=CONVENTIONS,
         ),
     ] = CONVENTIONS[0]
     clock: Annotated[
         str,
         Option(
-            f"{' or '.join(CLOCKS)}: requests one at a time, or arriving by timestamp and overlapping.",
+            f"{' or '.join(CLOCKS)}: one request at a time, or requests that arrive by timestamp and "
+            "overlap.",
             choices=CLOCKS,
         ),
     ] = "instant"
     rates: EngineRates = field(default_factory=EngineRates)
-    limit: Annotated[int | None, Option("Only so many requests from the start.", min=1)] = None
+    limit: Annotated[int | None, Option("Maximum number of requests, from the start.", min=1)] = None
     trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
     timestamp_unit: Annotated[str, Option("Unit of the trace's timestamps: ms or s.")] = "ms"
-    skip_broken: Annotated[bool, Option("Pass over broken lines and count them, instead of stopping.")] = (
-        False
-    )
+    skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
     seed: Annotated[str, Option("Seed of the block hashes, for traces of token ids.")] = "0"
     runs: Annotated[bool, Option("Prefer runs of consecutive block ids.")] = False
     groups: Annotated[
         str,
         Option(
-            f"The model's KV cache groups: {FORMAT}. Each has an equal share of the layers, and blocks of "
-            "its own from the same pool."
+            f"The model's KV cache groups: {FORMAT}. Each group has an equal share of the layers, and its "
+            "own blocks from the same pool."
         ),
     ] = "full"
     chunk_tokens: Annotated[
         int | None,
         Option(
-            "Prompts are computed in steps of so many tokens, and blocks that left a window are given up in "
-            "between. Default: a prompt at once.",
+            "Maximum number of prompt tokens per step. Blocks outside a window are released between steps. "
+            "Default: the whole prompt in one step.",
             min=1,
         ),
     ] = None
     watermark: Annotated[
         float,
         Option(
-            "Share of the pool that a request which begins leaves free while others run.",
+            "Share of the pool that must stay free when a request starts while others run.",
             min=0.0,
             panel=ENGINE_PANEL,
         ),
@@ -150,8 +155,8 @@ class ReplaySettings:
     host_blocks: Annotated[
         int,
         Option(
-            "Capacity in blocks of a pool in host memory, for preempted requests of the trace clock; with "
-            "--model or dimensions. It is other memory than that of --host-tier, which is for cached blocks.",
+            "Capacity in blocks of a host memory pool for preempted requests; needs the trace clock and "
+            "--model or dimensions. Separate from the memory of --host-tier, which is for cached blocks.",
             min=0,
             panel=ENGINE_PANEL,
         ),
@@ -159,8 +164,8 @@ class ReplaySettings:
     host_tier: Annotated[
         int,
         Option(
-            "Capacity of a tier in host memory: cached blocks go there when the pool takes them anew, and "
-            "are read back on a hit. It is other memory than that of --host-blocks, which is for preempted "
+            "Capacity of a tier in host memory. Cached blocks are offloaded to it when the pool reuses them, "
+            "and loaded on a hit. Separate from the memory of --host-blocks, which is for preempted "
             "requests. With the trace clock it needs --model or dimensions.",
             metavar="BLOCKS",
             min=0,
@@ -170,7 +175,8 @@ class ReplaySettings:
     disk_tier: Annotated[
         int,
         Option(
-            "Capacity of a tier on disk, below the host's: what that has no more room for goes there.",
+            "Capacity of a tier on disk, below the host tier. It receives the blocks that the host tier "
+            "evicts.",
             metavar="BLOCKS",
             min=0,
             panel=TIERS_PANEL,
@@ -179,8 +185,8 @@ class ReplaySettings:
     tier_write: Annotated[
         str,
         Option(
-            f"{' or '.join(TIER_WRITES)}: blocks go to the first tier when they are taken anew, or as soon "
-            "as they are cached.",
+            f"{' or '.join(TIER_WRITES)}: offload blocks to the first tier when the pool reuses them, or as "
+            "soon as they are cached.",
             metavar="WHEN",
             choices=TIER_WRITES,
             panel=TIERS_PANEL,
@@ -190,8 +196,8 @@ class ReplaySettings:
     preemption: Annotated[
         str,
         Option(
-            f"{', '.join(PREEMPTIONS)}: whether preempted requests go to the host's pool, as long as it has "
-            "room, or are computed anew; cost takes what is faster.",
+            f"{', '.join(PREEMPTIONS)}: swap preempted requests to the host pool while it has free blocks, "
+            "or recompute them; cost chooses the faster way.",
             name="preempt",
             metavar="RULE",
             choices=PREEMPTIONS,
@@ -201,7 +207,7 @@ class ReplaySettings:
     keep_session_s: Annotated[
         float,
         Option(
-            "Keep a conversation's blocks so long for its next turn; for traces with session ids.",
+            "Seconds for which to retain a conversation's blocks for its next turn; needs session ids.",
             name="keep_sessions",
             metavar="SECONDS",
             min=0.0,
@@ -210,7 +216,7 @@ class ReplaySettings:
     keep_prefix_tokens: Annotated[
         int,
         Option(
-            "Evict the first so many tokens of prompts, the system prompt, last of all.",
+            "Number of tokens at the start of each prompt, such as a system prompt, to evict last.",
             name="keep_prefix",
             metavar="TOKENS",
             min=0,
@@ -218,35 +224,35 @@ class ReplaySettings:
     ] = 0
 
     def check(self) -> None:
-        """Raise InvalidArgumentError where a value, or two together, cannot be meant."""
+        """Raise InvalidArgumentError if a value or a combination of values is invalid."""
         if self.num_blocks < 1:
             raise InvalidArgumentError(
-                f"the pool would have {self.num_blocks} blocks; it needs at least 1 besides the null block"
+                f"num_blocks is {self.num_blocks}; the pool needs at least 1 block besides the null block"
             )
         if self.block_size is not None and self.block_size < 1:
-            raise InvalidArgumentError(f"block_size is {self.block_size}; it counts tokens, 1 or more")
+            raise InvalidArgumentError(f"block_size is {self.block_size}; it must be 1 token or more")
         for name, _, option in list_options(ReplaySettings):
             value = getattr(self, name)
             if option.choices and value not in option.choices:
                 raise InvalidArgumentError(f"unknown {name} {value!r}; known are {', '.join(option.choices)}")
         if self.host_blocks < 0 or self.block_bytes < 0:
             raise InvalidArgumentError(
-                f"host_blocks is {self.host_blocks}, block_bytes {self.block_bytes}; they are 0 or more"
+                f"host_blocks is {self.host_blocks}, block_bytes {self.block_bytes}; both must be 0 or more"
             )
         if self.host_blocks and self.clock != "trace":
             raise InvalidArgumentError(
-                "a host pool is for preempted requests, and only with the trace clock there are some"
+                "a host pool is for preempted requests, which only the trace clock has; set clock to 'trace'"
             )
         if self.host_blocks and not self.block_bytes:
-            raise InvalidArgumentError("a host pool needs block_bytes: they say how long copies take")
+            raise InvalidArgumentError("a host pool needs block_bytes, to compute the duration of copies")
         if self.host_tier < 0 or self.disk_tier < 0:
             raise InvalidArgumentError(
-                f"host_tier is {self.host_tier}, disk_tier {self.disk_tier}; they are 0 or more blocks"
+                f"host_tier is {self.host_tier}, disk_tier {self.disk_tier}; both must be 0 or more blocks"
             )
         if (self.host_tier or self.disk_tier) and self.clock == "trace" and not self.block_bytes:
-            raise InvalidArgumentError("colder tiers need block_bytes: they say how long copies take")
+            raise InvalidArgumentError("lower tiers need block_bytes, to compute the duration of copies")
         if self.limit is not None and self.limit < 1:
-            raise InvalidArgumentError(f"limit is {self.limit}; it counts requests, 1 or more")
+            raise InvalidArgumentError(f"limit is {self.limit}; it must be 1 request or more")
 
     def open_trace(self) -> Trace:
         """Open the trace. Raises TraceError."""
@@ -264,11 +270,11 @@ class ReplaySettings:
             yield ReplayRequest(traced, block_size, self.convention, trace.block_size, hasher)
 
     def describe(self) -> dict[str, str | bool | int | float]:
-        """Return all settings that are set, those of the engine included, for a report."""
+        """Return all settings that are not None, including the engine's, for a report."""
         values = {**asdict(self), **asdict(self.rates)}
         return {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
 
 
 def find_block_size(block_size: int | None, trace: Trace) -> int:
-    """Return the tokens per pool block: as asked for, or the trace's own."""
+    """Return the tokens per pool block: the given number, or else the trace's block size."""
     return block_size or trace.block_size or DEFAULT_BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""`run_replay`: one trace, one pool, one report."""
+"""`run_replay`: replays a trace through a new pool and returns a report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
-from kv_pool.replay.keeper import Keeper
-from kv_pool.replay.link import Link
+from kv_pool.replay.link import CopyLink
 from kv_pool.replay.prompt_steps import PromptSteps
+from kv_pool.replay.replay_retention import ReplayRetention
 from kv_pool.replay.replay_tiers import ReplayTiers
-from kv_pool.replay.report import ReplayReport, take_provenance
+from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 from kv_pool.replay.tally import Tally
@@ -29,7 +29,7 @@ _SECONDS_BETWEEN_PROGRESS = 0.1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a replay is: share of the trace's requests that have ended, and the numbers so far."""
+    """The progress of a replay: the share of ended requests, and the current counts."""
 
     share: float
     num_requests: int
@@ -44,15 +44,16 @@ def run_replay(
     on_outcome: OutcomeCallback | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> ReplayReport:
-    """Replay a trace through a fresh pool and manager.
+    """Replay a trace through a new pool and manager.
 
     Args:
-        on_progress: called about ten times a second by `clock`, in seconds.
-        feed: gets the pool's events, after each request and at the end; None for a pool that tells none.
+        on_progress: called about ten times per second of `clock`.
+        feed: publishes the pool's events, after each request and at the end; None turns events off.
         on_outcome: called with the outcome of each request when the request ends.
+        clock: time in seconds, for `on_progress`.
     Raises:
-        TraceError: the trace can not be read.
-        InvalidArgumentError: settings that can not be meant; a capacity in which no request fits.
+        TraceError: the trace cannot be read.
+        InvalidArgumentError: the settings are invalid, or no request fits into the pool.
     """
     settings.check()
     trace = settings.open_trace()
@@ -63,18 +64,18 @@ def run_replay(
     pool = pool_class(
         settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None, dense_events=True
     )
-    keeper = None
+    replay_retention = None
     if settings.keep_session_s or settings.keep_prefix_tokens:
-        keeper = Keeper(pool, settings.keep_session_s, settings.keep_prefix_tokens)
+        replay_retention = ReplayRetention(pool, settings.keep_session_s, settings.keep_prefix_tokens)
     manager = KVCacheManager(
         pool,
         groups=groups,
-        # Output comes in steps of a block at most.
+        # Output is generated in steps of at most one block.
         max_in_flight_tokens=settings.chunk_tokens and max(settings.chunk_tokens, block_size),
         watermark=settings.watermark,
-        retention=None if keeper is None else keeper.retention,
+        retention=None if replay_retention is None else replay_retention.retention,
     )
-    link = Link(settings.rates.copy_bytes_per_s)
+    link = CopyLink(settings.rates.copy_bytes_per_s)
     tiers = None
     if settings.host_tier or settings.disk_tier:
         tiers = ReplayTiers(
@@ -84,14 +85,14 @@ def run_replay(
             settings.tier_write,
             settings.block_bytes,
             link,
-            Link(settings.rates.disk_bytes_per_s),
+            CopyLink(settings.rates.disk_bytes_per_s),
         )
     report = ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock)
     tally = Tally(report, None if on_outcome is None else OutcomeNotes(on_outcome))
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, manager, report, link)
-    driver = ReplayDriver(manager, tally, keeper=keeper, tiers=tiers, swap=swap)
+    driver = ReplayDriver(manager, tally, replay_retention=replay_retention, tiers=tiers, swap=swap)
     source = manager if swap is None else swap.swapper
     trace_clock = TraceClock(driver, settings.rates, steps) if settings.clock == "trace" else None
     next_progress = 0.0
@@ -123,19 +124,19 @@ def run_replay(
     if report.refused_requests == report.requests:
         raise InvalidArgumentError(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
-            f"smallest request needs {tally.smallest_refused}"
+            f"smallest request needs {tally.smallest_refused}; use a larger capacity"
         )
-    if keeper is not None and settings.keep_session_s and not keeper.num_kept_sessions:
+    if replay_retention is not None and settings.keep_session_s and not replay_retention.num_kept_sessions:
         raise InvalidArgumentError(f"{trace.path} has no session_id, so there are no sessions to keep")
     report.broken_lines = trace.num_broken
     report.first_broken = trace.first_broken
     report.settings = settings.describe()
-    report.provenance = take_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
+    report.provenance = make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
     return report
 
 
 def _make_swap(
-    settings: ReplaySettings, manager: KVCacheManager, report: ReplayReport, link: Link
+    settings: ReplaySettings, manager: KVCacheManager, report: ReplayReport, link: CopyLink
 ) -> HostSwap:
     rates = settings.rates
     rule: PreemptionRule = swap_always

@@ -1,4 +1,4 @@
-"""`run_sweep`: one trace at many capacities, of the pool and of a tier, in parallel processes."""
+"""`run_sweep`: replays a trace at many capacities of the pool and its tiers, in parallel processes."""
 
 import multiprocessing
 import os
@@ -29,21 +29,24 @@ def run_sweep(
     host_tiers: Sequence[int] | None = None,
     disk_tiers: Sequence[int] | None = None,
 ) -> list[ReplayReport]:
-    """Replay the trace once per capacity; the reports in the order of `capacities`.
+    """Replay the trace once per capacity. Return the reports in the order of `capacities`.
+
+    The processes import the calling script: it must call this under `if __name__ == "__main__":`.
 
     Args:
         capacities: in blocks; each replaces `settings.num_blocks`.
-        host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity in turn: its reports
-            come one after another. None for that of the settings.
-        disk_tiers: the same for `settings.disk_tier`, for every host tier in turn.
-        on_done: called with each report as it is finished.
+        num_processes: number of replays that run at the same time.
+        host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity. The reports of one
+            capacity are adjacent. None uses the value of the settings.
+        disk_tiers: the same for `settings.disk_tier`, for every capacity and host tier.
+        on_done: called with each report when it is complete.
     Raises:
-        InvalidArgumentError: no capacities, or a setting that a replay refuses.
-        TraceError: as `run_replay`.
-        WorkerLostError: a process ended before its replay did.
-        OutOfThreadsError: the system starts no thread, here or in a process.
+        InvalidArgumentError: there are no capacities, or a replay refuses a setting.
+        TraceError: as in `run_replay`.
+        WorkerLostError: a process ended before its replay.
+        OutOfThreadsError: the system cannot start a thread, here or in a process.
 
-    An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it leaves here.
+    An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it propagates.
     """
     points = [
         replace(settings, num_blocks=capacity, host_tier=host_tier, disk_tier=disk_tier)
@@ -57,7 +60,7 @@ def run_sweep(
         raise InvalidArgumentError(f"num_processes is {num_processes}; a sweep needs at least 1")
     workers = _Workers()
     try:
-        # In another thread: no signal handler interrupts it while it starts a worker.
+        # In another thread, so that no signal handler interrupts the start of a worker.
         with ThreadPoolExecutor(1) as starter:
             submit(starter, "kv_pool sweep", workers.start, min(num_processes, len(points))).result()
         return _share_out(settings, points, workers.pipes, on_done)
@@ -71,7 +74,7 @@ def _share_out(
     idle: Sequence[Connection],
     on_done: Callable[[ReplayReport], None] | None,
 ) -> list[ReplayReport]:
-    """Send each worker one job at a time; return the reports in the order of `points`.
+    """Send each worker one job at a time. Return the reports in the order of `points`.
 
     The last job counts the hits of an infinite cache, for all reports.
     """
@@ -99,8 +102,9 @@ def _share_out(
                 _send_next(unsent, ready, index_at)
     except _PipeClosedError as error:
         raise WorkerLostError(
-            f"a process of the sweep ended after {len(reports)} of {len(points)} replays. Was it killed, or "
-            f"the machine out of memory? {len(idle)} replays ran at once; ask for fewer"
+            f"a process of the sweep ended after {len(reports)} of {len(points)} replays; it was killed, the "
+            f"machine ran out of memory ({len(idle)} replays ran at once; use fewer processes), or a script "
+            "calls run_sweep() outside `if __name__ == '__main__':`"
         ) from error
     for report in reports.values():
         report.infinite_cache = infinite_cache
@@ -108,7 +112,7 @@ def _share_out(
 
 
 class _PipeClosedError(Exception):
-    """The process at the other end has ended."""
+    """The process at the other end of a pipe has ended."""
 
 
 def _send_next(unsent: Iterator[tuple[int, _Job]], pipe: Connection, index_at: dict[Connection, int]) -> None:
@@ -129,16 +133,16 @@ def _receive_result(pipe: Connection) -> ReplayReport | InfiniteCache | Exceptio
 
 
 class _Workers:
-    """The processes of one sweep, each at the other end of a pipe. A closed pipe ends a process at once."""
+    """The worker processes of a sweep, each connected by a pipe. Closing a pipe ends its process at once."""
 
     def __init__(self) -> None:
-        # Spawned, not forked: a worker starts clean whatever threads the caller runs.
+        # Spawned, not forked: forking is unsafe if the caller runs threads.
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self.pipes: list[Connection] = []
 
     def start(self, num_processes: int) -> None:
-        """Start them with signals blocked in this thread for good; they inherit that."""
+        """Start the workers with SIGINT, SIGTERM and SIGHUP blocked, here and in the calling thread."""
         if hasattr(signal, "pthread_sigmask"):
             resource_tracker.ensure_running()  # it unblocks signals
             signal.pthread_sigmask(signal.SIG_BLOCK, _list_signals())
@@ -151,7 +155,7 @@ class _Workers:
             self.pipes.append(ours)
 
     def end(self) -> None:
-        """Kill them, replays under way included."""
+        """Kill all workers, including running replays."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -162,8 +166,8 @@ class _Workers:
 
 
 def _work(pipe: Connection) -> None:
-    """Do the jobs that arrive, one after the other, and send back each result or exception."""
-    # Ctrl-C stays blocked: it is for the process of the sweep, which ends this one.
+    """Run the jobs that arrive, in order, and send back each result or exception."""
+    # SIGINT stays blocked: the process of the sweep handles Ctrl-C and ends this one.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     jobs: SimpleQueue[_Job] = SimpleQueue()
@@ -178,12 +182,12 @@ def _work(pipe: Connection) -> None:
             pipe.send(function(settings))
         except Exception as error:
             if not isinstance(error, KVPoolError):
-                error.add_note(traceback.format_exc())  # where it was raised, which pickling leaves out
+                error.add_note(traceback.format_exc())  # pickling drops the traceback
             pipe.send(error)
 
 
 def _receive(pipe: Connection, jobs: "SimpleQueue[_Job]") -> None:
-    """Pass on what arrives. End this process when the pipe closes: the sweep has ended, or was killed."""
+    """Queue the jobs that arrive. End this process when the pipe closes, as the sweep has ended."""
     while True:
         try:
             jobs.put(pipe.recv())

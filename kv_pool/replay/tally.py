@@ -1,4 +1,4 @@
-"""`Tally`: counts and times while a replay runs, and the rates that follow from them at its end."""
+"""`Tally`: counts and times of a running replay, and the rates computed from them at its end."""
 
 import time
 from array import array
@@ -10,15 +10,16 @@ from kv_pool.replay.request_outcomes import OutcomeNotes
 
 
 class Tally:
-    """The counts of one replay. It is notified of what happens, and changes nothing but its report.
+    """The counts of one replay. Its methods only update the report.
 
     Args:
-        outcomes: collects what became of each request; None for counts alone.
-        clock: seconds, for the duration of the whole replay.
+        report: the report to fill in.
+        outcomes: collects the outcome of each request; None for counts only.
+        clock: time in seconds, for the duration of the replay.
 
     Attributes:
-        report: counts so far; rates and times are filled in by `finish`.
-        smallest_refused: blocks that the smallest refused request needs.
+        report: the counts so far; `finish` fills in rates and times.
+        smallest_refused: number of blocks that the smallest refused request needs; 0 for none.
         look_up_ns, allocate_ns, free_ns: the duration of each call.
     """
 
@@ -41,8 +42,8 @@ class Tally:
         self._clock = clock
         self._started = clock()
 
-    def count_arrival(self, request: ReplayRequest, num_blocks_alone: int) -> bool:
-        """Count a request that needs `num_blocks_alone`; False if it is refused, as the pool has fewer."""
+    def note_arrival(self, request: ReplayRequest, num_blocks_alone: int) -> bool:
+        """Count a request that needs `num_blocks_alone`. Return False if the pool has fewer (refused)."""
         report = self.report
         report.requests += 1
         report.tokens_in += request.input_length
@@ -58,10 +59,10 @@ class Tally:
             self.smallest_refused = num_blocks_alone
         return False
 
-    def count_hit(self, request: ReplayRequest, num_found: int, num_found_on_device: int) -> None:
-        """Count the tokens that were found cached when a request was admitted for the first time.
+    def note_hit(self, request: ReplayRequest, num_found: int, num_found_on_device: int) -> None:
+        """Count the hit of a request at its first admission.
 
-        Of a hit block that is not full only the tokens count.
+        A hit in a partial block counts its tokens, but not the block.
         """
         report = self.report
         num_tokens = min(num_found, request.input_length)
@@ -71,27 +72,27 @@ class Tally:
         self._sum_request_hit_rates += num_tokens / request.input_length
         if self._outcomes is not None:
             num_in_tiers = max(0, num_tokens - num_found_on_device)
-            self._outcomes.count_hit(request, num_blocks, num_tokens, num_in_tiers)
+            self._outcomes.note_hit(request, num_blocks, num_tokens, num_in_tiers)
 
-    def count_in_use(self, num_blocks: int) -> None:
-        """Count blocks in use after an allocation."""
+    def note_in_use(self, num_blocks: int) -> None:
+        """Update the peak of blocks in use after an allocation."""
         self.report.peak_blocks_in_use = max(self.report.peak_blocks_in_use, num_blocks)
 
-    def count_table(self, num_blocks: int, num_runs: int) -> None:
-        """Count a block table that is released, and the runs of consecutive ids in it."""
+    def note_table(self, num_blocks: int, num_runs: int) -> None:
+        """Count a released block table and its runs of consecutive ids."""
         self._num_table_blocks += num_blocks
         self._num_runs += num_runs
 
-    def count_preemption(self, request: ReplayRequest) -> None:
-        """Count that a running request has lost its blocks."""
+    def note_preemption(self, request: ReplayRequest) -> None:
+        """Count the preemption of a running request."""
         self.report.preempted += 1
         if self._outcomes is not None:
-            self._outcomes.count_preemption(request)
+            self._outcomes.note_preemption(request)
 
-    def count_end(
+    def note_end(
         self, request: ReplayRequest, num_blocks: int, end_ms: float, waited_ms: float | None
     ) -> None:
-        """Count that a request has ended with `num_blocks` in its tables, having waited for blocks or not."""
+        """Count the end of a request with `num_blocks` in its tables, and its waiting time if any."""
         if waited_ms is not None:
             self._waits_ms.append(waited_ms)
         if self._outcomes is not None:
@@ -102,7 +103,7 @@ class Tally:
         return self.report.tokens_hit / self.report.tokens_in if self.report.tokens_in else 0.0
 
     def finish(self, mean_blocks_in_use: float, num_evictions: int) -> ReplayReport:
-        """Fill in what follows from the counts."""
+        """Fill in the rates and times, and return the report."""
         report = self.report
         report.wall_seconds = self._clock() - self._started
         report.token_hit_rate = self.token_hit_rate

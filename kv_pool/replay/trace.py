@@ -1,6 +1,6 @@
-"""Traces: files of requests, read line by line whatever their size.
+"""`Trace`: a file of requests, read line by line in bounded memory.
 
-Fields, limits and conventions: README.md in this folder.
+README.md in this folder documents fields, limits and conventions.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
 """Traces that ship with the package: name to file."""
 
 MAX_LINE_BYTES = 64 << 20
-"""A line of a trace that is longer is broken: about nine million token ids."""
+"""Maximum length of a line, about nine million token ids. A longer line is broken."""
 
 MAX_DECOMPRESSED_BYTES = 64 << 30
-"""Where reading a compressed trace stops with an error."""
+"""Maximum decompressed size of a compressed trace. Reading beyond it is an error."""
 
 _EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
 _MAX_HASH_ID = 2**64 - 1
@@ -36,11 +36,11 @@ class TraceRequest:
 
     Attributes:
         line: its line number in the file, from 1.
-        arrival_ms: milliseconds from the trace's first request.
-        input_length, output_length: tokens.
+        arrival_ms: milliseconds since the trace's first request.
+        input_length, output_length: number of tokens.
         hash_ids: block ids at the trace's block size, or None.
-        token_ids: the prompt's tokens, or None. Exactly one of the two is given.
-        session_id: the conversation it belongs to, or None.
+        token_ids: the prompt's tokens, or None. Exactly one of `hash_ids` and `token_ids` is given.
+        session_id: the request's conversation, or None.
     """
 
     line: int
@@ -71,26 +71,27 @@ class _Record(msgspec.Struct):
 
 
 class Trace:
-    """A trace file; iterate over it as often as you like, each time from the start.
+    """A trace file. Each iteration reads it from the start.
 
     Args:
         path: a file, or the name of a bundled trace.
-        block_size: tokens per hash id. Without it, it is inferred from the counts of the first lines.
+        block_size: tokens per hash id; None infers it from the first lines.
         timestamp_unit: "ms" or "s".
-        skip_broken: count broken lines in `num_broken` and pass over them, instead of raising.
-        max_line_bytes: a longer line is broken. No more of it than this is in memory.
-        max_decompressed_bytes: a compressed trace that holds more is an error, when it is reached.
+        skip_broken: skip broken lines and count them in `num_broken`, instead of raising an error.
+        max_line_bytes: maximum length of a line, also in memory. A longer line is broken.
+        max_decompressed_bytes: maximum decompressed size. Reading beyond it is an error.
 
     Attributes:
         path: the file.
         block_size: tokens per hash id; None for a trace of token ids.
-        num_broken: broken lines met in the last iteration.
-        first_broken: the first of them, as the error would have said it, or None.
-        position: share of the file read so far in the current iteration, 0 to 1.
+        num_broken: number of broken lines in the last iteration.
+        first_broken: the error message of the first broken line, or None.
+        position: share of the file read in the current iteration, 0 to 1.
 
     Raises:
-        TraceError: no such file, unknown compression or records, a block size that can not be inferred;
-            while iterating, a broken line (with its file and line number), or too many decompressed bytes.
+        TraceError: the file is missing, its compression or records are unknown, or the block size cannot be
+            inferred. While iterating: a line is broken (the message has file and line number), or the
+            decompressed size exceeds the limit.
     """
 
     def __init__(
@@ -104,15 +105,15 @@ class Trace:
         max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
     ) -> None:
         if timestamp_unit not in ("ms", "s"):
-            raise InvalidArgumentError(f"timestamp_unit is {timestamp_unit!r}; it is 'ms' or 's'")
+            raise InvalidArgumentError(f"timestamp_unit is {timestamp_unit!r}; it must be 'ms' or 's'")
         if block_size is not None and block_size < 1:
-            raise InvalidArgumentError(f"the trace's block size is {block_size}; it counts tokens, 1 or more")
+            raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
         for name, limit in (
             ("max_line_bytes", max_line_bytes),
             ("max_decompressed_bytes", max_decompressed_bytes),
         ):
             if limit < 1:
-                raise InvalidArgumentError(f"{name} is {limit}; it is 1 or more")
+                raise InvalidArgumentError(f"{name} is {limit}; it must be 1 or more")
         self.path = find_trace(path)
         self.skip_broken = skip_broken
         self.num_broken = 0
@@ -131,7 +132,7 @@ class Trace:
         return f"<Trace {str(self.path)!r}: {ids}, {self.position:.0%} read>"
 
     def digest(self) -> str:
-        """SHA-256 of the file as it is stored, hex."""
+        """Return the SHA-256 of the file as stored, in hex."""
         with self._open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -162,7 +163,7 @@ class Trace:
                             message += f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}"
                     if not self.skip_broken:
                         raise TraceError(
-                            f"{message} (--skip-broken or skip_broken=True passes over such lines)"
+                            f"{message} (--skip-broken or skip_broken=True skips such lines)"
                         ) from error
                     self.num_broken += 1
                     if self.first_broken is None:
@@ -172,24 +173,24 @@ class Trace:
         self.position = 1.0
 
     def _read_lines(self, raw: BufferedReader) -> Iterator[bytes | None]:
-        """The lines of the file, decompressed, with their line ends; None for one that is too long."""
+        """Yield the decompressed lines with their line ends; None for a line that is too long."""
         number = 1
         num_bytes = 0
         limit = self._max_line_bytes + 1  # and the line end
-        is_inside = False  # a line that is too long
+        is_inside = False  # inside a line that is too long
         with decompress(raw, self.path) as lines:
             while True:
                 try:
                     text = lines.readline(limit)
-                except Exception as error:  # each of the three decompressors has its own
-                    raise TraceError(f"{self.path}:{number}: can not decompress: {error}") from error
+                except Exception as error:  # each decompressor has its own exceptions
+                    raise TraceError(f"{self.path}:{number}: cannot decompress: {error}") from error
                 if not text:
                     return
                 num_bytes += len(text)
                 if num_bytes > self._max_decompressed_bytes and lines is not raw:
                     raise self._broken(
                         number,
-                        f"the file is compressed and holds more than {self._max_decompressed_bytes:,} bytes "
+                        f"the decompressed file has more than {self._max_decompressed_bytes:,} bytes "
                         "(max_decompressed_bytes)",
                     )
                 is_at_end = len(text) < limit or text.endswith(b"\n")
@@ -202,13 +203,13 @@ class Trace:
         try:
             return self.path.open("rb")
         except OSError as error:
-            raise TraceError(f"{self.path}: can not open: {error.strerror}") from error
+            raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
 
     def _parse(self, record: _Record, line: int) -> TraceRequest:
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
         hash_ids = record.hash_ids
         if (hash_ids is None) == (token_ids is None):
-            raise self._broken(line, "a request has either hash_ids or token_ids (or prompt_token_ids)")
+            raise self._broken(line, "a request must have either hash_ids or token_ids (or prompt_token_ids)")
         input_length = record.input_length
         if token_ids is not None:
             if input_length is not None and input_length != len(token_ids):
@@ -225,7 +226,7 @@ class Trace:
         if record.output_length < 0:
             raise self._broken(line, f"output_length is {record.output_length}")
         if not 0 <= record.timestamp < float("inf"):
-            raise self._broken(line, f"timestamp is {record.timestamp}; it is 0 or more")
+            raise self._broken(line, f"timestamp is {record.timestamp}; it must be 0 or more")
         if hash_ids is not None:
             if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
                 raise self._broken(line, "a hash id is not in 0..2**64-1")
@@ -251,7 +252,7 @@ class Trace:
         return TraceError(f"{self.path}:{line}: {why}")
 
     def _check_first_lines(self) -> int | None:
-        """Find out the kind of the trace and, unless given, its block size."""
+        """Determine the kind of the trace and, unless given, its block size."""
         num_fitting = dict.fromkeys(_CANDIDATE_BLOCK_SIZES, 0)
         seen = 0
         with_ids = 0
@@ -265,12 +266,12 @@ class Trace:
                 break
         if not seen:
             why = f"; the first broken line: {self.first_broken}" if self.first_broken else ""
-            raise TraceError(f"{self.path}: no request in it{why}")
+            raise TraceError(f"{self.path}: the file contains no request{why}")
         if not with_ids:
             return None
         if self.block_size is not None:
             return self.block_size
-        # Where broken lines are passed over, one with a wrong count must not decide.
+        # If broken lines are skipped, a line with a wrong count must not decide.
         wanted = with_ids
         if self.skip_broken and 2 * max(num_fitting.values()) > with_ids:
             wanted = max(num_fitting.values())
@@ -278,25 +279,25 @@ class Trace:
         if len(candidates) != 1:
             found = ", ".join(map(str, candidates)) or "no power of two"
             raise TraceError(
-                f"{self.path}: the first {seen} requests do not tell how many tokens a hash id stands for "
+                f"{self.path}: the tokens per hash id cannot be inferred from the first {seen} requests "
                 f"({found} would fit); give --trace-block-size"
             )
         return candidates[0]
 
 
 def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:
-    """Can `num_ids` stand for `num_tokens`, with or without an id for the partial block at the end?"""
+    """Return True if `num_ids` cover `num_tokens`, with or without an id for a partial last block."""
     return num_ids in (num_tokens // block_size, -(-num_tokens // block_size))
 
 
 def find_trace(path: str | Path) -> Path:
-    """The file of a trace given by path or by the name of a bundled one. Raises TraceError."""
+    """Return the file of a trace, given by path or by the name of a bundled trace. Raises TraceError."""
     if Path(path).is_file():
         return Path(path)
     name = BUNDLED_TRACES.get(str(path))
     if name is not None:
         return Path(str(resources.files("kv_pool.replay") / "traces" / name))
-    shipped = f"traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}"
+    shipped = f"bundled traces: {', '.join(BUNDLED_TRACES)}"
     if str(path) == "-" or Path(path).is_fifo() or Path(path).is_char_device():
         raise TraceError(
             f"{path}: a trace is read more than once, so it cannot come from standard input or a "

@@ -1,10 +1,10 @@
-"""The trace clock: requests arrive by timestamp, hold their blocks while they run, and get in each
-other's way."""
+"""`TraceClock`: a scheduler in virtual time; requests arrive by timestamp, overlap and are preempted."""
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from kv_pool.ids import RequestId
 from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
@@ -15,16 +15,19 @@ _WHOLE_PROMPTS = PromptSteps()
 
 
 class TraceClock:
-    """A scheduler in virtual time over the real manager: first come, first served; the last admitted request
-    is preempted when a running one needs a block and none is free.
+    """A scheduler in virtual time over the real manager.
 
-        arrive -> waiting -> read back from tiers -> prefill, in steps -> decode -> free
-                     ^_______________|________________________|___________|  preempted
+        arrive -> waiting -> load from tiers -> prefill, in steps -> decode -> free
+                     ^_______________|_______________|_________________|  preempted
 
-    A request that could not fit alone with all its output is refused on arrival, so every other one finishes.
+    It serves requests in order of arrival. If a running request needs a block and none is free, the last
+    admitted request is preempted. A request that does not fit alone with all its output is refused on
+    arrival, so every other request finishes.
 
     Args:
-        steps: how prompts are cut up. While one waits for its next step, others have theirs.
+        driver: the manager and its companions.
+        rates: the speed of the simulated engine.
+        steps: the division of prompts into steps. Steps of different prompts interleave.
     """
 
     def __init__(
@@ -40,20 +43,20 @@ class TraceClock:
         self._now_ms = 0.0
         self._prefill_free_ms = 0.0
         self._waiting: deque[ReplayRequest] = deque()
-        self._running: dict[str, ReplayRequest] = {}  # in order of admission
-        self._admissions: dict[str, int] = {}
-        self._due: list[tuple[float, int, str, int, int]] = []
+        self._running: dict[RequestId, ReplayRequest] = {}  # in order of admission
+        self._admissions: dict[RequestId, int] = {}
+        self._due: list[tuple[float, int, RequestId, int, int]] = []
         self._sequence = 0
         self._block_ms = 0.0
         self._running_ms = 0.0
-        self._waited_ms: dict[str, float] = {}  # less the time of queueing up, while it waits
-        self._num_lost_tokens: dict[str, int] = {}
+        self._waited_ms: dict[RequestId, float] = {}  # minus the time of joining the queue, while it waits
+        self._num_lost_tokens: dict[RequestId, int] = {}
         self._first_ms: float | None = None
         self._preempted_ms = -1.0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have arrived and wait or run."""
+        """Number of requests that wait or run."""
         return len(self._waiting) + len(self._running)
 
     def run(
@@ -62,11 +65,11 @@ class TraceClock:
         on_request: Callable[[], None],
         on_step: Callable[[], None] | None = None,
     ) -> ReplayReport:
-        """Replay all requests to their end.
+        """Replay all requests to their end and return the report.
 
         Args:
             on_request: called after each arrival.
-            on_step: called after each step once all have arrived; None for nothing.
+            on_step: called after each step once all requests have arrived; None for no calls.
         """
         arrivals = self._arrive(requests)
         coming = next(arrivals, None)
@@ -114,8 +117,8 @@ class TraceClock:
             self._waited_ms[request.request_id] = -self._now_ms
 
     def _admit(self) -> None:
-        # A preempted request waits until the others have advanced. Otherwise a request whose prompt is cached
-        # is admitted at once, preempts itself again, and time stands still.
+        # A preempted request waits until time has advanced. Otherwise a request whose prompt is cached would
+        # be admitted at once and preempt itself again, without end.
         if self._running and self._now_ms <= self._preempted_ms:
             return
         swap = self.driver.swap
@@ -133,7 +136,7 @@ class TraceClock:
                 if not self.driver.begin(request, num_tokens, found):
                     return
                 if request.request_id not in self._admissions:
-                    self.driver.count_hit(request, found)
+                    self.driver.note_hit(request, found)
                 num_lost = self._num_lost_tokens.pop(request.request_id, 0)
                 self.report.tokens_recomputed += max(0, num_lost - found.num_tokens)
                 self._run(request)
@@ -144,7 +147,7 @@ class TraceClock:
                     self._prefill(request, num_tokens)
 
     def _run(self, request: ReplayRequest) -> None:
-        """Move the request from the front of the queue to the running ones."""
+        """Move the request from the front of the queue to the running requests."""
         self._waiting.popleft()
         self._waited_ms[request.request_id] += self._now_ms
         self._running[request.request_id] = request
@@ -153,19 +156,19 @@ class TraceClock:
         self.report.peak_running = max(self.report.peak_running, len(self._running))
 
     def _prefill(self, request: ReplayRequest, num_tokens: int) -> None:
-        """Plan the end of computing `num_tokens` of the prompt, behind prompts that are computed before."""
+        """Schedule the computation of `num_tokens` prompt tokens after the prompts queued before."""
         start_ms = max(self.driver.copy(self._now_ms), self._prefill_free_ms)
         self._prefill_free_ms = start_ms + 1000 * num_tokens / self.rates.prefill_tokens_per_s
         self._plan(request, self._prefill_free_ms, num_tokens)
 
     def _plan(self, request: ReplayRequest, due_ms: float, num_tokens: int) -> None:
-        """Plan that at `due_ms` the request has computed or generated `num_tokens` more."""
+        """Schedule the end of the request's step of `num_tokens` tokens at `due_ms`."""
         self._sequence += 1
         admission = self._admissions[request.request_id]
         heapq.heappush(self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens))
 
     def _step(self, request: ReplayRequest, num_tokens: int) -> None:
-        """End a request that has computed or generated `num_tokens`, or was read; or plan its next step."""
+        """Complete a step of `num_tokens` tokens, or a load; then end the request or plan its next step."""
         self.driver.finish_reading(request)
         if request.num_computed_tokens < request.num_tokens:
             request.num_computed_tokens += num_tokens
@@ -193,7 +196,7 @@ class TraceClock:
             )
 
     def _count_next(self, request: ReplayRequest) -> int:
-        """Count the next step's tokens: part of the prompt, or output until a block is full; 0 at the end."""
+        """Return the tokens of the next step: prompt, or output until a block is full; 0 at the end."""
         if request.num_computed_tokens < request.num_tokens:
             return self._steps.count_next(request.num_computed_tokens, request.num_tokens)
         block_size = self.driver.manager.block_size

@@ -1,4 +1,4 @@
-"""What a running pool reports of itself, whichever face serves it: states, runs, counts, sequences, holds."""
+"""Reports about a running pool: block states, layout, statistics, sequences and holds."""
 
 from kv_pool.reports.block_states import BlockState
 from kv_pool.reports.holds import HoldList, HoldSummary

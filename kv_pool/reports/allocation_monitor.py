@@ -1,4 +1,4 @@
-"""`AllocationMonitor`: what a pool held at several moments."""
+"""`AllocationMonitor`: a history of a pool's allocation state."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from kv_pool.reports.statistics import PoolStatistics
 
 
 class HasStatistics(Protocol):
-    """A pool that reports of itself: `GPUKVPool`, `ControlledManager`."""
+    """An object with pool statistics, such as `GPUKVPool`, `ControlledManager` or `KVCacheAllocator`."""
 
     def get_statistics(self) -> PoolStatistics:
-        """Counts and shares at one moment."""
+        """Return the current counts and shares."""
 
 
 class AllocationState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool held at one moment.
+    """The allocation state of a pool at one moment.
 
     Attributes:
         timestamp: seconds of the monitor's clock.
-        active_sequences: None where the pool does not count them.
+        active_sequences: None if the pool does not count them.
         fragmentation_rate: share of the free blocks that cannot serve a run, 0 to 1.
         utilization: share of the blocks that is in use, 0 to 1.
     """
@@ -37,7 +37,7 @@ class AllocationState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocationMonitor:
-    """Takes down the state of a pool whenever it is asked to, and keeps the last ones.
+    """A monitor that records the state of a pool on request and keeps the most recent states.
 
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> from kv_pool.reports.allocation_monitor import AllocationMonitor
@@ -49,11 +49,11 @@ class AllocationMonitor:
         (25, 1)
 
     Args:
-        max_states: how many are kept; the oldest goes first.
-        clock: seconds, for timestamps.
+        max_states: number of states to keep; the oldest are dropped.
+        clock: returns the time in seconds, for timestamps.
 
     Attributes:
-        history: oldest first.
+        history: the states, oldest first.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AllocationMonitor:
         self._clock = clock
 
     def log_allocation_state(self) -> AllocationState:
-        """Append the state of this moment to `history`, and return it. Costs a `get_statistics()`."""
+        """Append the current state to `history` and return it. Cost: one `get_statistics()` call."""
         now = self._clock()
         statistics = self.pool.get_statistics()
         state = AllocationState(
@@ -79,3 +79,7 @@ class AllocationMonitor:
         )
         self.history.append(state)
         return state
+
+    def calculate_fragmentation(self) -> float:
+        """Return the pool's fragmentation rate of this moment, 0 to 1, see `PoolStatistics`."""
+        return self.pool.get_statistics().fragmentation_rate

@@ -1,4 +1,4 @@
-"""`BlockState`: what each block of a pool is, one byte each; the lengths of free runs."""
+"""`BlockState`: the state of each block of a pool, one byte per block; lengths of free runs."""
 
 from enum import IntEnum
 
@@ -8,23 +8,23 @@ from kv_pool.core.pool_core import BlockPoolCore
 
 
 class BlockState(IntEnum):
-    """What a block is. Empty and cached blocks are free.
+    """The state of a block. EMPTY and CACHED blocks are free.
 
-    PINNED blocks are in use and keep their ids: pinned by the user, or held by a transfer or an open plan.
+    IMMOVABLE blocks are in use and keep their ids: pinned by the user, or held by a transfer or an open plan.
     """
 
     NULL = 0
     EMPTY = 1
     CACHED = 2
     IN_USE = 3
-    PINNED = 4
+    IMMOVABLE = 4
 
 
 def read_states(pool: BlockPoolCore) -> bytes:
-    """Return the `BlockState` of each block by id, from 0, the null block.
+    """Return the `BlockState` of each block by id, starting with the null block 0.
 
-    Free blocks without a hash that a reuse watcher waits for are CACHED.
-    Cost: O(number of blocks); some nanoseconds per block of a `RunBlockPool`, some ten of a `BlockPool`.
+    Free blocks without a hash but with a reuse watcher are CACHED.
+    Cost: O(number of blocks); a few nanoseconds per block of a `RunBlockPool`, some tens of a `BlockPool`.
     """
     if isinstance(pool, RunPoolCore):
         states = pool.run_index.ages.translate(_STATES_BY_AGE)
@@ -38,21 +38,21 @@ def read_states(pool: BlockPoolCore) -> bytes:
             for block in pool.blocks
         )
     states[0] = BlockState.NULL
-    for block_id in pool.holds.list_fixed_ids():
+    for block_id in pool.holds.list_immovable_ids():
         if states[block_id] == BlockState.IN_USE:
-            states[block_id] = BlockState.PINNED
-        elif states[block_id] == BlockState.EMPTY:  # free, without a hash, and watched
+            states[block_id] = BlockState.IMMOVABLE
+        elif states[block_id] == BlockState.EMPTY:  # free, without a hash, with a reuse watcher
             states[block_id] = BlockState.CACHED
     return bytes(states)
 
 
 def count_states(states: bytes) -> dict[BlockState, int]:
-    """Return how many blocks are in each state."""
+    """Return the number of blocks in each state."""
     return {state: states.count(state) for state in BlockState}
 
 
 def list_free_runs(states: bytes) -> list[int]:
-    """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
+    """Return the lengths of the maximal runs of free blocks, in id order. O(number of blocks)."""
     return [len(run) for run in states.translate(_IS_FREE).split(b"\0") if run]
 
 

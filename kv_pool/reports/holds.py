@@ -1,4 +1,4 @@
-"""`HoldList`: which holds keep which blocks of a pool, since when and until when."""
+"""`HoldList`: the holds on a pool's blocks, with age and remaining time."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import HoldReport, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockId
 
 _SHOWN_IDS = 8
 
@@ -17,19 +18,19 @@ class HoldSummary(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: completes "the blocks are ...".
-        num_blocks: of the hold; 1 where one block was asked about.
-        block_ids: the first of them.
-        age_s: seconds since the hold was opened; of one without references, since its first block came.
+        num_blocks: number of blocks of the hold; 1 in a report about one block.
+        block_ids: the ids of up to 8 of them.
+        age_s: seconds since the hold was opened; for a hold without references, since its first block.
         remaining_s: seconds until the deadline, negative if it has passed; None without a deadline.
-        is_movable: compaction may give the blocks other ids meanwhile.
-        is_quarantined: the deadline has passed, and a late writer may still use the blocks.
-        has_references: the blocks are in use; False if they only keep their ids, for a reuse watcher or for
-            a tier that has still to read them, and may be free.
+        is_movable: compaction may change the ids of the blocks.
+        is_quarantined: the deadline has passed, but a late writer may still write to the blocks.
+        has_references: True if the hold keeps the blocks in use. False if they only keep their ids, for a
+            reuse watcher or a pending read by a lower tier; they may be free.
     """
 
     reason: str
     num_blocks: int
-    block_ids: list[int]
+    block_ids: list[BlockId]
     age_s: float
     remaining_s: float | None
     is_movable: bool
@@ -38,7 +39,7 @@ class HoldSummary(msgspec.Struct, frozen=True):
 
 
 class HoldList(msgspec.Struct, frozen=True):
-    """The holds of a pool, or of one block, oldest first; those without references are last."""
+    """The holds of a pool or of one block, oldest first; holds without references come last."""
 
     holds: list[HoldSummary]
 
@@ -58,11 +59,11 @@ def list_holds(pool: BlockPoolCore) -> HoldList:
     return HoldList(summaries)
 
 
-def explain_block(pool: BlockPoolCore, block_id: int) -> HoldList:
+def explain_block(pool: BlockPoolCore, block_id: BlockId) -> HoldList:
     """Return the holds of one block. O(holds).
 
     Raises:
-        InvalidBlockError: the pool has no such block.
+        InvalidBlockError: the id is not one of the pool's, or is that of the null block.
     """
     if not 0 < block_id < pool.num_gpu_blocks:
         raise InvalidBlockError(f"block {block_id} is not one of 1 to {pool.num_gpu_blocks - 1}")

@@ -1,4 +1,4 @@
-"""`PoolLayout`: what every block of a pool is at one moment, and which blocks make a run of one sequence."""
+"""`PoolLayout`: the state of every block of a pool at one moment, and the runs of its sequences."""
 
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -29,14 +29,14 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
     Attributes:
         block_size: tokens per block.
-        run_length: what `fragmentation_rate` is about.
-        epoch: how many times ids had been exchanged; an id means the same block at the same epoch only.
-        states: a `BlockState` for each id from 0, the null block. Free blocks whose reuse somebody waits for
-            are cached.
-        joins: 1 where a sequence has block `id - 1` right before block `id`, else 0. A stretch of ones, with
-            the block before it, is a run of one sequence, or of several that share it.
-        holders: how many sequences hold the block, 255 for more. A block in use that no sequence holds was
-            taken from the pool underneath.
+        run_length: run length in blocks that `fragmentation_rate` refers to.
+        epoch: number of id swaps so far. An id is guaranteed to mean the same block only at the same epoch.
+        states: a `BlockState` for each id, starting with the null block 0. Free blocks with a reuse watcher
+            are CACHED.
+        joins: 1 if a sequence has block `id - 1` directly before block `id`, else 0. Consecutive ones,
+            with the block before them, are a run of one sequence, or of several that share it.
+        holders: number of sequences that use the block, at most 255. A block in use with 0 was allocated
+            from the block pool directly.
     """
 
     block_size: int
@@ -49,21 +49,21 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Without the null block."""
+        """The number of blocks, without the null block."""
         return len(self.states) - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that are empty or cached."""
+        """The number of empty and cached blocks."""
         return self.states.count(BlockState.EMPTY) + self.states.count(BlockState.CACHED)
 
     @property
     def fragmentation_rate(self) -> float:
-        """As `PoolStatistics.fragmentation_rate`."""
+        """The same as `PoolStatistics.fragmentation_rate`."""
         return get_fragmentation_rate(self.list_free_runs(), self.run_length)
 
     def list_free_runs(self) -> list[int]:
-        """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
+        """Return the lengths of the maximal runs of free blocks, in id order. O(number of blocks)."""
         return list_free_runs(self.states)
 
 
@@ -75,18 +75,19 @@ def read_layout(
     run_length: int,
     device_id: int,
 ) -> PoolLayout:
-    """Return the layout of a pool whose sequences have these tables, see `read_tables`."""
+    """Return the layout of a pool whose sequences have these block tables; see `read_tables`."""
     states = read_states(pool)
     joins, holders = read_tables(len(states), tables)
     return PoolLayout(block_size, run_length, pool.epoch, device_id, states, joins, holders)
 
 
 def read_tables(num_ids: int, tables: Sequence[Collection[KVCacheBlock]]) -> tuple[bytes, bytes]:
-    """`PoolLayout.joins` and `PoolLayout.holders`, from each sequence's blocks in its order.
+    """Return `PoolLayout.joins` and `PoolLayout.holders` for these block tables.
 
     Args:
-        num_ids: how many ids the pool has, the null block's included.
-        tables: none has a block twice, but for the null block, which is not counted.
+        num_ids: number of ids of the pool, that of the null block included.
+        tables: each sequence's blocks in order. Only the null block may be repeated in a table; it is not
+            counted.
     Cost: O(num_ids + blocks in the tables).
     """
     import numpy as np
@@ -94,10 +95,10 @@ def read_tables(num_ids: int, tables: Sequence[Collection[KVCacheBlock]]) -> tup
     tables = [table for table in tables if table]
     ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
     num_held = int(ends[-1]) if len(ends) else 0
-    # One table after the other, read without a step of Python per block.
+    # All tables concatenated, without interpreted code per block.
     ids = np.fromiter(map(attrgetter("block_id"), chain.from_iterable(tables)), np.int64, num_held)
     is_joined = ids[1:] == ids[:-1] + 1
-    is_joined[ends[:-1] - 1] = False  # the next table begins
+    is_joined[ends[:-1] - 1] = False  # a new table begins here
     is_joined &= ids[:-1] != 0
     joins = np.zeros(num_ids, np.uint8)
     joins[ids[1:][is_joined]] = 1

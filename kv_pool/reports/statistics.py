@@ -1,4 +1,4 @@
-"""`PoolStatistics`: the counts, shares and times of a pool at one moment."""
+"""`PoolStatistics`: the counts, shares and latencies of a pool at one moment."""
 
 import msgspec
 
@@ -13,42 +13,43 @@ from kv_pool.reports.block_states import BlockState, count_states, list_free_run
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool holds and has done. All of one moment, but for the latencies.
+    """The statistics of a pool. All values are of one moment, except the latencies.
 
         used_blocks + free_blocks == total_blocks
         cached_free_blocks <= free_blocks
 
-    None where the face of the pool does not count it: a `KVCacheManager` times no calls, and vLLM's scheduler
-    keeps its requests to itself.
+    Values that the pool does not count are None: a `KVCacheManager` times no calls, and vLLM's scheduler does
+    not expose its requests.
 
     Attributes:
-        total_blocks: the null block not counted.
-        cached_free_blocks: free blocks that can still be hit, or whose reuse is waited for.
-        fixed_blocks: in use, and held where they are: pinned, or by a transfer or an open plan.
+        total_blocks: number of blocks, without the null block.
+        cached_free_blocks: free blocks that can still be hit or have a reuse watcher.
+        immovable_blocks: blocks in use that may not be moved: pinned, or held by a transfer or an open plan.
         utilization: share of the blocks that is in use, 0 to 1.
-        fragmentation_rate: share of the possible runs that is lost to scattering, 0 to 1: of runs of
-            `run_length`, or of the largest power of two that fewer free blocks allow. 0 if they are in one
-            piece.
-        unusable_share: U(run_length), share of the free blocks that cannot serve a run of it, 0 to 1.
-        largest_run_loss: share of the free blocks outside the largest free run, 0 to 1; harsh.
-        epoch: how many times ids have been exchanged.
-        evicted_blocks: how many cached blocks can no longer be hit, so far.
-        queued_events: events about the cache that nobody has taken yet.
-        pinned_blocks: pinned by the user, free or in use; of a manager, what counts against its limit.
-        reserved_blocks: blocks that some requests leave free: see `GPUKVPool`; a manager's watermark.
-        moved_blocks: how many blocks have changed their id so far, those moved aside counted as well.
-        evicted_sequences: how many sequences have lost their blocks to others so far, or by `evict`.
-        looked_up_blocks, hit_blocks: asked of `claim_prefix` so far, and found.
-        taken_events: by kind, those that were taken from the pool so far.
-        allocation: of `allocate` and `try_allocate`, from the call to the answer, waiting included.
-        freeing: of `free`, `free_many` and `free_sequence`.
+        fragmentation_rate: share of the possible free runs that is lost to scattering, 0 to 1. Counts runs of
+            `run_length` blocks, or with fewer free blocks, of the largest power of two that fits. 0 if the
+            free blocks are one run.
+        unusable_share: U(run_length), the share of the free blocks that cannot serve such a run, 0 to 1.
+        largest_run_loss: share of the free blocks outside the largest free run, 0 to 1; a strict measure.
+        epoch: number of id swaps so far.
+        evicted_blocks: number of cache keys evicted so far.
+        queued_events: cache events that have not been taken yet.
+        pinned_blocks: blocks pinned by the user, free or in use; for a manager, those counted against its
+            limit.
+        reserved_blocks: blocks that some requests must leave free: see `GPUKVPool`; a manager's watermark.
+        moved_blocks: number of id changes of blocks so far, temporary moves included.
+        evicted_sequences: number of sequences evicted so far, for other sequences or by `evict`.
+        looked_up_blocks, hit_blocks: blocks that `claim_prefix` has looked up and found so far.
+        taken_events: number of events taken from the pool so far, by kind.
+        allocation: latency of `allocate` and `try_allocate`, waiting included.
+        freeing: latency of `free`, `free_many` and `free_sequence`.
     """
 
     total_blocks: int
     used_blocks: int
     free_blocks: int
     cached_free_blocks: int
-    fixed_blocks: int
+    immovable_blocks: int
     block_size: int
     utilization: float
     fragmentation_rate: float
@@ -72,18 +73,18 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) -> PoolStatistics:
-    """Return what the block pool itself knows; the face adds its own counts. O(number of blocks)."""
+    """Return the statistics of the block pool itself; the caller adds its own. O(number of blocks)."""
     states = read_states(pool)
     counts = count_states(states)
     run_lengths = list_free_runs(states)
     total_blocks = len(states) - 1
-    used_blocks = counts[BlockState.IN_USE] + counts[BlockState.PINNED]
+    used_blocks = counts[BlockState.IN_USE] + counts[BlockState.IMMOVABLE]
     return PoolStatistics(
         total_blocks=total_blocks,
         used_blocks=used_blocks,
         free_blocks=total_blocks - used_blocks,
         cached_free_blocks=counts[BlockState.CACHED],
-        fixed_blocks=counts[BlockState.PINNED],
+        immovable_blocks=counts[BlockState.IMMOVABLE],
         block_size=block_size,
         utilization=used_blocks / total_blocks if total_blocks else 0.0,
         fragmentation_rate=get_fragmentation_rate(run_lengths, run_length),
@@ -98,5 +99,5 @@ def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) ->
 
 
 def read_fragmentation_rate(pool: BlockPoolCore, run_length: int) -> float:
-    """Return `PoolStatistics.fragmentation_rate` alone. O(number of blocks)."""
+    """Return only `PoolStatistics.fragmentation_rate`. O(number of blocks)."""
     return get_fragmentation_rate(list_free_runs(read_states(pool)), run_length)

@@ -1,4 +1,4 @@
-"""`BlockLayout`: what the bytes and the hashes of a pool's blocks mean; equal, or nothing is exchanged."""
+"""`BlockLayout`: a description of the bytes and hashes of a pool's blocks, to check compatibility."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from kv_pool.storage.block_storage import BlockStorage
 
 
 class BlockLayout(msgspec.Struct, frozen=True):
-    """What two pools have to agree on before one may use the other's blocks.
+    """The properties that must be equal in two pools before one may use the other's blocks.
 
-    Where the bytes lie may differ: strides, padding, the device. Their order within a block may not.
+    Strides, padding and device may differ; the order of the bytes within a block may not.
 
     Attributes:
-        block_format: of the storage: element type and sizes, in the order of a block's bytes.
-        block_bytes: of one block, all layers.
+        block_format: the storage's element type and sizes, in the order of a block's bytes.
+        block_bytes: bytes of one block, all layers.
         block_size: tokens per block.
-        hash_algorithm: by which blocks are named; "" for hashes that are not the hasher's, such as a trace's.
+        hash_algorithm: algorithm of the block hashes; "" if they are not made by a `BlockHasher`, such as
+            those of a trace.
         hash_seed: first 8 bytes of the SHA-256 of the hasher's root, in hex. The root itself is secret.
-        groups: the KV cache groups, each in words; () for one group of full attention.
-        model: the model's name; "" where it was not named.
-        weights: which weights of it, such as a revision or a digest; "" where they were not named.
+        groups: a description of each KV cache group; () for one group of full attention.
+        model: the model's name; "" if not given.
+        weights: the version of its weights, such as a revision or a digest; "" if not given.
     """
 
     block_format: str
@@ -48,10 +49,10 @@ class BlockLayout(msgspec.Struct, frozen=True):
         model: str = "",
         weights: str = "",
     ) -> BlockLayout:
-        """The layout of the blocks of a storage, named by a hasher.
+        """Return the layout of a storage whose blocks are hashed by `hasher`.
 
-        Name `model` and `weights` wherever blocks outlive the process or go to other nodes. To another model,
-        or to other weights, KV of the same shape and hashes is noise.
+        Pass `model` and `weights` if blocks outlive the process or are sent to other nodes: KV of another
+        model or of other weights may have the same shape and hashes, but is useless.
         """
         return cls(
             storage.block_format,
@@ -65,21 +66,25 @@ class BlockLayout(msgspec.Struct, frozen=True):
         )
 
     def get_fingerprint(self) -> str:
-        """32 hex digits that differ where layouts do."""
+        """Return 32 hex digits that differ for different layouts."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:32]
 
     def check_same(self, other: BlockLayout, there: str) -> None:
-        """Raise LayoutMismatchError unless the other layout is this one; says in what they differ.
+        """Raise LayoutMismatchError with the differences unless the layouts are equal.
 
-        A model that is named on one side only is another one: nothing is known of it.
+        A model or weights given on one side only count as a difference.
 
         Args:
-            there: whose the other layout is, in words.
+            there: the owner of the other layout, for the error message.
         """
-        different = [
+        different = self.describe_differences(other)
+        if different:
+            raise LayoutMismatchError(f"blocks of {there} cannot be used here: {different}")
+
+    def describe_differences(self, other: BlockLayout) -> str:
+        """Describe how another layout, "there", differs from this one; "" if they are equal."""
+        return "; ".join(
             f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} there"
             for name in self.__struct_fields__
             if getattr(self, name) != getattr(other, name)
-        ]
-        if different:
-            raise LayoutMismatchError(f"blocks of {there} can not be used here: {'; '.join(different)}")
+        )

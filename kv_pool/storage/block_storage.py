@@ -1,44 +1,47 @@
-"""`BlockStorage`: the bytes of blocks, on one device; moves them, and does not care what they mean."""
+"""`BlockStorage`: the bytes of blocks on one device, and copies of whole blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockId
 from kv_pool.storage.copy_cpu import copy_on_cpu
-from kv_pool.storage.move_plan import Moves, check_moves, split_rounds
+from kv_pool.storage.move_plan import Moves, parse_moves, split_rounds
 from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
-from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes
+from kv_pool.storage.tensors import find_device, find_dtype, find_memory, find_strides_bytes
 
 CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]
-"""Copies block sources[i] of one table to targets[i] of another, both tables on one device and cut alike."""
+"""A function that copies block sources[i] of one table to block targets[i] of another.
+
+Both tables are on one device and cut alike (`split_alike`)."""
 
 _BUFFER_BYTES = 64 * 1024 * 1024
 
 _SCRATCH_BYTES = 32 * 1024 * 1024
 
 _FIRST_SCRATCH_ID = 2**32
-"""No block has such an id, so that one that is too large by mistake is not taken for a scratch block's."""
+"""Far above any block id, so that an id that is too large by mistake is not taken for a scratch block."""
 
 
 class BlockStorage:
-    """Blocks 0 to num_blocks - 1 of a segment table.
+    """A storage of blocks 0 to num_blocks - 1, given by a segment table.
 
-    `KVStorage` adds K and V of tokens to this. By itself it serves what has no tokens: state of Mamba layers,
-    or the layers of several groups that share block ids (`SegmentTable.overlay`).
+    `KVStorage` adds access to K and V by token. `BlockStorage` alone serves data without tokens: the state of
+    Mamba layers, or the layers of several groups that share block ids (`SegmentTable.overlay`).
 
     Args:
-        segments: where the bytes are.
-        device: `cpu`, or torch's name of another, such as `cuda:0`.
-        block_format: what the bytes of a block mean; blocks are only copied between equal ones.
-        copy: how blocks are copied within the device; None for the fastest there is: rows on the CPU, on a
-            GPU one Triton launch, or torch where triton is not installed.
+        segments: location of the bytes.
+        device: `cpu`, or torch's name of another device, such as `cuda:0`.
+        block_format: description of a block's bytes; blocks are copied only between equal formats.
+        copy: function that copies blocks within the device. None for the fastest available: rows on the CPU;
+            on a GPU one Triton launch, or torch if triton is not installed.
 
-    Not safe for two threads that move the same blocks. On a GPU the work is queued on the current stream,
-    or moves on one of their own: `use_copy_stream`.
+    Not safe for two threads that move the same blocks. On a GPU, work is queued on the current stream; moves
+    can use a separate one: `use_copy_stream`.
     """
 
     def __init__(
@@ -54,20 +57,21 @@ class BlockStorage:
 
     @classmethod
     def wrap_state(cls, tensors: Sequence[Any], copy: CopyBlocks | None = None) -> BlockStorage:
-        """A storage over tensors that hold something of every block, of any types and shapes.
+        """Return a storage over tensors of any types and shapes whose first axis is the block.
 
         Args:
-            tensors: arrays or tensors, (num_blocks, ...) each, on one device; what a tensor has of one block
-                lies in one piece, and there may be gaps between blocks.
+            tensors: arrays or tensors, (num_blocks, ...) each, on one device. The part of one block must be
+                contiguous in each tensor; there may be gaps between blocks.
             copy: see the class.
         Raises:
-            InvalidArgumentError: none given, unequal counts of blocks, two devices, or scattered state.
+            InvalidArgumentError: no tensors, different numbers of blocks, several devices, or a part that is
+                not contiguous.
         """
         devices = sorted({find_device(tensor) for tensor in tensors})
         counts = sorted({len(tensor) for tensor in tensors})
         if len(devices) != 1 or len(counts) != 1:
             raise InvalidArgumentError(
-                f"state is of one number of blocks on one device, not of {counts} on {devices}"
+                f"tensors need one number of blocks and one device, not {counts} blocks on {devices}"
             )
         owners: dict[int, Any] = {}
         segments, formats = [], []
@@ -77,11 +81,11 @@ class BlockStorage:
             for size, step in reversed(list(zip(tensor.shape[1:], inner, strict=True))):
                 if size > 1 and step != span:
                     raise InvalidArgumentError(
-                        f"the state of one block is in pieces: shape {tuple(tensor.shape)}, strides "
+                        f"the state of one block is not contiguous: shape {tuple(tensor.shape)}, strides "
                         f"{(stride, *inner)} bytes"
                     )
                 span *= size
-            address, owner = find_place(tensor, owners)
+            address, owner = find_memory(tensor, owners)
             segments.append(Segment(address, stride, span, owner))
             formats.append(f"{find_dtype(tensor)}{list(tensor.shape[1:])}")
         return cls(SegmentTable.from_segments(segments, counts[0]), devices[0], " ".join(formats), copy)
@@ -96,56 +100,55 @@ class BlockStorage:
         return self.segments.block_bytes
 
     @property
-    def scratch_ids(self) -> range:
-        """Ids that `apply_moves` takes besides those of the blocks: scratch blocks, 32 MiB of them or one.
+    def scratch_ids(self) -> Sequence[BlockId]:
+        """The ids of scratch blocks, which `apply_moves` also accepts: 32 MiB of them, or one block.
 
-        Their memory belongs to the storage, is allocated at the first use and kept. The null block's slot is
-        not used for this, since an engine may rely on its content, such as zeros for padding. A plan with
-        cycles overwrites scratch blocks that it does not name.
+        The storage allocates their memory at the first use and keeps it. The null block is not used as
+        scratch, because an engine may rely on its content, such as zeros for padding. A plan with cycles
+        overwrites scratch blocks that it does not contain.
         """
         num_blocks = min(self.num_blocks, max(1, _SCRATCH_BYTES // self.block_bytes))
-        return range(_FIRST_SCRATCH_ID, _FIRST_SCRATCH_ID + num_blocks)
+        return cast("Sequence[BlockId]", range(_FIRST_SCRATCH_ID, _FIRST_SCRATCH_ID + num_blocks))
 
     def use_copy_stream(self, *engine_streams: Any) -> None:
-        """Let `apply_moves` queue its copies on a stream of this storage's own, on a GPU.
+        """Make `apply_moves` queue its copies on a separate stream of this storage, on a GPU.
 
-        Each copy waits for what these streams have queued before, and what they queue later waits for it;
-        nobody else waits, neither the host nor other streams. A thread that compacts beside the engine needs
-        this: its current stream is not the engine's.
+        Each copy waits for all work queued before on the engine streams, and later work on these waits for
+        the copy. The host and other streams do not wait. A thread that compacts concurrently with the engine
+        needs this, because its current stream is not the engine's.
 
         Args:
-            engine_streams: torch's streams that read or write blocks; those that are current for the calling
-                thread if none is given.
+            engine_streams: torch streams that read or write blocks. Default: the current stream of the
+                calling thread.
         Raises:
             InvalidArgumentError: the storage is not on a GPU.
         """
         if self.device == "cpu":
-            raise InvalidArgumentError("the storage is in host memory, where copies have no stream")
+            raise InvalidArgumentError("the storage is in host memory, where copies do not use streams")
         import torch
 
         self._engine_streams = engine_streams or (torch.cuda.current_stream(self.device),)
         self._copy_stream = torch.cuda.Stream(self.device)
-        self._scratch = None  # its memory belongs to the stream that it was taken on
+        self._scratch = None  # its memory belongs to the stream on which it was allocated
 
     def apply_moves(self, moves: Moves) -> None:
         """Copy whole blocks inside this storage: all layers, K and V.
 
         Args:
-            moves: `BlockMove`s with distinct targets, made at once: each target gets what its source holds
-                before the call. Two blocks may so change places, or several in a cycle. Ids may be those of
-                `scratch_ids`.
+            moves: `BlockMove`s with distinct targets, applied simultaneously: each target gets the bytes that
+                its source holds before the call. Blocks may therefore be swapped, or rotated in a cycle. Ids
+                may also be `scratch_ids`.
         Raises:
-            InvalidTypeError, InvalidBlockError, InvalidArgumentError: no such plan. Nothing was copied.
-            CopyFailedError: broke off half-way. Every block that is no target still holds its bytes; the
-                targets may hold anything, also those that are sources of other moves. A caller that cannot
-                do without these copies them in calls of their own, as `BlockCopying` does. Ids stay as they
-                were: nothing has moved.
+            InvalidTypeError, InvalidBlockError, InvalidArgumentError: an invalid plan. Nothing was copied.
+            CopyFailedError: the copy failed part-way. Blocks that are not targets are intact. The targets,
+                even those that are sources of other moves, hold undefined bytes; to protect such sources,
+                copy them in separate calls, as `BlockCopying` does. Block ids have not changed.
 
-        On the CPU the copy is done on return. On a GPU it is queued on the current stream (or see
-        `use_copy_stream`), and an error of the device shows at the next `synchronize`; reuse a source only by
-        work queued behind it, or then.
-        Cost: the bytes of the plan, read once and written once; on a GPU one launch for all layers. Cycles
-        take a copy more each, and with chains (1 -> 2, 2 -> 3) the longest one's length in launches.
+        On the CPU, the copy is complete on return. On a GPU, it is queued on the current stream (or see
+        `use_copy_stream`), and a device error is raised by the next `synchronize`. Overwrite a source only in
+        work queued later, or after `synchronize`.
+        Cost: one read and one write of the plan's bytes; on a GPU, one launch for all layers. Each cycle adds
+        one block copy; chains (1 -> 2, 2 -> 3) take as many launches as the longest one has moves.
         Contract: invariants C1, C4, C9 and C10 of compaction.
         """
         if self._copy_stream is None:
@@ -158,35 +161,35 @@ class BlockStorage:
         try:
             with torch.cuda.stream(self._copy_stream):
                 self._copy_blocks(self, moves)
-        finally:  # half a copy still writes into its targets, which may be taken next
+        finally:  # even a partial copy still writes to its targets, which may be reused next
             for stream in self._engine_streams:
                 stream.wait_stream(self._copy_stream)
 
     def copy_to(self, other: BlockStorage, moves: Moves) -> None:
-        """Copy blocks of this storage over blocks of another one in this process, on any device.
+        """Copy blocks of this storage over blocks of another storage in this process, on any device.
 
         Args:
-            other: a storage of the same `block_format`. Its segments may be others, so the layout may
-                differ as long as a block's bytes come in the same order.
-            moves: `source` is a block here, `target` one of `other`; targets are distinct. Where `other` is
+            other: a storage of the same `block_format`. Its segments and layout may differ, as long as the
+                bytes of a block are in the same order.
+            moves: `source` is a block here, `target` a block of `other`; targets are distinct. If `other` is
                 this storage, as in `apply_moves`.
         Raises:
             InvalidArgumentError: the formats differ.
-            Others as in `apply_moves`; after a CopyFailedError the targets in `other` may hold anything.
+            Others as in `apply_moves`; after a CopyFailedError the targets in `other` hold undefined bytes.
 
-        Within one device the blocks are copied directly. Between two they pass through a buffer of 64 MiB at
-        most on each, and the copy is done on return.
+        Within one device, blocks are copied directly. Between two devices, they pass through a buffer of at
+        most 64 MiB on each, and the copy is complete on return.
         """
         if self.block_format != other.block_format:
             raise InvalidArgumentError(
-                f"blocks here are {self.block_format}, there {other.block_format}: their bytes do not fit"
+                f"the block formats differ: {self.block_format} here, {other.block_format} there"
             )
-        for storage in (self, other):  # moves of theirs may still be under way on a stream that is not ours
+        for storage in (self, other):  # their moves may still be running on another stream
             storage._wait_for_moves()
         self._copy_blocks(other, moves)
 
     def _wait_for_moves(self) -> None:
-        """What the current stream is given from here on comes behind moves on the storage's own stream."""
+        """Make the current stream wait for moves on this storage's copy stream."""
         if self._copy_stream is not None:
             import torch
 
@@ -194,11 +197,11 @@ class BlockStorage:
 
     def _copy_blocks(self, other: BlockStorage, moves: Moves) -> None:
         is_same = other is self
-        scratch_ids = self.scratch_ids if is_same else range(0)
-        sources, targets = check_moves(moves, self.num_blocks, other.num_blocks, is_same, scratch_ids)
+        scratch_ids = cast(range, self.scratch_ids) if is_same else range(0)
+        sources, targets = parse_moves(moves, self.num_blocks, other.num_blocks, is_same, scratch_ids)
         if not len(sources):
             return
-        rounds = split_rounds(sources, targets, scratch_ids) if is_same else [(sources, targets)]
+        rounds = split_rounds(sources, targets, self.scratch_ids) if is_same else [(sources, targets)]
         try:
             for round_sources, round_targets in rounds:
                 if self.device != other.device:
@@ -209,12 +212,12 @@ class BlockStorage:
                     self._copy(*split_alike(self.segments, other.segments), round_sources, round_targets)
         except Exception as error:
             raise CopyFailedError(
-                f"copying {len(sources)} blocks from {self.device} to {other.device} broke off: {error}. The "
-                "sources are intact, unless they are targets; the target blocks may hold anything"
+                f"copying {len(sources)} blocks from {self.device} to {other.device} failed: {error}. "
+                "Sources that are not targets are intact; the target blocks hold undefined bytes"
             ) from error
 
     def _copy_with_scratch(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy blocks within the storage, scratch blocks among them."""
+        """Copy blocks within the storage, including scratch blocks."""
         if self._scratch is None:
             self._scratch = make_scratch(self, len(self.scratch_ids))
         tables = (self.segments, self._scratch)
@@ -229,11 +232,11 @@ class BlockStorage:
                         targets[chosen] - is_to * _FIRST_SCRATCH_ID,
                     )
 
-    def read_block(self, block_id: int) -> bytes:
-        """The bytes of one block in the order of `block_format`: block_bytes of them. Waits for the device.
+    def read_block(self, block_id: BlockId) -> bytes:
+        """Return the `block_bytes` bytes of one block in the order of `block_format`. Waits for the device.
 
         Raises:
-            InvalidBlockError: no such block.
+            InvalidBlockError: the id is out of range.
         """
         self._check_block(block_id)
         host = make_host_buffer(self.block_bytes, 1, self.block_format)
@@ -241,26 +244,23 @@ class BlockStorage:
         array: bytes = host.segments.owners[0].tobytes()
         return array
 
-    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Overwrite one block with bytes as `read_block` gives them.
+    def write_block(self, block_id: BlockId, data: bytes | bytearray | memoryview) -> None:
+        """Overwrite one block with bytes in the format of `read_block`.
 
         Raises:
-            InvalidBlockError: no such block.
-            InvalidArgumentError: not block_bytes of them. In both cases nothing was written.
+            InvalidBlockError: the id is out of range.
+            InvalidArgumentError: `data` does not have `block_bytes` bytes. In both cases nothing was written.
         """
         self._check_block(block_id)
         array = np.frombuffer(data, np.uint8)
         if array.nbytes != self.block_bytes:
-            raise InvalidArgumentError(f"{array.nbytes} bytes for a block of {self.block_bytes}")
+            raise InvalidArgumentError(f"data has {array.nbytes} bytes; a block has {self.block_bytes}")
         host = make_host_buffer(self.block_bytes, 1, self.block_format)
         host.segments.owners[0][:] = array
         host.copy_to(self, [(0, block_id)])
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the device's current stream is done, and this storage's copies are.
-
-        On the CPU there is nothing to wait for.
-        """
+        """Wait for the device's current stream and for this storage's copies. No-op on the CPU."""
         if self.device != "cpu":
             import torch
 
@@ -268,13 +268,13 @@ class BlockStorage:
                 self._copy_stream.synchronize()
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _check_block(self, block_id: int) -> None:
+    def _check_block(self, block_id: BlockId) -> None:
         if not 0 <= block_id < self.num_blocks:
             raise InvalidBlockError(f"block {block_id} is not one of 0 to {self.num_blocks - 1}")
 
 
 def find_copy(device: str) -> CopyBlocks:
-    """The fastest way to copy blocks within a device that is installed here."""
+    """Return the fastest installed function that copies blocks within a device."""
     if device == "cpu":
         return copy_on_cpu
     try:
@@ -287,7 +287,7 @@ def find_copy(device: str) -> CopyBlocks:
 
 
 def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> BlockStorage:
-    """Blocks in host memory, one after another; the owner of the only segment is the array, uint8, flat."""
+    """Return a storage of adjacent blocks in host memory; its only segment's owner is a flat uint8 array."""
     array = np.empty(num_blocks * block_bytes, np.uint8)
     row = Segment(array.ctypes.data, block_bytes, block_bytes, array)
     return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", block_format)
@@ -296,7 +296,7 @@ def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> Bl
 def make_device_buffer(
     block_bytes: int, num_blocks: int, block_format: str, device: str, copy: CopyBlocks
 ) -> BlockStorage:
-    """Blocks on a device, one after another; the owner of the only segment is the tensor, uint8, flat."""
+    """Return a storage of adjacent blocks on a device; its only segment's owner is a flat uint8 tensor."""
     import torch
 
     tensor = torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device)
@@ -305,7 +305,7 @@ def make_device_buffer(
 
 
 def make_scratch(storage: BlockStorage, num_blocks: int) -> SegmentTable:
-    """Further blocks on a storage's device, cut like its own, so that no copy has to cut a table."""
+    """Return new blocks on a storage's device, with the same cuts, so that copies need not split tables."""
     spans = storage.segments.spans
     sizes = storage.block_bytes, num_blocks, storage.block_format
     if storage.device == "cpu":
@@ -332,9 +332,9 @@ def copy_through_buffers(
 
     Args:
         sources, targets: (num_moves,), int64, valid ids of the two storages.
-        buffer_bytes: of each of the two; one block passes through even where it is larger.
+        buffer_bytes: size of each buffer; at least one block fits even if it is larger.
 
-    Done on return.
+    The copy is complete on return.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Checksums of blocks: xxh3_64 of a block's bytes, wherever they lie."""
+"""Checksums of blocks: xxh3_64 of a block's bytes, independent of their layout."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kv_pool.ids import BlockId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import IntArray
 from kv_pool.storage.spans import HostSpans, make_block_ids
 
-# What blocks of a GPU pass through: large enough to keep the bus busy.
+# Host buffer for blocks of a GPU: large enough to keep the bus busy.
 _BUFFER_BYTES = 16 * 1024 * 1024
 
 
-def checksum_blocks(storage: BlockStorage, block_ids: Sequence[int] | IntArray) -> npt.NDArray[np.uint64]:
-    """xxh3_64 of each block's bytes in the order of `block_format`: the same in whatever layout they lie.
+def checksum_blocks(storage: BlockStorage, block_ids: Sequence[BlockId] | IntArray) -> npt.NDArray[np.uint64]:
+    """Return the xxh3_64 of each block's bytes in the order of `block_format`, whatever their layout.
 
     Returns:
-        (n,), uint64, in the order of the ids; a block may be named twice.
+        (n,), uint64, in the order of the ids; ids may be repeated.
     Raises:
-        InvalidBlockError: no such block.
+        InvalidBlockError: an id is out of range.
 
-    Host memory is read in place, a block in one piece in one call; blocks on a GPU pass through a buffer of
-    16 MiB, or one block.
-    Cost: the bytes, read once at the rate of memory.
+    Host memory is read in place, and a contiguous block in one call. Blocks on a GPU pass through a buffer of
+    16 MiB, or of one block if that is larger.
+    Cost: one read of the bytes, at memory bandwidth.
     """
     ids = make_block_ids(block_ids, storage.num_blocks)
     if storage.device == "cpu":

@@ -1,4 +1,4 @@
-"""Copying blocks in host memory, row by row; indexing torch tensors there is 10 times slower and more."""
+"""Copy blocks in host memory, row by row. Indexing torch tensors would be at least 10 times slower."""
 
 import ctypes
 
@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from kv_pool.storage.segments import IntArray, SegmentTable
 
-# Below this a call a row costs more than the bytes, and NumPy copies many rows a call.
+# Below this size, a memmove call per row costs more than the copy, so NumPy copies many rows per call.
 _ROW_BYTES = 16 * 1024
-# Rows go through a buffer that stays in the second-level cache.
+# Small rows pass through a buffer that fits into the L2 cache.
 _BUFFER_BYTES = 256 * 1024
 
 
@@ -17,12 +17,11 @@ def copy_on_cpu(source: SegmentTable, target: SegmentTable, sources: IntArray, t
     """Copy block sources[i] of one table to block targets[i] of the other, for every i. Done on return.
 
     Args:
-        source, target: tables of host memory, cut alike (`split_alike`); may be one and the same.
-        sources, targets: (num_moves,), int64; valid ids, and no target's bytes are a source's.
+        source, target: tables of host memory, cut alike (`split_alike`); may be the same table.
+        sources, targets: (num_moves,), int64; valid ids; targets do not overlap sources.
 
-    Moves that follow each other from consecutive blocks to consecutive blocks, in a row without padding, are
-    copied as one.
-    Cost: the bytes at memmove's rate for spans of 16 KiB or more, whatever the order of the moves.
+    In rows without padding, consecutive moves from consecutive to consecutive blocks are copied as one.
+    Cost: memmove's rate for spans of 16 KiB or more, whatever the order of the moves.
     """
     starts = np.flatnonzero(
         np.concatenate([[True], (np.diff(sources) != 1) | (np.diff(targets) != 1)])[: len(sources)]
@@ -64,7 +63,7 @@ def _copy_small_rows(
 
 
 def _view_row(table: SegmentTable, row: int) -> npt.NDArray[np.void]:
-    """One span of every block as an array of opaque elements: (num_blocks,), on the table's own memory."""
+    """Return a view of one span of every block as an array of opaque elements: (num_blocks,)."""
     stride, span = int(table.strides[row]), int(table.spans[row])
     memory = (ctypes.c_ubyte * ((table.num_blocks - 1) * stride + span)).from_address(int(table.bases[row]))
     return np.ndarray((table.num_blocks,), np.dtype((np.void, span)), memoryview(memory), strides=(stride,))

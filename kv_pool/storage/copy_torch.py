@@ -1,4 +1,4 @@
-"""Copying blocks by torch's own operations: the way on a GPU where triton is not installed."""
+"""Copy blocks with torch operations, on a GPU without triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_pool.storage.segments import IntArray, SegmentTable
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
-# Blocks pass through a temporary tensor, so a long plan goes in pieces.
+# Blocks pass through a temporary tensor, so a long plan is split.
 _TEMPORARY_BYTES = 256 * 1024 * 1024
 
 
@@ -20,11 +20,12 @@ def copy_by_torch(source: SegmentTable, target: SegmentTable, sources: IntArray,
 
     Args:
         source, target: tables of tensors on one device (arrays are on the CPU), cut alike (`split_alike`);
-            may be one and the same.
-        sources, targets: (num_moves,), int64, on the CPU; valid ids, and no target's bytes are a source's.
+            may be the same table.
+        sources, targets: (num_moves,), int64, on the CPU; valid ids; targets do not overlap sources.
 
-    Queued on the current stream. Cost: twice memmove's traffic, since the bytes are gathered into a temporary
-    of at most 256 MiB and scattered from there; two launches a group of evenly spaced rows and temporary.
+    Queued on the current stream. Cost: twice the memory traffic of a direct copy, because the bytes are
+    gathered into a temporary tensor of at most 256 MiB and scattered from there; two launches per group of
+    evenly spaced rows and temporary.
     """
     device = torch.as_tensor(source.owners[0]).device
     from_ids = torch.from_numpy(sources).to(device)
@@ -40,7 +41,7 @@ def copy_by_torch(source: SegmentTable, target: SegmentTable, sources: IntArray,
 
 
 def _group_rows(source: SegmentTable, target: SegmentTable) -> Iterator[range]:
-    """Stretches of rows that are evenly spaced in one allocation, in both tables: one tensor view each."""
+    """Yield the groups of rows that are evenly spaced in one allocation, in both tables: one view each."""
     first = 0
     for row in range(1, len(source) + 1):
         if row == len(source) or not (_continues(source, first, row) and _continues(target, first, row)):
@@ -49,7 +50,7 @@ def _group_rows(source: SegmentTable, target: SegmentTable) -> Iterator[range]:
 
 
 def _continues(table: SegmentTable, first: int, row: int) -> bool:
-    """Does `row` follow the rows from `first` on at their distance, being otherwise like them?"""
+    """Return True if `row` continues the group that starts at `first`: same shape, same distance."""
     return bool(
         table.owners[row] is table.owners[first]
         and table.spans[row] == table.spans[first]
@@ -60,7 +61,7 @@ def _continues(table: SegmentTable, first: int, row: int) -> bool:
 
 
 def _view_rows(table: SegmentTable, rows: range, word_bytes: int) -> torch.Tensor:
-    """The spans of these rows: (num_rows, num_blocks, words a span), on the tensors' own memory."""
+    """Return a view of the spans of these rows: (num_rows, num_blocks, words per span)."""
     owner = torch.as_tensor(table.owners[rows[0]])
     memory = owner.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(memory)

@@ -1,4 +1,4 @@
-"""Copying blocks by one Triton launch for all layers."""
+"""Copy blocks in one Triton launch for all layers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kv_pool.storage.segments import IntArray, SegmentTable
 
 NUM_WARPS = 4
 _PROGRAMS_PER_MULTIPROCESSOR = 8
-# 16 KiB in flight a program: with 8 programs on a multiprocessor far more than the memory's latency asks for.
+# 16 KiB in flight per program: with 8 programs per multiprocessor, more than enough to hide memory latency.
 _PIECE_WORDS = (256, 1024, 4096)
-# A storage, and both ways between it and its scratch blocks; and one more.
+# A storage to itself, both directions between it and its scratch blocks, and one more.
 _MAX_PAIRS = 4
 
 
 class TritonCopy:
-    """Copies blocks by the kernel of move_kernel.py, which is compiled at the first call.
+    """A block copy with the kernel of move_kernel.py, which is compiled at the first call.
 
-    Where TRITON_INTERPRET=1 is set when this is made, the kernel runs in Triton's interpreter, on the CPU and
-    very slowly: for tests.
+    If TRITON_INTERPRET=1 is set at construction, the kernel runs in Triton's interpreter, on the CPU and very
+    slowly, for tests.
     """
 
     def __init__(self) -> None:
         self._kernel = make_kernel()
-        # Tables weakly, or memory that nobody uses any more would stay. The pair used last is the last one.
+        # Weak references to tables, so that their memory can be freed. Most recently used pair last.
         self._pieces: dict[tuple[ref[SegmentTable], ref[SegmentTable]], Any] = {}
 
     def __call__(
@@ -41,12 +41,11 @@ class TritonCopy:
         """Copy block sources[i] of one table to block targets[i] of the other, for every i.
 
         Args:
-            source, target: tables of memory of one GPU, cut alike (`split_alike`); may be one and the same.
-            sources, targets: (num_moves,), int64, in host memory; valid ids, and no target's bytes are a
-                source's.
+            source, target: tables of one GPU's memory, cut alike (`split_alike`); may be the same table.
+            sources, targets: (num_moves,), int64, in host memory; valid ids; targets do not overlap sources.
 
-        Queued on the current stream: one launch, after the ids have been sent. Loads and stores are 16 bytes
-        wide where all bases, strides and spans are multiples of that, 4 or 1 else. The pieces of a pair of
+        Queued on the current stream: a transfer of the ids, then one launch. Loads and stores are 16 bytes
+        wide if all bases, strides and spans are multiples of 16, otherwise 4 or 1. The pieces of a pair of
         tables are sent once and kept until four other pairs are copied.
         """
         alignment, word, word_bytes = choose_word(gcd(source.alignment, target.alignment))
@@ -59,12 +58,12 @@ class TritonCopy:
             pieces = torch.from_numpy(cut_into_pieces(source, target, piece_words * word_bytes)).to(device)
         self._pieces[pair] = pieces
         while len(self._pieces) > _MAX_PAIRS:
-            self._pieces.pop(next(iter(self._pieces)), None)  # another thread may have been faster
+            self._pieces.pop(next(iter(self._pieces)), None)  # another thread may have removed it
         ids = torch.from_numpy(np.stack([sources, targets])).to(device)
         num_pieces = len(pieces)
         num_items = len(sources) * num_pieces
         num_programs = min(num_items, _PROGRAMS_PER_MULTIPROCESSOR * _count_multiprocessors(device))
-        # -1: no device to switch to, where the interpreter runs on the CPU.
+        # -1: do not switch devices, for the interpreter on the CPU.
         with torch.cuda.device(device if device.type == "cuda" else -1):
             self._kernel[(num_programs,)](
                 pieces,
@@ -81,9 +80,9 @@ class TritonCopy:
 
 
 def make_kernel() -> Any:
-    """The kernel, not yet compiled; one compilation serves plans of every length and every storage.
+    """Return the kernel, not yet compiled. One compilation serves plans of any length and any storage.
 
-    Left to itself Triton compiles anew where a number becomes 1 or a multiple of 16, a second each time.
+    By default, Triton would recompile if an argument becomes 1 or a multiple of 16, which takes a second.
     """
     return triton.jit(
         copy_pieces,
@@ -94,12 +93,12 @@ def make_kernel() -> Any:
 
 @cache
 def get_triton_copy() -> TritonCopy:
-    """The one of this process, so that the kernel is compiled once."""
+    """Return this process's only `TritonCopy`, so that the kernel is compiled once."""
     return TritonCopy()
 
 
 def choose_word(alignment: int) -> tuple[int, Any, int]:
-    """What the kernel is told for memory aligned to so many bytes: alignment, type of a word, its bytes."""
+    """Return the kernel's parameters for an alignment in bytes: alignment, word type, bytes per word."""
     if alignment % 16 == 0:
         return 16, tl.int32, 4
     if alignment % 4 == 0:
@@ -108,9 +107,9 @@ def choose_word(alignment: int) -> tuple[int, Any, int]:
 
 
 def cut_into_pieces(source: SegmentTable, target: SegmentTable, piece_bytes: int) -> IntArray:
-    """The spans of two tables that are cut alike, in pieces: (num_pieces, 5), int64.
+    """Cut the spans of two tables that are cut alike into pieces: (num_pieces, 5), int64.
 
-    Columns: source base, source stride, target base, target stride, bytes: at most `piece_bytes`.
+    Columns: source base, source stride, target base, target stride, bytes (at most `piece_bytes`).
     """
     counts = -(-source.spans // piece_bytes)
     rows = np.repeat(np.arange(len(source)), counts)

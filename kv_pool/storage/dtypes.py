@@ -1,4 +1,4 @@
-"""Element types of a KV cache by name, and what NumPy and torch call them."""
+"""Element types of a KV cache, and their names in NumPy and torch."""
 
 from typing import Any
 
@@ -18,27 +18,27 @@ DTYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
-"""Names are torch's. Blocks are copied as bytes, so a type matters only to `write` and `read`."""
+"""Bytes per element, by torch's name. Blocks are copied as bytes: only `write` and `read` use the type."""
 
 _UNSIGNED = {1: "uint8", 2: "uint16"}
-# Signed, since torch indexes few of the wider unsigned types.
+# Signed, because torch indexing supports few of the wider unsigned types.
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def find_dtype_bytes(name: str) -> int:
-    """Bytes of one element. Raises InvalidArgumentError naming the types there are."""
+    """Return the bytes of one element. Raise InvalidArgumentError with the known types."""
     if name not in DTYPE_BYTES:
         raise InvalidArgumentError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[name]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's type of that name; where it has none (bfloat16, float8), unsigned integers of the same bits."""
+    """Return NumPy's type of that name, or unsigned integers of the same width (bfloat16, float8)."""
     if name.startswith(("bfloat", "float8")):
         return np.dtype(_UNSIGNED[find_dtype_bytes(name)])
     return np.dtype(name)
 
 
 def bits_name(itemsize: int) -> str:
-    """The integers that stand for elements of so many bytes while they are stored, as NumPy and torch say."""
+    """Return the name, in NumPy and torch, of the integer type that stores elements of `itemsize` bytes."""
     return _BITS[itemsize]

@@ -1,4 +1,4 @@
-"""`KVStorage`: K and V of every token slot, in any layout of an engine, on one device."""
+"""`KVStorage`: K and V of every token slot, in any engine's layout, on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_pool.storage.block_storage import BlockStorage, CopyBlocks
 from kv_pool.storage.dtypes import find_dtype_bytes, numpy_dtype
 from kv_pool.storage.layouts import (
     Axis,
-    Layout,
+    TensorLayout,
     find_segments,
     find_sizes,
     find_tensor,
@@ -22,13 +22,13 @@ from kv_pool.storage.layouts import (
     split_axes,
 )
 from kv_pool.storage.segments import SegmentTable
-from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes, view_bits
+from kv_pool.storage.tensors import find_device, find_dtype, find_memory, find_strides_bytes, view_bits
 
 _PAGE_BYTES = 4096
 
 
 class KVStorage(BlockStorage):
-    """K and V by slot, where slot = block_id * block_size + offset.
+    """A storage of K and V by slot, where slot = block_id * block_size + offset.
 
     >>> import numpy as np
     >>> from kv_pool import BlockMove
@@ -41,21 +41,21 @@ class KVStorage(BlockStorage):
     >>> float(value[0, 0, 0])
     -3.0
 
-    Make one by `allocate` or `wrap`. A latent cache (layout `MLA`) has keys only: one head, no values.
+    Created by `allocate` or `wrap`. A latent cache (layout `MLA`) has keys only: one head, no values.
 
     Attributes:
         num_blocks, block_size, num_layers, num_kv_heads, head_size, dtype: sizes in blocks, tokens, layers,
             heads, elements; dtype by torch's name.
         device: `cpu`, `cuda:0`, ...
-        layout: as written out, `L|BNHC`.
-        tensors: what the engine sees, in the layout's order: NumPy arrays or torch tensors.
+        layout: the layout written out, such as `L|BNHC`.
+        tensors: the tensors that the engine uses, in the layout's order: NumPy arrays or torch tensors.
         segments, block_bytes, block_format: see `BlockStorage`.
     """
 
     def __init__(
         self,
         tensors: Sequence[Any],
-        layout: Layout,
+        layout: TensorLayout,
         sizes: dict[str, int],
         dtype: str,
         copy: CopyBlocks | None = None,
@@ -71,7 +71,7 @@ class KVStorage(BlockStorage):
         itemsize = find_dtype_bytes(dtype)
         owners: dict[int, Any] = {}
         described = [
-            (*find_place(tensor, owners), split_axes(layout, sizes, find_strides_bytes(tensor)))
+            (*find_memory(tensor, owners), split_axes(layout, sizes, find_strides_bytes(tensor)))
             for tensor in tensors
         ]
         segments, order = find_segments(
@@ -108,18 +108,19 @@ class KVStorage(BlockStorage):
         library: Literal["numpy", "torch"] | None = None,
         copy: CopyBlocks | None = None,
     ) -> KVStorage:
-        """A storage in memory of its own, all zeros, every tensor in one allocation.
+        """Return a storage in new memory, filled with zeros, all tensors in one allocation.
 
         Args:
-            num_blocks: with the null block, so that block ids are those of a pool of as many.
+            num_blocks: number of blocks, the null block included, as in the pool.
             num_kv_heads: 1 for a latent cache, whose head_size is the length of its vector.
             dtype: see `DTYPE_BYTES`.
             layout: see `LAYOUTS`.
-            library: what `tensors` and `read` give. None: NumPy on the CPU, which needs no torch, and torch
-                elsewhere. NumPy has no bfloat16 or float8 and holds their bits as unsigned integers.
+            library: library of `tensors` and of the results of `read`. None: NumPy on the CPU, which does
+                not need torch, and torch elsewhere. NumPy has no bfloat16 or float8 and stores their bits as
+                unsigned integers.
             copy: see `BlockStorage`.
         Raises:
-            InvalidArgumentError: a size below 1, an unknown name, or NumPy on another device than the CPU.
+            InvalidArgumentError: a size below 1, an unknown name, or NumPy on a device other than the CPU.
         """
         sizes = {
             "B": num_blocks,
@@ -130,11 +131,11 @@ class KVStorage(BlockStorage):
             "2": 2,
         }
         if min(sizes.values()) < 1:
-            raise InvalidArgumentError(f"every size is at least 1, not {sizes}")
+            raise InvalidArgumentError(f"every size must be at least 1: {sizes}")
         parsed = parse_layout(layout)
         if "H" not in parsed.letters and num_kv_heads != 1:
             raise InvalidArgumentError(
-                f"layout {parsed} has no heads, so num_kv_heads is 1, not {num_kv_heads}"
+                f"layout {parsed} has no heads, so num_kv_heads must be 1, not {num_kv_heads}"
             )
         num_tensors, shape = list_shape(parsed, sizes)
         num_bytes = prod(shape) * find_dtype_bytes(dtype)
@@ -142,7 +143,7 @@ class KVStorage(BlockStorage):
             raise InvalidArgumentError(f"NumPy arrays are on the CPU, not on {device}")
         tensors: list[Any]
         if device == "cpu" and library != "torch":
-            # From a page's start, as an allocator of tensors would have it.
+            # Align to a page, as a tensor allocator would.
             whole = np.zeros(num_tensors * num_bytes + _PAGE_BYTES, np.uint8)
             whole = whole[-whole.ctypes.data % _PAGE_BYTES :][: num_tensors * num_bytes]
             tensors = [
@@ -166,18 +167,19 @@ class KVStorage(BlockStorage):
         dtype: str | None = None,
         copy: CopyBlocks | None = None,
     ) -> KVStorage:
-        """A storage over an engine's own tensors, which it reads and writes in place and keeps alive.
+        """Return a storage over an engine's tensors, which it reads and writes in place and keeps alive.
 
         Args:
-            tensors: one tensor or array, or a list of as many as the layout's list axes have steps, the last
-                list axis fastest. Shapes are the layout's axes in order; memory may lie in any order
-                and have padding, since strides are read from the tensors.
-            layout: a name of `LAYOUTS`, or written out as in layouts.py. A block-outermost cache that the
-                engine holds as one view a layer is `L|BNHC`: the spans of a block are joined again.
-            block_size, num_kv_heads, head_size: needed where a joint axis (T, F) hides them; else checked.
-            dtype: needed where NumPy arrays hold the bits of a type that NumPy has not.
+            tensors: one tensor or array, or a list with one per step of the layout's list axes, the last
+                list axis fastest. The shapes are the layout's axes in order. Strides are read from the
+                tensors, so axes may be in any memory order and padded.
+            layout: a name of `LAYOUTS`, or written out as in layouts.py. For a block-outermost cache of which
+                the engine has one view per layer, use `L|BNHC`: the spans of a block are joined again.
+            block_size, num_kv_heads, head_size: required if a composite axis (T, F) hides them; otherwise
+                checked.
+            dtype: required if NumPy arrays hold the bits of a type that NumPy does not have.
         Raises:
-            InvalidArgumentError: shapes, strides, devices or types that differ or do not fit the layout.
+            InvalidArgumentError: shapes, strides, devices or types differ or do not fit the layout.
         """
         listed = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
         if not listed:
@@ -186,14 +188,14 @@ class KVStorage(BlockStorage):
         devices = {find_device(tensor) for tensor in listed}
         if len(kinds) > 1 or len(devices) > 1:
             raise InvalidArgumentError(
-                f"the tensors of a storage are alike: {sorted(kinds)} on {sorted(devices)}"
+                f"the tensors of a storage must be alike: {sorted(kinds)} on {sorted(devices)}"
             )
         parsed = parse_layout(layout)
         known = {"N": block_size, "H": num_kv_heads, "D": head_size}
         sizes = find_sizes(parsed, len(listed), listed[0].shape, known)
         found = find_dtype(listed[0])
         if dtype is not None and find_dtype_bytes(dtype) != listed[0].dtype.itemsize:
-            raise InvalidArgumentError(f"elements of {found} do not hold {dtype}")
+            raise InvalidArgumentError(f"elements of {found} and {dtype} differ in size")
         return cls(listed, parsed, sizes, dtype or found, copy)
 
     @property
@@ -202,7 +204,7 @@ class KVStorage(BlockStorage):
 
     @property
     def has_values(self) -> bool:
-        """Does it hold K and V, or one latent vector a token?"""
+        """True for K and V, False for a latent cache with one vector per token."""
         return len(self._views[0]) == 2
 
     def write(self, layer: int, slots: Any, key: Any, value: Any = None) -> None:
@@ -210,38 +212,41 @@ class KVStorage(BlockStorage):
 
         Args:
             layer: 0 to num_layers - 1.
-            slots: (num_tokens,), integers, distinct; which of equal ones wins is undefined.
-            key, value: (num_tokens, num_kv_heads, head_size), self.dtype, NumPy or torch, on any device where
-                this storage is on the CPU, on self.device otherwise. NumPy takes the bits of types it has
-                not as unsigned integers. `value` is None for a latent cache.
+            slots: (num_tokens,), integers, distinct. With repeated slots, the result is undefined.
+            key, value: (num_tokens, num_kv_heads, head_size), self.dtype, NumPy or torch. They may be on any
+                device if this storage is on the CPU, otherwise on self.device. In NumPy, types that it does
+                not have are passed as unsigned integers. `value` is None for a latent cache.
         Raises:
-            InvalidArgumentError: no such layer, another shape, a value where there are none, or none given.
-            InvalidBlockError: a slot of no block; not looked for where `slots` is on a GPU, which would wait.
-            InvalidTypeError: another dtype. Nothing was written in any case.
+            InvalidArgumentError: an unknown layer, a wrong shape, a missing value, or a value for a latent
+                cache.
+            InvalidBlockError: a slot is out of range; not checked if `slots` is on a GPU, because that would
+                synchronize.
+            InvalidTypeError: a wrong dtype. In all cases nothing was written.
         """
         views = self._get_views(layer)
         blocks, offsets = self._split_slots(slots)
         given = [key, value] if self.has_values else [key]
         if not self.has_values and value is not None:
-            raise InvalidArgumentError("a latent cache has no values: pass what is stored as key")
+            raise InvalidArgumentError("a latent cache has no values: pass the vectors as key")
         shape = (len(blocks), self.num_kv_heads, self.head_size)
         contents = []
         for name, tensor in zip(("key", "value"), given, strict=False):
             if tensor is None or tuple(tensor.shape) != shape:
                 found = None if tensor is None else tuple(tensor.shape)
-                raise InvalidArgumentError(f"{name} has shape {found}, {len(blocks)} slots take {shape}")
+                raise InvalidArgumentError(f"{name} has shape {found}; {len(blocks)} slots need {shape}")
             contents.append(self._take_bits(name, tensor))
         for view, content in zip(views, contents, strict=True):
             view[blocks, offsets] = content
 
     def read(self, layer: int, slots: Any) -> tuple[Any, Any]:
-        """K and V of tokens, copied: (key, value), each (num_tokens, num_kv_heads, head_size), self.dtype.
+        """Return copies of K and V of tokens.
 
-        NumPy arrays or torch tensors on self.device, as `tensors` are. The value of a latent cache is None.
-        A slot that was never written holds zeros, where `allocate` made the storage.
-
+        Returns:
+            (key, value): each (num_tokens, num_kv_heads, head_size), self.dtype; NumPy arrays or torch
+            tensors on self.device, as `tensors` are. The value of a latent cache is None. In storages made
+            by `allocate`, slots that were never written hold zeros.
         Raises:
-            InvalidArgumentError, InvalidBlockError, InvalidTypeError: a layer or slots, as in `write`.
+            InvalidArgumentError, InvalidBlockError, InvalidTypeError: as `write`, for `layer` and `slots`.
         """
         views = self._get_views(layer)
         blocks, offsets = self._split_slots(slots)
@@ -249,14 +254,14 @@ class KVStorage(BlockStorage):
         return found[0], found[1] if self.has_values else None
 
     def get_caches(self, layer: int) -> tuple[Any, Any]:
-        """A layer's K and V as torch tensors on this storage's memory, as attention kernels take them.
+        """Return a layer's K and V as torch views of this storage's memory, for attention kernels.
 
         Returns:
             (key, value): each (num_blocks, block_size, num_kv_heads, head_size), self.dtype, on self.device,
-            with strides by the layout, and adjacent elements of a head. The value of a latent cache is None.
-            `resize` leaves them on the old memory.
+            with the layout's strides; the elements of a head are contiguous. The value of a latent cache is
+            None. After `resize` they still refer to the old memory.
         Raises:
-            InvalidArgumentError: no such layer.
+            InvalidArgumentError: an unknown layer.
         """
         import torch
 
@@ -268,16 +273,16 @@ class KVStorage(BlockStorage):
         return found[0], found[1] if self.has_values else None
 
     def resize(self, num_blocks: int) -> None:
-        """Move to new memory of `num_blocks` blocks; those there were keep their bytes, new ones are zeros.
+        """Move to new memory of `num_blocks` blocks. Existing blocks keep their bytes; new ones are zero.
 
-        `tensors` and `segments` are others afterwards, so an engine has to take them anew; the old memory
-        goes when nobody holds it any more, and until then both are there. Blocks at or above `num_blocks`
-        are lost: move what is in use down first.
+        `tensors` and `segments` are replaced, so the engine has to read them again. The old memory is freed
+        when nothing refers to it; until then, both exist. Blocks at or above `num_blocks` are lost: move
+        blocks in use to lower ids first.
 
         Raises:
-            InvalidArgumentError: below 1 block, or an engine's own tensors whose axes lie in memory in
-                another order than in their shape.
-            CopyFailedError: the storage is as it was.
+            InvalidArgumentError: `num_blocks` is below 1, or the storage wraps tensors whose axes are in
+                another order in memory than in their shape.
+            CopyFailedError: the copy failed. The storage has not changed.
         """
         made = KVStorage.allocate(
             num_blocks,
@@ -303,18 +308,18 @@ class KVStorage(BlockStorage):
         return self._views[layer]
 
     def _split_slots(self, slots: Any) -> tuple[Any, Any]:
-        """Block ids and offsets, each (num_tokens,): NumPy on the CPU, torch on self.device."""
+        """Return block ids and offsets, each (num_tokens,): NumPy on the CPU, else torch on self.device."""
         on_gpu = getattr(slots, "is_cuda", False)
         if not on_gpu:
             slots = np.asarray(slots)
             if slots.size == 0:
                 slots = slots.astype(np.int64)
             if slots.dtype.kind not in "iu":
-                raise InvalidTypeError(f"slots are integers, not {slots.dtype}")
+                raise InvalidTypeError(f"slots must be integers, not {slots.dtype}")
         elif slots.is_floating_point():
-            raise InvalidTypeError(f"slots are integers, not {slots.dtype}")
+            raise InvalidTypeError(f"slots must be integers, not {slots.dtype}")
         if slots.ndim != 1:
-            raise InvalidArgumentError(f"slots have one axis, not shape {tuple(slots.shape)}")
+            raise InvalidArgumentError(f"slots must have one axis, not shape {tuple(slots.shape)}")
         if not on_gpu and len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
             outside = slots[(slots < 0) | (slots >= self.num_slots)]
             raise InvalidBlockError(f"slot {outside[0]} is not one of 0 to {self.num_slots - 1}")
@@ -327,11 +332,11 @@ class KVStorage(BlockStorage):
         return slots // self.block_size, slots % self.block_size
 
     def _take_bits(self, name: str, tensor: Any) -> Any:
-        """The elements of what a caller gave, as unsigned integers where this storage's views are."""
+        """Return the caller's elements as integers of the same width, on this storage's device."""
         dtype = find_dtype(tensor)
         if isinstance(tensor, np.ndarray):
             if dtype != self.dtype and tensor.dtype != numpy_dtype(self.dtype):
-                raise InvalidTypeError(f"{name} has dtype {tensor.dtype}, this storage {self.dtype}")
+                raise InvalidTypeError(f"{name} has dtype {tensor.dtype}; this storage has {self.dtype}")
             bits = view_bits(tensor)
             if self.device == "cpu":
                 return bits
@@ -339,15 +344,15 @@ class KVStorage(BlockStorage):
 
             return torch.from_numpy(np.ascontiguousarray(bits)).to(self.device)
         if dtype != self.dtype:
-            raise InvalidTypeError(f"{name} has dtype {dtype}, this storage {self.dtype}")
+            raise InvalidTypeError(f"{name} has dtype {dtype}; this storage has {self.dtype}")
         if self.device == "cpu":
             return view_bits(tensor.cpu()).numpy()
         if str(tensor.device) != self.device:
-            raise InvalidArgumentError(f"{name} is on {tensor.device}, this storage on {self.device}")
+            raise InvalidArgumentError(f"{name} is on {tensor.device}; this storage is on {self.device}")
         return view_bits(tensor)
 
     def _from_bits(self, bits: Any) -> Any:
-        """Elements of self.dtype, as the tensors of this storage have them, from unsigned integers."""
+        """Return integers as elements of self.dtype, in the library of this storage's tensors."""
         if not self._is_torch:
             return bits.view(numpy_dtype(self.dtype))
         import torch
@@ -357,7 +362,7 @@ class KVStorage(BlockStorage):
 
 
 def _view_bits(tensor: Any) -> Any:
-    """Integers (`view_bits`), and NumPy's on the CPU, since torch indexes slowly there."""
+    """Return `view_bits(tensor)`, on the CPU always as NumPy, because torch indexes slowly there."""
     bits = view_bits(tensor)
     if not isinstance(bits, np.ndarray) and bits.device.type == "cpu":
         bits = bits.numpy()
@@ -365,7 +370,7 @@ def _view_bits(tensor: Any) -> Any:
 
 
 def _view_tokens(tensor: Any, axes: Sequence[Axis], at: dict[str, int]) -> Any:
-    """One layer's K or V, (num_blocks, block_size, num_kv_heads, head_size), on the memory of a tensor."""
+    """Return a view of one layer's K or V: (num_blocks, block_size, num_kv_heads, head_size)."""
     view = tensor.reshape([axis.size for axis in axes])
     letters = [axis.letter for axis in axes]
     view = view[tuple(at[letter] if letter in at else slice(None) for letter in letters)]

@@ -1,15 +1,15 @@
-"""Layouts: where K and V of a token lie, written as the order of axes, and turned into segment tables.
+"""Layouts of a KV cache: the order of its axes, from which segment tables are made.
 
-A layout is written `lists|axes`: the axes that are a list of tensors, then those of each tensor in the order
-of its shape.
+A layout is written `lists|axes`: the axes that the list of tensors runs over, then the axes of each tensor in
+the order of its shape.
 
     L layers   2 K then V   B blocks   N tokens of a block   H heads   D elements of a head
-    C = 2D     K and V of one head and token side by side
+    C = 2D     K and V of one head and token, adjacent
     T = BN     tokens of all blocks
-    F = HND    everything of one block and layer, K or V
+    F = HND    all elements of one block and layer, K or V
 
-A latent cache (MLA) has neither 2 nor C: one vector a token. In memory the axes may lie in another order
-than in the shape; what counts are the strides of the tensors.
+A latent cache (MLA) has neither 2 nor C: one vector per token. The axes may be in another order in memory
+than in the shape, because the strides of the tensors are used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYOUTS = {
     "LBND": "L|BND",
     "MLA": "L|BND",
 }
-"""The layouts that engines use, by name; `NHD` and `HND` are vLLM's since 0.26, `FLASH` is the one before."""
+"""Engine layouts by name. `NHD` and `HND` are vLLM's since 0.26; `FLASH` is vLLM's before that."""
 
 COMPOSITE_AXES = {"C": "2D", "T": "BN", "F": "HND"}
 
@@ -52,7 +52,7 @@ _CANONICAL_ORDER = "L2HND"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a tensor in memory: its letter, how many steps it has, and bytes a step."""
+    """An axis of a tensor in memory: its letter, its size, and its stride in bytes."""
 
     letter: str
     size: int
@@ -60,31 +60,31 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A parsed layout: `lists` are axes that are tensors of their own, `axes` those of each tensor."""
+class TensorLayout:
+    """A parsed layout: `lists` are the axes of the list of tensors, `axes` those of each tensor."""
 
     lists: str
     axes: str
 
     @property
     def letters(self) -> str:
-        """All single axes, composite ones taken apart."""
+        """All single axes; composite ones are split."""
         return self.lists + "".join(COMPOSITE_AXES.get(letter, letter) for letter in self.axes)
 
     @property
     def has_values(self) -> bool:
-        """Does it hold K and V, or one latent vector a token?"""
+        """True for K and V, False for a latent cache with one vector per token."""
         return "2" in self.letters
 
     def __str__(self) -> str:
         return f"{self.lists}|{self.axes}"
 
 
-def parse_layout(layout: str) -> Layout:
-    """A layout by name (`NHD`, see LAYOUTS) or written out (`L|BNHC`).
+def parse_layout(layout: str) -> TensorLayout:
+    """Return a layout given by name (`NHD`, see LAYOUTS) or written out (`L|BNHC`).
 
     Raises:
-        InvalidArgumentError: neither, or an axis is missing or there twice.
+        InvalidArgumentError: the layout is unknown, or an axis is missing or repeated.
     """
     written = LAYOUTS.get(layout.upper(), layout)
     lists, bar, axes = written.partition("|")
@@ -92,11 +92,11 @@ def parse_layout(layout: str) -> Layout:
         raise InvalidArgumentError(
             f"unknown layout {layout!r}; known are {', '.join(LAYOUTS)}, or write one out as 'L|BNHC'"
         )
-    parsed = Layout(lists, axes)
+    parsed = TensorLayout(lists, axes)
     letters = parsed.letters
     if len(set(letters)) != len(letters) or not set("LBND") <= set(letters) <= set("L2BNHD"):
         raise InvalidArgumentError(
-            f"layout {written!r} has the axes {letters!r}: it takes L, B, N, D once each, maybe 2 and H"
+            f"layout {written!r} has the axes {letters!r}; it needs L, B, N, D once each, and optionally 2, H"
         )
     if set(lists) - set("L2"):
         raise InvalidArgumentError(f"layout {written!r}: only L and 2 can be lists of tensors")
@@ -105,8 +105,8 @@ def parse_layout(layout: str) -> Layout:
     return parsed
 
 
-def list_shape(layout: Layout, sizes: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
-    """How many tensors a storage of these sizes has, and the shape of each."""
+def list_shape(layout: TensorLayout, sizes: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
+    """Return the number of tensors of a storage of these sizes, and the shape of each."""
     return (
         prod(sizes[letter] for letter in layout.lists),
         tuple(prod(sizes[single] for single in COMPOSITE_AXES.get(letter, letter)) for letter in layout.axes),
@@ -114,12 +114,12 @@ def list_shape(layout: Layout, sizes: Mapping[str, int]) -> tuple[int, tuple[int
 
 
 def find_sizes(
-    layout: Layout, num_tensors: int, shape: Sequence[int], known: Mapping[str, int | None]
+    layout: TensorLayout, num_tensors: int, shape: Sequence[int], known: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """The size of every single axis, read from the tensors' shape, with `known` for what it does not show.
+    """Return the size of every single axis, from the tensors' shape and `known`.
 
     Raises:
-        InvalidArgumentError: the shape does not fit the layout or `known`, or leaves an axis open.
+        InvalidArgumentError: the shape does not fit the layout or `known`, or does not determine an axis.
     """
     sizes = {letter: size for letter, size in known.items() if size is not None}
     sizes["2"] = 2
@@ -135,24 +135,24 @@ def find_sizes(
         rest = prod(sizes[single] for single in singles if single in sizes)
         if len(open_axes) > 1:
             raise InvalidArgumentError(
-                f"axis {letters} of layout {layout} has {size} steps, which are {' x '.join(singles)}: "
-                f"say how many of {' or '.join(open_axes)}"
+                f"axis {letters} of layout {layout} has size {size} = {' x '.join(singles)}: "
+                f"pass the size of {' or '.join(open_axes)}"
             )
         if open_axes and size % rest == 0:
             sizes[open_axes[0]] = size // rest
         elif open_axes or size != rest:
             raise InvalidArgumentError(
-                f"axis {letters} of layout {layout} has {size} steps, which is not "
+                f"axis {letters} of layout {layout} has size {size}, which is not "
                 + " x ".join(f"{single}={sizes.get(single, '?')}" for single in singles)
             )
     if num_tensors != prod(sizes[letter] for letter in layout.lists):
-        raise InvalidArgumentError(f"layout {layout} does not come in {num_tensors} tensors")
+        raise InvalidArgumentError(f"layout {layout} does not have {num_tensors} tensors")
     sizes.setdefault("H", 1)
     return sizes
 
 
-def split_axes(layout: Layout, sizes: Mapping[str, int], strides_bytes: Sequence[int]) -> list[Axis]:
-    """The axes of one tensor, composite ones taken apart, in the order of its shape."""
+def split_axes(layout: TensorLayout, sizes: Mapping[str, int], strides_bytes: Sequence[int]) -> list[Axis]:
+    """Return the single axes of one tensor in the order of its shape; composite axes are split."""
     axes = []
     for letter, stride in zip(layout.axes, strides_bytes, strict=True):
         singles = COMPOSITE_AXES.get(letter, letter)
@@ -165,24 +165,24 @@ def split_axes(layout: Layout, sizes: Mapping[str, int], strides_bytes: Sequence
 def find_segments(
     tensors: Sequence[tuple[int, Sequence[Axis], Any]], lists: str, sizes: Mapping[str, int], itemsize: int
 ) -> tuple[list[Segment], str]:
-    """The spans of a block, and the order of its bytes as axis letters, outermost first.
+    """Return the spans of a block, and the order of its bytes as axis letters, outermost first.
+
+    Axes inside the block axis that are adjacent without a gap form one span; every other axis multiplies the
+    number of spans. Layouts with the same spans have the same order: if two storages have equal orders, the
+    bytes of their blocks correspond.
 
     Args:
-        tensors: address, axes and owner of each; the axes of all are alike.
+        tensors: address, axes and owner of each tensor; all have the same axes.
         lists: the axes that the list of tensors runs over, the last one fastest.
         itemsize: bytes of one element.
-
-    Axes inside the block axis that follow each other without a gap make up one span; every other axis
-    multiplies the spans. The order is the same for all layouts that list the same spans, so the blocks of
-    two storages whose orders are equal hold the same bytes in the same places.
-
     Raises:
-        InvalidArgumentError: blocks in one place or in falling order, or the elements of a head apart.
+        InvalidArgumentError: blocks overlap or are in descending order, or the elements of a head are not
+            contiguous.
     """
     axes = tensors[0][1]
     block_stride = next(axis.stride_bytes for axis in axes if axis.letter == "B")
     if block_stride < itemsize:
-        raise InvalidArgumentError(f"blocks lie {block_stride} bytes apart: {list(axes)}")
+        raise InvalidArgumentError(f"the stride between blocks is {block_stride} bytes: {list(axes)}")
     inner = [axis for axis in axes if axis.letter != "B" and axis.size > 1]
     inner.sort(key=lambda axis: axis.stride_bytes)
     span, span_letters = itemsize, ""
@@ -194,10 +194,8 @@ def find_segments(
         else:
             outer.append(axis)
     if sizes["D"] > 1 and "D" not in span_letters:
-        raise InvalidArgumentError(
-            f"the {sizes['D']} elements of a head do not lie side by side: {list(axes)}"
-        )
-    # Spans may be listed in any order, so it is one that different layouts have in common.
+        raise InvalidArgumentError(f"the {sizes['D']} elements of a head are not contiguous: {list(axes)}")
+    # Any order of the spans would do; choose one that is the same for different layouts.
     inside = [axis for axis in reversed(outer) if axis.stride_bytes < block_stride]
     outside = [axis for axis in outer if axis.stride_bytes >= block_stride]
     outside.sort(key=lambda axis: _CANONICAL_ORDER.index(axis.letter))
@@ -216,7 +214,7 @@ def find_segments(
 
 
 def find_tensor(lists: str, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-    """Which tensor of the list holds the layer `at["L"]` and K or V `at["2"]`."""
+    """Return the index of the tensor that holds layer `at["L"]` and K or V `at["2"]`."""
     position = 0
     for letter in lists:
         position = position * sizes[letter] + at[letter]

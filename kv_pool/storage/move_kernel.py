@@ -1,4 +1,4 @@
-"""The Triton kernel that moves blocks: every layer, K and V, in one launch."""
+"""The Triton kernel that copies blocks: every layer, K and V, in one launch."""
 
 import triton.language as tl
 
@@ -16,11 +16,11 @@ def copy_pieces(
 ):
     """Copy piece p of block sources[m] to block targets[m], for every move m and every piece p.
 
-        item  =  m * num_pieces + p        program i takes items i, i + programs, i + 2 * programs, ...
+        item  =  m * num_pieces + p        program i copies items i, i + programs, i + 2 * programs, ...
 
-    A piece is a span or a part of one, so programs next to each other copy bytes next to each other. With
-    an alignment of 16 bytes four 4-byte words are one load, if the compiler is told of it where the pointer
-    is made: what it is told of the integer address it forgets.
+    A piece is a span or part of a span, so adjacent programs copy adjacent bytes. With an alignment of 16
+    bytes, four 4-byte words are one load. The alignment hint must be on the pointer: the compiler loses a
+    hint on the integer address.
     """
     words = tl.arange(0, piece_words)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):

@@ -1,4 +1,4 @@
-"""Plans of block moves, checked before a byte is touched."""
+"""Check plans of block moves, and split them into rounds of independent copies."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,28 +8,28 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockId, BlockMove
 from kv_pool.storage.segments import IntArray
 
 Moves = Sequence[BlockMove] | Sequence[tuple[int, int]] | npt.NDArray[np.integer]
 
 
-def check_moves(
+def parse_moves(
     moves: Moves, num_sources: int, num_targets: int, same_blocks: bool, scratch_ids: range = range(0)
 ) -> tuple[IntArray, IntArray]:
-    """The plan's source and target ids, each (num_moves,), int64, in the plan's order.
+    """Check a plan, and return its source and target ids, each (num_moves,), int64, in the plan's order.
 
     Args:
         moves: `BlockMove`s or pairs, or a (num_moves, 2) integer array of them.
-        num_sources, num_targets: blocks of the two storages.
-        same_blocks: both are one storage, so that a move from a block to itself is a mistake.
-        scratch_ids: further ids, of sources and targets.
+        num_sources, num_targets: number of blocks of the two storages.
+        same_blocks: both are the same storage, so a move from a block to itself is an error.
+        scratch_ids: additional valid ids, for sources and targets.
     Raises:
-        InvalidTypeError: not pairs of integers.
-        InvalidBlockError: an id that is not of its storage.
-        InvalidArgumentError: two moves have one target, or a block is moved to itself.
+        InvalidTypeError: `moves` are not pairs of integers.
+        InvalidBlockError: an id is out of range.
+        InvalidArgumentError: two moves have the same target, or a block is moved to itself.
 
-    Nothing is copied before this has passed. Cost: O(n log n).
+    Callers check before they copy anything. Cost: O(n log n).
     """
     plan = _read_pairs(moves)
     sources = np.ascontiguousarray(plan[:, 0], np.int64)
@@ -39,7 +39,7 @@ def check_moves(
         if outside.any():
             first = int(np.argmax(outside))
             raise InvalidBlockError(
-                f"move {first} has block {ids[first]} as its {name}; there are blocks 0 to {num_blocks - 1}. "
+                f"move {first} has block {ids[first]} as its {name}; block ids are 0 to {num_blocks - 1}. "
                 "Nothing was copied"
             )
     by_id = np.sort(targets)
@@ -53,31 +53,32 @@ def check_moves(
 
 
 def split_rounds(
-    sources: IntArray, targets: IntArray, scratch_ids: Sequence[int]
+    sources: IntArray, targets: IntArray, scratch_ids: Sequence[BlockId]
 ) -> list[tuple[IntArray, IntArray]]:
-    """Split a plan within one storage into rounds, which one after the other do what all moves do at once.
+    """Split a plan within one storage into rounds that, run in order, equal applying all moves at once.
 
         plan      1 -> 2   2 -> 1   5 -> 6   6 -> 7             s  a scratch block
         rounds    6 -> 7          then  5 -> 6   2 -> s   then  1 -> 2   then  s -> 1
 
-    In a round no block is the target of one move and part of another, so its moves run in any order.
+    Within a round, no block is the target of one move and part of another, so its moves run in any order.
 
     Args:
-        sources, targets: as from `check_moves`.
-        scratch_ids: further blocks. Each cycle takes one; where there are more cycles they share in turn.
+        sources, targets: as returned by `parse_moves`.
+        scratch_ids: scratch blocks. Each cycle uses one; with more cycles than scratch blocks, they are
+            reused.
     Raises:
-        InvalidArgumentError: all scratch blocks are part of the plan, and there is a cycle.
-    Cost: O(n log n) in NumPy where one round is enough, else O(n) in Python.
+        InvalidArgumentError: the plan has a cycle, and uses all scratch blocks itself.
+    Cost: O(n log n) in NumPy if one round is enough, otherwise O(n) in Python.
     """
     if not np.isin(sources, targets).any():
         return [(sources, targets)]
-    source_of: dict[int, int] = dict(zip(targets.tolist(), sources.tolist(), strict=True))
+    source_of: dict[BlockId, BlockId] = dict(zip(targets.tolist(), sources.tolist(), strict=True))
     named = source_of.keys() | source_of.values()
     free_scratch = [block_id for block_id in scratch_ids if block_id not in named]
     num_readers = Counter(source_of.values())
     rounds: list[tuple[IntArray, IntArray]] = []
 
-    def add_round(moves: list[tuple[int, int]]) -> None:
+    def add_round(moves: list[tuple[BlockId, BlockId]]) -> None:
         pairs = np.array(moves, np.int64)
         rounds.append((np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])))
 
@@ -89,9 +90,9 @@ def split_rounds(
             num_readers.subtract(source for source, _ in moves)
             read = dict.fromkeys(source for source, _ in moves)
             ready = [source for source in read if source in source_of and not num_readers[source]]
-        # What is left are cycles; each is opened at one block, whose content is read from a scratch block.
-        seen: set[int] = set()
-        saved: list[tuple[int, int]] = []
+        # Only cycles are left. Break each at one block: save its content to a scratch block, and read that.
+        seen: set[BlockId] = set()
+        saved: list[tuple[BlockId, BlockId]] = []
         for first in source_of:
             if first in seen:
                 continue
@@ -116,11 +117,11 @@ def split_rounds(
 
 
 def _read_pairs(moves: Moves) -> npt.NDArray[np.integer]:
-    """The plan as (num_moves, 2) integers. Raises InvalidTypeError."""
+    """Return the plan as (num_moves, 2) integers. Raise InvalidTypeError for other types."""
     if isinstance(moves, np.ndarray):
         plan = moves
     else:
-        # Flattened first: NumPy takes a flat list of numbers five times faster than a list of pairs.
+        # Flatten first: NumPy converts a flat list of numbers five times faster than a list of pairs.
         try:
             lengths = set(map(len, moves))
             flat = np.array(list(chain.from_iterable(moves)) or np.empty(0, np.int64))
@@ -128,7 +129,7 @@ def _read_pairs(moves: Moves) -> npt.NDArray[np.integer]:
             raise InvalidTypeError(f"a plan is a list of BlockMove(source, target): {error}") from error
         if lengths - {2}:
             raise InvalidTypeError(
-                f"a move has a source and a target; some have {sorted(lengths - {2})} parts"
+                f"a move has a source and a target; some moves have {sorted(lengths - {2})} elements"
             )
         plan = flat.reshape(-1, 2)
     if plan.ndim != 2 or plan.shape[1] != 2 or plan.dtype.kind not in "iu":

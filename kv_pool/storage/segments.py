@@ -1,4 +1,4 @@
-"""`SegmentTable`: where the bytes of every block lie, as spans; what every layout comes down to."""
+"""`SegmentTable`: the location of every block's bytes, as spans. All layouts are converted to it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _WIDEST_ALIGNMENT = 16
 
 
 class Segment(NamedTuple):
-    """One span that every block has: block `b`'s begins at `base_address + b * stride_bytes`.
+    """One span of every block: that of block `b` begins at `base_address + b * stride_bytes`.
 
-    What lies between `span_bytes` and `stride_bytes` belongs to someone else and is never read or written.
+    The bytes between `span_bytes` and `stride_bytes` are not part of the block and are never read or written.
     `owner` is an object that keeps the memory alive, such as a tensor.
     """
 
@@ -36,13 +36,13 @@ class SegmentTable:
 
         block b  =  [base 0 + b * stride 0, span 0 bytes)  ++  [base 1 + b * stride 1, span 1 bytes)  ++  ...
 
-    Moving block a to b is one copy a row. Addresses are those of the device that the memory is on; the table
-    does not know which.
+    A copy of block a to block b is one copy per row. Addresses are device addresses; the table does not
+    record the device.
 
     Attributes:
-        num_blocks: blocks 0 to num_blocks - 1 have bytes.
-        bases, strides, spans: (num_rows,), int64, on the CPU: bytes, as in `Segment`.
-        owners: one a row; they keep the memory alive as long as the table lives.
+        num_blocks: number of blocks; ids are 0 to num_blocks - 1.
+        bases, strides, spans: (num_rows,), int64, on the CPU, in bytes, as in `Segment`.
+        owners: one per row; they keep the memory alive as long as the table exists.
     """
 
     num_blocks: int
@@ -53,17 +53,16 @@ class SegmentTable:
 
     @classmethod
     def from_segments(cls, segments: Iterable[Segment], num_blocks: int) -> SegmentTable:
-        """A table of these rows, those that follow each other in memory joined.
+        """Return a table of these rows; rows that are adjacent in memory are joined.
 
         Raises:
             InvalidArgumentError: no rows, no blocks, an empty span, or spans that overlap.
-
         Cost: O(rows * log(rows)), whatever the number of blocks.
         """
         rows = _join_neighbours(segments)
         if num_blocks < 1 or not rows:
             raise InvalidArgumentError(
-                f"{num_blocks} blocks in {len(rows)} segments: there must be one of each"
+                f"{num_blocks} blocks in {len(rows)} segments: at least one of each is needed"
             )
         table = cls(
             num_blocks,
@@ -77,17 +76,18 @@ class SegmentTable:
 
     @classmethod
     def overlay(cls, tables: Sequence[SegmentTable]) -> SegmentTable:
-        """One table over the bytes of several groups that share block ids, and maybe memory.
+        """Return one table over the bytes of several groups that share block ids, and possibly memory.
 
-        Groups of a hybrid model lay different layers over the same bytes, since a block id belongs to one
-        group at a time. Rows with the same base and stride are listed once, with the widest span.
+        The groups of a hybrid model store different layers in the same bytes, because a block id belongs to
+        one group at a time. Rows with the same base and stride are listed once, with the widest span.
 
         Raises:
-            InvalidArgumentError: unequal counts of blocks, or rows that overlap and are not the same place.
+            InvalidArgumentError: different numbers of blocks, or rows that overlap without having the same
+                base and stride.
         """
         counts = sorted({table.num_blocks for table in tables})
         if len(counts) != 1:
-            raise InvalidArgumentError(f"groups that share block ids have one number of blocks, not {counts}")
+            raise InvalidArgumentError(f"groups that share block ids differ in number of blocks: {counts}")
         widest: dict[tuple[int, int], Segment] = {}
         for table in tables:
             for row in table.to_segments():
@@ -121,7 +121,7 @@ class SegmentTable:
 
 
 def split_alike(source: SegmentTable, target: SegmentTable) -> tuple[SegmentTable, SegmentTable]:
-    """The same two tables, cut so that row i of one holds the same bytes of a block as row i of the other.
+    """Return the two tables, cut so that row i of each covers the same bytes of a block.
 
         source   |-- row 0 --|-- row 1 --|-- row 2 --|
         target   |---- row 0 ----|------ row 1 ------|
@@ -141,7 +141,10 @@ def split_alike(source: SegmentTable, target: SegmentTable) -> tuple[SegmentTabl
 
 
 def _cut(table: SegmentTable, cuts: IntArray) -> SegmentTable:
-    """Rows that end at `cuts`, (n,) int64 ascending, in bytes of a block; its own ends are among them."""
+    """Return the table with rows that end at `cuts`: (n,), int64, ascending, in bytes of a block.
+
+    `cuts` must include the ends of the table's own rows.
+    """
     if len(cuts) == len(table):
         return table
     ends = np.cumsum(table.spans)
@@ -157,15 +160,15 @@ def _cut(table: SegmentTable, cuts: IntArray) -> SegmentTable:
 
 
 def _join_neighbours(segments: Iterable[Segment]) -> list[Segment]:
-    """Join each row to the one before it where it begins at that one's end, for every block.
+    """Join each row to the row before it if it begins where that row ends, for every block.
 
-    A joined span never outgrows its stride: with one block a layer ends where the next begins, too, and
-    that is no neighbour.
+    A joined span is never longer than its stride. (In a storage of a single block, a layer also begins where
+    the previous layer ends; such rows must not be joined.)
     """
     rows: list[Segment] = []
     for row in segments:
         if row.span_bytes < 1:
-            raise InvalidArgumentError(f"a segment of {row.span_bytes} bytes at {row.base_address:#x}")
+            raise InvalidArgumentError(f"a segment has {row.span_bytes} bytes at {row.base_address:#x}")
         last = rows[-1] if rows else None
         if (
             last is not None
@@ -181,9 +184,9 @@ def _join_neighbours(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _check_no_overlap(table: SegmentTable) -> None:
-    """Raise InvalidArgumentError where two spans may share a byte.
+    """Raise InvalidArgumentError if two spans may share a byte.
 
-    Rows whose extents meet must have one stride, and then lie apart modulo that stride:
+    Rows whose extents intersect must have the same stride, and must not overlap modulo that stride:
 
         |row 0|row 1|  pad  |row 0|row 1|  pad  |
         |<---- stride ----->|
@@ -197,7 +200,7 @@ def _check_no_overlap(table: SegmentTable) -> None:
     order = np.argsort(table.bases, kind="stable")
     bases, strides, spans = table.bases[order], table.strides[order], table.spans[order]
     ends = bases + (table.num_blocks - 1) * strides + spans
-    # A cluster is a stretch of rows whose extents meet; a new one starts where all before it have ended.
+    # A cluster is a group of rows whose extents intersect; a new one starts after the ends of all before it.
     starts = np.concatenate([[True], bases[1:] >= np.maximum.accumulate(ends)[:-1]])
     for cluster in np.split(np.arange(len(order)), np.flatnonzero(starts)[1:]):
         if len(cluster) == 1:
@@ -205,7 +208,7 @@ def _check_no_overlap(table: SegmentTable) -> None:
         stride = int(strides[cluster[0]])
         if (strides[cluster] != stride).any():
             raise InvalidArgumentError(
-                f"segments {order[cluster].tolist()} lie in each other with strides "
+                f"segments {order[cluster].tolist()} intersect with different strides "
                 f"{np.unique(strides[cluster]).tolist()}: blocks would overlap"
             )
         places = (bases[cluster] - bases[cluster[0]]) % stride
@@ -215,6 +218,6 @@ def _check_no_overlap(table: SegmentTable) -> None:
         if too_long.any():
             row = int(order[cluster[by_place[int(np.argmax(too_long))]]])
             raise InvalidArgumentError(
-                f"segment {row} reaches into the next: {table.spans[row]} bytes at {table.bases[row]:#x}, "
+                f"segment {row} overlaps the next: {table.spans[row]} bytes at {table.bases[row]:#x}, "
                 f"every {stride} bytes"
             )

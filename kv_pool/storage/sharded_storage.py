@@ -1,4 +1,4 @@
-"""`ShardedStorage`: K and V of one id space on several devices, each with some of the heads."""
+"""`ShardedStorage`: K and V on several devices, each with some of the heads."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockId
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.storage.move_plan import Moves
 
 
 class ShardedStorage:
-    """Tensor parallelism: one block table for all shards, and block i of the pool is block i of each.
+    """A storage for tensor parallelism: block i of the pool is block i of every shard.
 
         shard 0   cuda:0   KV heads 0 to 3    |  block 0  |  block 1  |  block 2  | ...
         shard 1   cuda:1   KV heads 4 to 7    |  block 0  |  block 1  |  block 2  | ...
 
     Args:
-        shards: torch storages, one a device, in the order of the heads that they hold.
+        shards: torch storages, one per device, in the order of the heads that they hold.
     Raises:
         InvalidArgumentError: no shards, a latent cache, or shards that differ in blocks, block size, layers,
             head size or dtype.
 
     Attributes:
-        shards: as given; each shard's attention reads its `get_caches`.
-        num_blocks, block_size, num_layers, head_size, dtype: of every shard; num_kv_heads: of all together.
-        device: of the first shard; `read` gives its results there.
+        shards: the shards, as given; each shard's attention uses the shard's `get_caches`.
+        num_blocks, block_size, num_layers, head_size, dtype: those of each shard.
+        num_kv_heads: the sum over all shards.
+        device: device of the first shard, and of the results of `read`.
     """
 
     def __init__(self, shards: Sequence[KVStorage]) -> None:
@@ -35,7 +37,7 @@ class ShardedStorage:
         }
         if len(kinds) != 1 or not all(shard.has_values for shard in shards):
             raise InvalidArgumentError(
-                "shards have K and V, and one (num_blocks, block_size, num_layers, head_size, dtype), not "
+                "shards need K and V, and equal (num_blocks, block_size, num_layers, head_size, dtype), not "
                 f"{sorted(kinds)}"
             )
         self.shards = list(shards)
@@ -49,36 +51,36 @@ class ShardedStorage:
 
     @property
     def tensors(self) -> list[Any]:
-        """Those of all shards, one shard after the other."""
+        """The tensors of all shards, in shard order."""
         return [tensor for shard in self.shards for tensor in shard.tensors]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all shards."""
+        """Bytes of one block, summed over all shards."""
         return sum(shard.block_bytes for shard in self.shards)
 
     @property
-    def scratch_ids(self) -> range:
-        """The scratch blocks that every shard has: see `BlockStorage.scratch_ids`."""
+    def scratch_ids(self) -> Sequence[BlockId]:
+        """The ids of the scratch blocks that every shard has; see `BlockStorage.scratch_ids`."""
         return min((shard.scratch_ids for shard in self.shards), key=len)
 
     def write(self, layer: int, slots: Any, key: Any, value: Any) -> None:
-        """Store K and V of tokens, all heads, on any device: see `KVStorage.write`.
+        """Store K and V of tokens, all heads, from any device; see `KVStorage.write`.
 
         Raises:
-            InvalidArgumentError, InvalidBlockError, InvalidTypeError: nothing was written.
+            InvalidArgumentError, InvalidBlockError, InvalidTypeError: as there. Nothing was written.
         """
         shape = (len(slots), self.num_kv_heads, self.head_size)
         if tuple(key.shape) != shape or tuple(value.shape) != shape:
             raise InvalidArgumentError(
-                f"key and value have shapes {tuple(key.shape)} and {tuple(value.shape)}, {len(slots)} slots "
-                f"take {shape}"
+                f"key and value have shapes {tuple(key.shape)} and {tuple(value.shape)}; {len(slots)} slots "
+                f"need {shape}"
             )
         for shard, *parts in zip(self.shards, self.split_heads(key), self.split_heads(value), strict=True):
             shard.write(layer, slots, *parts)
 
     def read(self, layer: int, slots: Any) -> tuple[Any, Any]:
-        """K and V of tokens, all heads, copied to `device`: see `KVStorage.read`."""
+        """Return copies of K and V of tokens, all heads, on `device`; see `KVStorage.read`."""
         import torch
 
         found = [shard.read(layer, slots) for shard in self.shards]
@@ -88,31 +90,31 @@ class ShardedStorage:
         return key, value
 
     def split_heads(self, states: Any) -> list[Any]:
-        """Parts of (num_tokens, heads, head_size), one a shard on its device; heads of K, V or queries.
+        """Split (num_tokens, heads, head_size) of K, V or queries into one part per shard, on its device.
 
         Raises:
-            InvalidArgumentError: a number of heads that is no multiple of `num_kv_heads`.
+            InvalidArgumentError: the number of heads is not a multiple of `num_kv_heads`.
         """
         group, rest = divmod(states.shape[1], self.num_kv_heads)
         if rest:
             raise InvalidArgumentError(
-                f"{states.shape[1]} heads are no multiple of {self.num_kv_heads} KV heads"
+                f"{states.shape[1]} heads are not a multiple of {self.num_kv_heads} KV heads"
             )
         parts = states.split([shard.num_kv_heads * group for shard in self.shards], 1)
         return [part.to(shard.device) for part, shard in zip(parts, self.shards, strict=True)]
 
     def apply_moves(self, moves: Moves) -> None:
-        """Copy whole blocks inside each shard: see `BlockStorage.apply_moves`.
+        """Copy whole blocks inside each shard; see `BlockStorage.apply_moves`.
 
         Raises:
-            CopyFailedError: broke off in one of the shards. Every source still holds its bytes in all of
-                them; the targets may hold anything.
+            CopyFailedError: the copy failed in one of the shards. Sources that are not targets are intact in
+                all shards; the targets hold undefined bytes.
         """
         for shard in self.shards:
             shard.apply_moves(moves)
 
     def copy_to(self, other: ShardedStorage, moves: Moves) -> None:
-        """Copy whole blocks to another storage with as many shards: see `BlockStorage.copy_to`."""
+        """Copy whole blocks to another storage with the same number of shards; see `BlockStorage.copy_to`."""
         if len(self.shards) != len(other.shards):
             raise InvalidArgumentError(
                 f"this storage has {len(self.shards)} shards, the other {len(other.shards)}"

@@ -1,4 +1,4 @@
-"""Blocks in host memory as spans: views straight onto their bytes, neighbours as one."""
+"""`HostSpans`: memoryviews of blocks in host memory, with adjacent blocks joined."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockId
 from kv_pool.storage.segments import IntArray, SegmentTable
 
 
 class HostSpans:
-    """The bytes of a segment table in host memory, as memoryviews that read and write them in place.
+    """A segment table in host memory as memoryviews that read and write its bytes in place.
 
-    Views keep the memory alive as the table does. Making one of these costs microseconds a row, whatever the
+    Views keep the memory alive, as the table does. Construction costs microseconds per row, whatever the
     number of blocks.
     """
 
@@ -29,16 +30,16 @@ class HostSpans:
         ]
 
     def list_views(self, block_ids: IntArray) -> list[memoryview]:
-        """Row by row of the table, and in each row block by block: writable views, format B, none empty.
+        """Return writable, non-empty views of format B, row by row of the table, in each row block by block.
 
             row 0 of block a | row 0 of block b | ... | row 1 of block a | row 1 of block b | ...
 
+        Blocks that are consecutive both in `block_ids` and in memory share a view, in rows without padding.
+
         Args:
             block_ids: (n,), int64, in any order.
-
-        Blocks that follow each other here and in memory share a view, which takes a row without padding.
         Raises:
-            InvalidBlockError: no such block.
+            InvalidBlockError: an id is out of range.
         """
         check_block_ids(block_ids, self.table.num_blocks)
         starts, lengths = find_runs(block_ids)
@@ -55,8 +56,8 @@ class HostSpans:
             views += [row[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         return views
 
-    def list_block_views(self, block_id: int) -> list[memoryview]:
-        """The bytes of one block, in their order. The id is not checked."""
+    def list_block_views(self, block_id: BlockId) -> list[memoryview]:
+        """Return views of the bytes of one block, in their order. The id is not checked."""
         return [
             row[block_id * stride : block_id * stride + span]
             for row, stride, span in zip(
@@ -66,10 +67,10 @@ class HostSpans:
 
 
 def find_runs(*ids: IntArray) -> tuple[IntArray, IntArray]:
-    """Where the lists count up by one, all at once: first position and length of each such stretch.
+    """Find the runs in which all lists increase by one: return the first position and length of each.
 
     Args:
-        ids: lists of block ids, (n,) each; moves are a list of sources and one of targets.
+        ids: arrays of block ids, (n,) each; for moves, the sources and the targets.
     """
     count = len(ids[0])
     breaks = np.zeros(max(count - 1, 0), bool)
@@ -80,10 +81,10 @@ def find_runs(*ids: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def count_pieces(source: SegmentTable, target: SegmentTable, sources: IntArray, targets: IntArray) -> int:
-    """How many pieces of memory a copy of blocks sources[i] to targets[i] comes down to, neighbours merged.
+    """Return the number of memory pieces in a copy of blocks sources[i] to targets[i], adjacent ones merged.
 
     Args:
-        source, target: cut alike (`split_alike`).
+        source, target: tables that are cut alike (`split_alike`).
     """
     is_dense = (source.strides == source.spans) & (target.strides == target.spans)
     num_dense = int(is_dense.sum())
@@ -91,8 +92,8 @@ def count_pieces(source: SegmentTable, target: SegmentTable, sources: IntArray, 
     return num_dense * num_runs + (len(source) - num_dense) * len(sources)
 
 
-def make_block_ids(block_ids: Sequence[int] | IntArray, num_blocks: int) -> IntArray:
-    """Ids as (n,), int64. Raises InvalidBlockError where one is not of 0 to num_blocks - 1."""
+def make_block_ids(block_ids: Sequence[BlockId] | IntArray, num_blocks: int) -> IntArray:
+    """Return ids as (n,), int64. Raise InvalidBlockError if one is not in 0..num_blocks - 1."""
     try:
         ids = np.asarray(block_ids, np.int64).reshape(-1)
     except OverflowError as error:
@@ -102,7 +103,7 @@ def make_block_ids(block_ids: Sequence[int] | IntArray, num_blocks: int) -> IntA
 
 
 def check_block_ids(block_ids: IntArray, num_blocks: int) -> None:
-    """Raise InvalidBlockError where an id is not of 0 to num_blocks - 1."""
+    """Raise InvalidBlockError if an id is not in 0..num_blocks - 1."""
     outside = (block_ids < 0) | (block_ids >= num_blocks)
     if outside.any():
         raise InvalidBlockError(f"block {block_ids[outside][0]} is not one of 0 to {num_blocks - 1}")
@@ -110,5 +111,5 @@ def check_block_ids(block_ids: IntArray, num_blocks: int) -> None:
 
 def _view_memory(address: int, num_bytes: int, owner: object) -> memoryview:
     memory: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
-    memory.owner = owner  # lives as long as anybody has a view
+    memory.owner = owner  # lives as long as any view
     return memoryview(memory).cast("B")

@@ -1,4 +1,4 @@
-"""What NumPy arrays and torch tensors have in common, asked of either."""
+"""Properties of NumPy arrays and torch tensors, through one interface."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 from kv_pool.storage.dtypes import bits_name
 
 
-def find_place(tensor: Any, owners: dict[int, Any]) -> tuple[int, Any]:
-    """Where a tensor begins, and what keeps its memory alive: one object for all of one allocation."""
+def find_memory(tensor: Any, owners: dict[int, Any]) -> tuple[int, Any]:
+    """Return a tensor's address, and the object that keeps its memory alive.
+
+    Tensors in the same allocation get the same object. `owners` maps allocations of torch to it.
+    """
     if isinstance(tensor, np.ndarray):
         owner = tensor
         while isinstance(owner.base, np.ndarray):
@@ -20,24 +23,24 @@ def find_place(tensor: Any, owners: dict[int, Any]) -> tuple[int, Any]:
 
 
 def find_device(tensor: Any) -> str:
-    """`cpu`, or torch's name of another, such as `cuda:0`."""
+    """Return `cpu`, or torch's name of another device, such as `cuda:0`."""
     return "cpu" if isinstance(tensor, np.ndarray) else str(tensor.device)
 
 
 def find_strides_bytes(tensor: Any) -> tuple[int, ...]:
-    """Bytes from one step to the next along each axis."""
+    """Return the stride of each axis, in bytes."""
     if isinstance(tensor, np.ndarray):
         return tensor.strides
     return tuple(step * tensor.element_size() for step in tensor.stride())
 
 
 def find_dtype(tensor: Any) -> str:
-    """The element type by torch's name, which is NumPy's too where both have it."""
+    """Return the element type by torch's name. NumPy uses the same name for the types that it has."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def view_bits(tensor: Any) -> Any:
-    """A tensor or array as integers of the same width, on its own memory."""
+    """Return a view of a tensor or array as integers of the same width."""
     if isinstance(tensor, np.ndarray):
         return tensor.view(bits_name(tensor.itemsize))
     import torch

@@ -1,4 +1,4 @@
-"""`AllocatedTables`: the block tables of a new request, until their content is there."""
+"""`AllocatedTables`: the block tables of a new request while its content is being loaded."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,18 @@ from kv_pool.manager.swap.sides import list_tail_first
 
 
 class AllocatedTables:
-    """The device blocks of a plan that reads a prefix from another tier.
+    """The device blocks of a plan that loads a prefix from a lower tier.
 
     Args:
-        manager: whose request it is.
-        num_computed_tokens: tokens whose content is there at the commit.
-        allocate: calls `manager.allocate_slots` for the request; None if there is no room.
+        request: the request that receives the blocks.
+        num_computed_tokens: number of tokens whose KV is valid at the commit.
+        manager: the manager that schedules the request.
+        allocate: calls `manager.allocate_slots` for the request; returns None if blocks are short.
 
     Attributes:
         tables: empty before `open`, and after `commit` or `abort`.
 
-    Each method may be called again, where an exception interrupted it.
+    A method that an exception interrupted can be called again.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class AllocatedTables:
         self._manager = manager
         self._allocate = allocate
         self._first_table: BlockTable | None = None
-        self._leaving: list[KVCacheBlock] = []  # references to give back
+        self._leaving: list[KVCacheBlock] = []  # references to release
 
     def open(self) -> bool:
-        """Allocate; False if there is no room."""
+        """Allocate the blocks. Return False if the pool has too few."""
         manager = self._manager
         request_id = self._request.request_id
         try:
@@ -54,11 +55,11 @@ class AllocatedTables:
         return True
 
     def list_blocks(self) -> list[KVCacheBlock]:
-        """The blocks that are referenced, those to be reused first in front."""
+        """Return the referenced blocks, the first to be reused first."""
         return list_tail_first([table.blocks for table in self.tables])
 
     def commit(self) -> None:
-        """Give the tables to the manager, and let the blocks with content be found."""
+        """Pass the tables to the manager and cache the blocks that have content."""
         manager = self._manager
         request_id = self._request.request_id
         if self.tables:
@@ -67,7 +68,7 @@ class AllocatedTables:
             manager.cache_blocks(self._request, self._num_computed_tokens)
 
     def abort(self) -> None:
-        """Free the blocks."""
+        """Free the allocated blocks."""
         if self.tables:
             leaving = self.list_blocks()
             self._leaving = leaving  # no call in between

@@ -1,13 +1,15 @@
-"""Blocks in host memory as rows of bytes: a storage's own where they lie so, else those of a buffer."""
+"""Host-memory blocks as rows of bytes: a view of the storage where its layout allows it, else a buffer."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool.ids import BlockId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import Segment, SegmentTable
 from kv_pool.tiers.formats.block_format import BlockFormat
@@ -16,18 +18,18 @@ ByteRows = npt.NDArray[np.uint8]
 
 RAW = "raw"
 BUFFER_BYTES = 8 * 1024 * 1024
-"""So many bytes of blocks at most are read or written in one piece of work; one block, where that is more."""
+"""Maximum number of bytes that one read or write covers. A larger block is read or written alone."""
 
 
 def count_batch_blocks(block_bytes: int) -> int:
-    """Blocks that fit into a buffer."""
+    """Return the number of blocks that fit into a buffer, at least 1."""
     return max(1, BUFFER_BYTES // block_bytes)
 
 
 def view_rows(storage: BlockStorage) -> ByteRows | None:
-    """The blocks of a storage as an array (num_blocks, block_bytes) on their own memory.
+    """Return a (num_blocks, block_bytes) uint8 view of a storage's memory.
 
-    None where they are not in host memory, or not in one piece each.
+    Return None if the blocks are not in host memory, or if a block is not contiguous.
     """
     table = storage.segments
     if storage.device != "cpu" or len(table) != 1:
@@ -38,17 +40,17 @@ def view_rows(storage: BlockStorage) -> ByteRows | None:
 
 
 def wrap_rows(rows: ByteRows, block_format: str) -> BlockStorage:
-    """Rows in one piece of memory, (n, block_bytes), as the blocks of a storage."""
+    """Wrap contiguous rows, (n, block_bytes) uint8, as a storage of n blocks. Copies nothing."""
     num_blocks, block_bytes = rows.shape
     row = Segment(rows.ctypes.data, block_bytes, block_bytes, rows)
     return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", block_format)
 
 
 class RowBuffer:
-    """Room for some blocks in host memory, one after the other; made when it is needed first.
+    """A contiguous buffer for blocks in host memory, allocated on first use.
 
     Attributes:
-        num_blocks: that fit.
+        num_blocks: number of blocks that fit.
     """
 
     def __init__(self, block_bytes: int, block_format: str) -> None:
@@ -59,35 +61,43 @@ class RowBuffer:
 
     @property
     def storage(self) -> BlockStorage:
-        """The blocks as a storage."""
+        """The buffer as a storage."""
         if self._storage is None:
             self._storage = make_host_buffer(self._block_bytes, self.num_blocks, self._block_format)
         return self._storage
 
     @property
     def rows(self) -> ByteRows:
-        """The blocks as an array (num_blocks, block_bytes)."""
+        """The buffer as an array, (num_blocks, block_bytes) uint8."""
         flat: ByteRows = self.storage.segments.owners[0]
         return flat.reshape(self.num_blocks, self._block_bytes)
 
-    def gather(self, storage: BlockStorage, block_ids: Sequence[int]) -> ByteRows:
-        """The bytes of these blocks: (n, block_bytes), where no copy is needed those of the storage itself.
+    def gather(self, storage: BlockStorage, block_ids: Sequence[BlockId]) -> ByteRows:
+        """Return the bytes of these blocks, (n, block_bytes) uint8.
+
+        The result is a view of the storage if the block ids are consecutive and the storage allows it;
+        otherwise the blocks are copied into this buffer.
 
         Args:
-            block_ids: `num_blocks` of them at most.
+            block_ids: at most `num_blocks` ids.
         """
         rows = view_rows(storage)
         if rows is not None and is_ascending(block_ids):
             return rows[block_ids[0] : block_ids[0] + len(block_ids)]
-        storage.copy_to(self.storage, [(source, target) for target, source in enumerate(block_ids)])
+        storage.copy_to(self.storage, list(zip(block_ids, as_block_ids(range(len(block_ids))), strict=True)))
         return self.rows[: len(block_ids)]
 
 
-def is_ascending(block_ids: Sequence[int]) -> bool:
-    """Is each id the one after the id before it? One that is alone is."""
+def as_block_ids(numbers: Sequence[int]) -> Sequence[BlockId]:
+    """Return slots, or rows of a buffer, as the ids of the blocks there. Copies nothing."""
+    return cast("Sequence[BlockId]", numbers)
+
+
+def is_ascending(block_ids: Sequence[BlockId]) -> bool:
+    """Return True if the ids are consecutive and ascending, and there is at least one."""
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
 
 
 def skip_raw(block_format: BlockFormat | None) -> BlockFormat | None:
-    """The format, or None for blocks that are kept as they are and need no coding."""
+    """Return the format, or None if it is `raw` and needs no coding."""
     return None if block_format is None or block_format.name == RAW else block_format

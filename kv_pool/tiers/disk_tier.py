@@ -1,4 +1,4 @@
-"""`DiskTier`: blocks in a folder; they are there again after a restart."""
+"""`DiskTier`: blocks in a folder on disk, available again after a restart."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError, TierError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, skip_raw, view_rows
+from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.lru_slots import LruSlots
 from kv_pool.tiers.slot_files import SlotFiles, SlotHeader, check_key
@@ -26,12 +26,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Reopened(NamedTuple):
-    """What was found in the folder.
+    """The blocks that a `DiskTier` found when it opened its folder.
 
     Attributes:
-        num_blocks: that can be hit again.
-        num_dropped: that were not what had been written, or cut off. Blocks for which there is no room any
-            more, in a tier that has become smaller, are not counted.
+        num_blocks: number of blocks that can be hit again.
+        num_dropped: number of blocks dropped because they were damaged or truncated. Blocks beyond a reduced
+            capacity are not counted.
     """
 
     num_blocks: int
@@ -39,32 +39,31 @@ class Reopened(NamedTuple):
 
 
 class DiskTier(Tier):
-    """Keeps blocks in a folder, of which it has two files and a description; see `SlotFiles`.
+    """A tier that stores blocks in a folder: two files and a description; see `SlotFiles`.
 
     Args:
-        folder: made where it is missing; of this tier alone as long as it is open.
-        capacity: blocks it may hold; another number than last time is fine.
-        layout: what the blocks mean; hashes by a random seed mean nothing after a restart, so give the
-            hasher one.
-        block_format: how they are written; None for as they are.
-        verifies: read every block once when the folder is opened, and drop what is not as it was written.
-            False: only those that are cut off or have no good header. Each is verified when it is read in
-            any case.
-        medium: of its blocks in events and statistics.
+        folder: created if missing. One tier at a time can have it open.
+        capacity: maximum number of blocks; may differ from the previous run.
+        layout: the meaning of bytes and hashes. Give the hasher a fixed seed: hashes with a random seed are
+            useless after a restart.
+        block_format: how blocks are encoded; None stores raw bytes.
+        verifies: when the folder is opened, read every block once and drop the damaged ones. If False, drop
+            only blocks that are truncated or have an invalid header. Every read verifies its block anyway.
+        medium: the medium of its blocks in events and statistics.
 
     Attributes:
-        layout: what its blocks mean.
-        reopened: what was found in the folder.
+        layout: the meaning of bytes and hashes.
+        reopened: the blocks that were found in the folder.
 
     Raises:
-        TierError: the folder cannot be used: no permission, in use, not a tier's, or other users can write to
-            it or to its files; see `TierFolder`.
-        LayoutMismatchError: its blocks mean something else. The folder is left as it is.
+        TierError: the folder cannot be used: no permission, in use, not a tier's folder, or writable by other
+            users, itself or its files; see `TierFolder`.
+        LayoutMismatchError: its blocks have another layout or meaning. The folder is unchanged.
 
-    What cannot be written is counted and not stored; what cannot be read is counted, and removed. Written
-    blocks outlive the process at once, and a crash of the machine once the system has written them to the
-    disk. What `forget` and `clear` remove stays away from the moment they return, also after a power cut and
-    if it had been removed before.
+    A block that cannot be written is counted and not stored; a block that cannot be read is counted and
+    removed. A written block survives the end of the process at once, and a crash of the machine once the
+    operating system has written it to the disk. Blocks that `forget` and `clear` remove stay removed from the
+    moment the call returns, even after a power failure, including blocks that had been removed before.
     """
 
     has_bytes = True
@@ -82,7 +81,7 @@ class DiskTier(Tier):
         super().__init__(capacity, medium)
         self.layout = layout
         if layout.block_bytes < 1:
-            raise InvalidArgumentError("the layout has blocks of 0 bytes; a Tier keeps those")
+            raise InvalidArgumentError("the layout has blocks of 0 bytes; use a Tier for those")
         self._format = skip_raw(block_format)
         self._encoded_bytes = layout.block_bytes if self._format is None else self._format.encoded_bytes
         self._counts.block_bytes = self._encoded_bytes
@@ -93,9 +92,9 @@ class DiskTier(Tier):
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
         self._is_open = False
-        # Slots whose header says something else than the index, and its key: it would be found after a
-        # restart. Noted before a header is written or wiped.
-        self._unwiped: dict[int, BlockHashWithGroupId] = {}
+        # Slots whose header on disk disagrees with the index, with the header's key: a restart would find
+        # them. Recorded before a header is written or wiped.
+        self._unwiped: dict[SlotId, BlockHashWithGroupId] = {}
         name = RAW if self._format is None else self._format.name
         self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
         try:
@@ -104,7 +103,7 @@ class DiskTier(Tier):
             self.reopened = self._reopen(verifies)
         except OSError as error:
             self.close()
-            raise TierError(f"{folder} can not be used as a tier: {error}") from error
+            raise TierError(f"{folder} cannot be used as a tier: {error}") from error
 
     # ---- writing and reading ---------------------------------------------------------------------
 
@@ -112,7 +111,7 @@ class DiskTier(Tier):
         self,
         keys: Sequence[BlockHashWithGroupId],
         storage: BlockStorage | None = None,
-        block_ids: Sequence[int] = (),
+        block_ids: Sequence[BlockId] = (),
     ) -> list[BlockHashWithGroupId]:
         if storage is None or len(block_ids) != len(keys):
             raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
@@ -157,15 +156,15 @@ class DiskTier(Tier):
                 self._buffer.rows[: len(found)] = self._format.decode(encoded[: len(found)])
         self._counts.num_read += len(found)
         self.drop_unreadable(failed)
-        return TierRead(found, self._buffer.storage, range(len(found)), failed)
+        return TierRead(found, self._buffer.storage, as_block_ids(range(len(found))), failed)
 
     def load(
-        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[int]
+        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[BlockId]
     ) -> list[BlockHashWithGroupId]:
         rows = None if storage is None or self._format is not None else view_rows(storage)
         if rows is None:
             return super().load(keys, storage, block_ids)
-        # From the file to where they belong, without a buffer in between.
+        # Read from the file directly into the target blocks, without a buffer in between.
         failed = [
             key
             for key, block_id in zip(keys, block_ids, strict=True)
@@ -175,42 +174,42 @@ class DiskTier(Tier):
         self.drop_unreadable(failed)
         return failed
 
-    def get_slot(self, key: BlockHashWithGroupId) -> int:
-        """Where it has a block that it has."""
+    def get_slot(self, key: BlockHashWithGroupId) -> SlotId:
+        """Return the slot of a block that the tier has."""
         return self._slots.slot_of[key]
 
     def read_apart(
-        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[int]
+        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId]
     ) -> tuple[list[BlockHashWithGroupId], ByteRows, list[BlockHashWithGroupId]]:
-        """Read blocks into memory of their own; any thread may do it while the tier is in use.
+        """Read blocks into newly allocated memory. Safe to call from any thread while the tier is in use.
 
         Args:
-            slots: where they were; they may have gone meanwhile.
+            slots: the slots where the blocks were; a block may have left its slot since.
         Returns:
-            The keys that were found there, as they were written; their bytes, (n, block_bytes), in this
-            order; and the other keys. Nothing is counted, and no block is removed.
+            The keys that were read and verified; their bytes, (n, block_bytes) uint8, in the same order; and
+            the remaining keys. Changes neither the tier nor its counts.
         """
         rows = np.empty((len(keys), self._encoded_bytes), np.uint8)
         found, failed = self._read_rows(keys, slots, rows)
         rows = rows[: len(found)]
         return found, rows if self._format is None else self._format.decode(rows), failed
 
-    def count_read(self, num_blocks: int) -> None:
-        """Count blocks that were read apart."""
+    def note_read(self, num_blocks: int) -> None:
+        """Count blocks that `read_apart` has read."""
         self._counts.num_read += num_blocks
 
     def _read_rows(
-        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[int], rows: ByteRows
+        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId], rows: ByteRows
     ) -> tuple[list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
-        """Read blocks as they are written into the first rows; the keys that were found, and those not."""
+        """Read encoded blocks into the first rows. Return the keys that were read, and those that failed."""
         found: list[BlockHashWithGroupId] = []
         failed: list[BlockHashWithGroupId] = []
         for key, slot in zip(keys, slots, strict=True):
             (found if self._read_row(key, slot, rows[len(found)]) else failed).append(key)
         return found, failed
 
-    def _read_row(self, key: BlockHashWithGroupId, slot: int, into: ByteRows) -> bool:
-        """Read a block as it is written; False if it is not there, or not as it was written."""
+    def _read_row(self, key: BlockHashWithGroupId, slot: SlotId, into: ByteRows) -> bool:
+        """Read an encoded block. Return False if it is missing or damaged."""
         try:
             header = self._files.read(slot, into)
         except OSError as error:
@@ -219,7 +218,7 @@ class DiskTier(Tier):
         return header is not None and header.key == key
 
     def drop_unreadable(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Forget blocks that could not be read, and count them."""
+        """Remove blocks that could not be read, and count them."""
         self._counts.num_read_errors += len(keys)
         self.remove(keys)
 
@@ -244,11 +243,11 @@ class DiskTier(Tier):
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        """`remove` for content that is wrong: it does not come back, also after a power cut.
+        """Remove blocks with wrong content for good, even across a power failure.
 
         Raises:
-            TierError: the disk does not take it. The blocks are not found any more, but may be after the
-                folder is opened again; the next `forget`, and `close`, try again to wipe them.
+            TierError: the removal could not be written to the disk. The blocks are no longer found, but may
+                be found again after the folder is reopened. The next `forget`, and `close`, retry.
         """
         listed = list(keys)
         removed = self.remove(listed)
@@ -264,10 +263,10 @@ class DiskTier(Tier):
         return removed
 
     def clear(self) -> None:
-        """`forget` everything.
+        """Remove all blocks for good.
 
         Raises:
-            TierError: as `forget`.
+            TierError: as in `forget`.
         """
         unwiped = self._unwiped | {slot: key for key, slot in self._slots.slot_of.items()}
         emptied = LruSlots()
@@ -283,7 +282,7 @@ class DiskTier(Tier):
         self._unwiped.clear()
 
     def close(self) -> None:
-        """Write down in which order blocks were used, and let others open the folder."""
+        """Write the order of last use to the disk and unlock the folder. No-op on a second call."""
         if self._is_open:
             self._is_open = False
             self._wipe_again()
@@ -296,8 +295,8 @@ class DiskTier(Tier):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _wipe(self, slot: int, key: BlockHashWithGroupId) -> None:
-        """Wipe the header of a slot that has had this key; see `_unwiped` if that fails."""
+    def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
+        """Wipe the header of a slot that had this key; on failure the slot stays in `_unwiped`."""
         self._unwiped[slot] = key
         try:
             self._files.wipe(slot)
@@ -308,7 +307,7 @@ class DiskTier(Tier):
             del self._unwiped[slot]
 
     def _wipe_again(self) -> OSError | None:
-        """Wipe what could not be wiped before; the error of what still cannot."""
+        """Retry the headers that could not be wiped before. Return the last error, or None."""
         failure = None
         for slot in list(self._unwiped):
             try:
@@ -326,13 +325,13 @@ class DiskTier(Tier):
         )
 
     def _warn(self, what: str, error: OSError) -> None:
-        """Say the first time that the disk does not do what it should; counts tell how often."""
+        """Log the first disk failure. Later ones are only counted."""
         if not self._has_warned:
             self._has_warned = True
             _logger.warning("a block in %s could not be %s: %s", self._folder.path, what, error)
 
     def _write_order(self) -> None:
-        """Number the blocks that were used since they were written anew, in the order of their last use."""
+        """Renumber the blocks that were used since they were written, in the order of their last use."""
         for key, slot in self._slots.slot_of.items():
             if key in self._touched:
                 header = self._files.read_header(slot)
@@ -341,9 +340,9 @@ class DiskTier(Tier):
                     self._files.write_header(slot, header._replace(use=self._use))
 
     def _reopen(self, verifies: bool) -> Reopened:
-        """Find out what the folder has."""
+        """Restore the index from the folder's headers."""
         headers, num_dropped = self._files.list_headers(self.capacity)
-        newest: dict[BlockHashWithGroupId, tuple[int, SlotHeader]] = {}
+        newest: dict[BlockHashWithGroupId, tuple[SlotId, SlotHeader]] = {}
         for slot, header in sorted(headers, key=lambda found: found[1].use):
             self._use = max(self._use, header.use)
             if verifies and not self._read_row(header.key, slot, self._encoded.rows[0]):

@@ -1,4 +1,4 @@
-"""`HostTier`: blocks in host memory, in one slab."""
+"""`HostTier`: blocks in one slab of host memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import Segment, SegmentTable
-from kv_pool.tiers.block_rows import ByteRows, RowBuffer, skip_raw
+from kv_pool.tiers.block_rows import ByteRows, RowBuffer, as_block_ids, skip_raw
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.tier import Tier, TierRead
 
 
 class HostTier(Tier):
-    """Keeps blocks in memory of its own, taken at once; pages are touched when blocks come.
+    """A tier that stores blocks in host memory.
+
+    The memory is reserved at construction; the operating system commits its pages when blocks are stored.
 
     Args:
-        capacity: blocks it may hold.
-        beside: the storage that the blocks come from. Where that is on a GPU the memory is pinned.
-        block_format: None to keep the blocks as they are: then they are copied straight from and to the
-            device. With another each passes through a buffer and is encoded on the CPU.
-        medium: of its blocks in events and statistics.
+        capacity: maximum number of blocks.
+        beside: the storage that the blocks come from. If it is on a GPU, the tier's memory is pinned.
+        block_format: how blocks are encoded. None stores raw bytes, copied directly from and to the device;
+            any other format encodes on the CPU, through a buffer.
+        medium: the medium of its blocks in events and statistics.
     """
 
     has_bytes = True
@@ -53,12 +55,12 @@ class HostTier(Tier):
         self,
         keys: Sequence[BlockHashWithGroupId],
         storage: BlockStorage | None = None,
-        block_ids: Sequence[int] = (),
+        block_ids: Sequence[BlockId] = (),
     ) -> list[BlockHashWithGroupId]:
-        """As in `Tier`.
+        """Store blocks as `Tier.put` does.
 
         Raises:
-            CopyFailedError: the copy broke off. None of the keys is here.
+            CopyFailedError: the copy failed. The tier has none of the keys.
         """
         if storage is None or len(block_ids) != len(keys):
             raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
@@ -69,21 +71,21 @@ class HostTier(Tier):
         slots = [self._slots.slot_of[key] for key in keys]
         self._counts.num_read += len(keys)
         if self._storage is not None:
-            return TierRead(keys, self._storage, slots)
+            return TierRead(keys, self._storage, as_block_ids(slots))
         assert self._format is not None
         self._buffer.rows[: len(slots)] = self._format.decode(self._encoded[slots])
-        return TierRead(keys, self._buffer.storage, range(len(slots)))
+        return TierRead(keys, self._buffer.storage, as_block_ids(range(len(slots))))
 
-    def _write(self, storage: BlockStorage, block_ids: Sequence[int], slots: list[int]) -> None:
+    def _write(self, storage: BlockStorage, block_ids: Sequence[BlockId], slots: list[SlotId]) -> None:
         if self._storage is not None:
-            storage.copy_to(self._storage, list(zip(block_ids, slots, strict=True)))
+            storage.copy_to(self._storage, list(zip(block_ids, as_block_ids(slots), strict=True)))
             return
         assert self._format is not None
         self._encoded[slots] = self._format.encode(self._buffer.gather(storage, block_ids))
 
 
 def allocate_slab(num_blocks: int, beside: BlockStorage) -> BlockStorage:
-    """Room for blocks of another storage in host memory, one after the other; pinned beside a GPU."""
+    """Allocate a contiguous host storage for `num_blocks` blocks of `beside`; pinned if that is on a GPU."""
     if beside.device == "cpu":
         return make_host_buffer(beside.block_bytes, num_blocks, beside.block_format)
     import torch

@@ -1,46 +1,49 @@
-"""`LruSlots`: which key is in which slot of a tier, and which was used longest ago."""
+"""`LruSlots`: maps the keys of a tier to slots, in least-recently-used order."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import cast
 
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, SlotId
 
 
 class LruSlots:
-    """Keys in the order of their last use, each in a slot of its own.
+    """A map from keys to slots, ordered by last use.
 
-    No call is made between changes that belong together, so a signal handler's exception separates none.
+    No call happens between changes that belong together, so an exception from a signal handler cannot
+    separate them.
 
     Attributes:
-        slot_of: the slots by key, the key that was used longest ago first.
-        num_slots: slots 0 to num_slots - 1 have been used so far.
+        slot_of: slot by key, the least recently used key first.
+        num_slots: slots 0 to num_slots - 1 have been used at least once.
     """
 
     def __init__(self) -> None:
-        # Not a plain dict: taking its first key is O(keys taken before), again and again.
-        self.slot_of: OrderedDict[BlockHashWithGroupId, int] = OrderedDict()
+        # Not a plain dict: finding its first key costs O(keys removed before it), each time.
+        self.slot_of: OrderedDict[BlockHashWithGroupId, SlotId] = OrderedDict()
         self.num_slots = 0
-        self._free: list[int] = []
+        self._free: list[SlotId] = []
 
-    def add(self, key: BlockHashWithGroupId) -> int:
-        """Give a key that is not here a slot, as the one used last. O(1)."""
+    def add(self, key: BlockHashWithGroupId) -> SlotId:
+        """Assign a slot to a new key and mark it as most recently used. Return the slot. O(1)."""
         if self._free:
             slot = self._free[-1]
             self.slot_of[key] = slot
             del self._free[-1]
         else:
-            slot = self.num_slots
+            slot = SlotId(self.num_slots)
             self.slot_of[key] = slot
             self.num_slots = slot + 1
         return slot
 
-    def list_next(self, num_slots: int) -> list[int]:
-        """Return the slots that the next calls of `add` would give, in order. O(num_slots)."""
+    def list_next(self, num_slots: int) -> list[SlotId]:
+        """Return the slots that the next calls of `add` would assign, in order. O(num_slots)."""
         free = self._free[: -num_slots - 1 : -1] if num_slots else []
-        return [*free, *range(self.num_slots, self.num_slots + num_slots - len(free))]
+        new = range(self.num_slots, self.num_slots + num_slots - len(free))
+        return [*free, *cast("Iterable[SlotId]", new)]
 
-    def remove(self, key: BlockHashWithGroupId) -> int:
-        """The slot of a key that is here, free from now on. O(1)."""
+    def remove(self, key: BlockHashWithGroupId) -> SlotId:
+        """Remove a key and free its slot. Return the slot. The key must be present. O(1)."""
         slot_of = self.slot_of
         slot = slot_of[key]
         del slot_of[key]
@@ -48,19 +51,19 @@ class LruSlots:
         return slot
 
     def clear(self) -> None:
-        """No key has a slot."""
+        """Remove all keys and forget all slots."""
         self.slot_of.clear()
         self._free.clear()
         self.num_slots = 0
 
-    def restore(self, slots: Iterable[tuple[BlockHashWithGroupId, int]]) -> None:
-        """Let these keys, the one used longest ago first, be in these slots, and no others."""
+    def restore(self, slots: Iterable[tuple[BlockHashWithGroupId, SlotId]]) -> None:
+        """Replace the content by these (key, slot) pairs, the least recently used key first."""
         self.clear()
         self.slot_of.update(slots)
         self.num_slots = max(self.slot_of.values(), default=-1) + 1
         taken = set(self.slot_of.values())
-        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
+        self._free = [SlotId(slot) for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
 
-    def list_free(self) -> list[int]:
-        """Slots that were used and hold nothing now."""
+    def list_free(self) -> list[SlotId]:
+        """Return the slots below `num_slots` that are free."""
         return list(self._free)

@@ -1,4 +1,4 @@
-"""`dump_pool`, `load_pool`: what a pool has cached, in a file, so that an engine starts where it stopped."""
+"""`dump_pool`, `load_pool`: save a pool's cached blocks to a file, and restore them after a restart."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.resident_state import ResidentState
+from kv_pool.ids import BlockId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
+from kv_pool.tiers.block_rows import as_block_ids
 from kv_pool.tiers.dump.dump_reader import BATCH_BYTES, DumpedBlocks, PoolDumpHeader, open_dump
+from kv_pool.tiers.dump.loaded_events import encode_events, make_events, name_key, split_events
 from kv_pool.tiers.dump.records import RecordKind, RecordWriter, replace_file
 from kv_pool.tiers.dump.rows import UNKNOWN, collect_rows, encode_rows, list_copies
-from kv_pool.tiers.dump.told_blocks import encode_events, make_events, name_key, split_events
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedPool:
-    """What became of a dumped pool.
+    """The result of `load_pool`.
 
     Attributes:
-        header: the dump's.
-        old_ids, new_ids: (n,), int64, of the blocks that were loaded, the next to be evicted first. Ids are
-            the old ones where this pool has them.
-        num_dropped: cached blocks for which this pool had no room, those used longest ago.
+        header: the dump's header.
+        old_ids, new_ids: (n,), int64, the ids of the loaded blocks in the dumped pool and in this one, the
+            next to be evicted first. A block keeps its id if this pool has it.
+        num_dropped: cached blocks that did not fit into this pool, the least recently used ones.
     """
 
     header: PoolDumpHeader
@@ -40,12 +42,12 @@ class LoadedPool:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks were loaded."""
+        """Number of loaded blocks."""
         return len(self.new_ids)
 
     @property
     def next_sequence(self) -> int | None:
-        """For `PublisherConfig.first_sequence`, so that a publisher goes on counting."""
+        """Value for `PublisherConfig.first_sequence`, so that a publisher continues the numbering."""
         return self.header.next_sequence
 
 
@@ -57,28 +59,29 @@ def dump_pool(
     layout: BlockLayout | None = None,
     stream_state: ResidentState | None = None,
 ) -> PoolDumpHeader:
-    """Write down which blocks hold which prefix, in which order they would be evicted, and what they hold.
+    """Write a pool's cached blocks to a file: keys, eviction order and, with a storage, bytes.
 
         |<--------- free, the next to be evicted first --------->|<-- in use: tails, then heads -->|
 
     Args:
-        path: of the file, which is replaced at once when all is on the disk.
-        storage: the bytes of the blocks; None for a dump without.
-        layout: what bytes and hashes mean, `BlockLayout.describe(storage, block_size, hasher)`. By default it
-            says nothing of the hasher: then a pool whose hashes are made otherwise loads it, and never hits.
-        stream_state: what was told of the blocks; for events with tokens after loading, and for going on with
-            their count. All that was published has gone through it: close the publisher before.
+        path: the file to write. It is replaced atomically once all data is on the disk.
+        storage: the storage with the blocks' bytes; None dumps the keys only.
+        layout: the meaning of bytes and hashes, from `BlockLayout.describe(storage, block_size, hasher)`. The
+            default does not describe the hasher; a pool that hashes differently then loads the dump, but
+            never hits its blocks.
+        stream_state: the state of the published events. With it, loading emits events with tokens and
+            continues the numbering of batches. Close the publisher first, so that the state is complete.
     Returns:
-        What `read_header` says of the file.
+        The header, as `read_header` returns it.
     Raises:
-        TierError: the disk is full, the folder not there. A file that was at `path` is as it was.
-        InvalidArgumentError: a storage of fewer blocks than the pool has, or that is not of the layout.
+        TierError: the disk is full, or the folder is missing. An existing file at `path` is unchanged.
+        InvalidArgumentError: the storage has fewer blocks than the pool, or does not match the layout.
 
-    Nothing changes in the pool. Call it between two steps, from the thread that schedules; the device's work
-    is waited for. What a block holds beyond its key is not dumped: references, tables, retention, partial
-    content of blocks without a key. Tokens and prompts' bytes are in the file, which only its owner can read.
-    A process that is killed meanwhile leaves a hidden file `.NAME.*.tmp` in the folder, which nobody reads.
-    Memory: some 200 bytes for each cached block; the blocks' bytes pass through 32 MiB.
+    Does not change the pool. Call it between two steps, from the scheduler's thread; it waits for the device.
+    References, block tables, retention, and blocks without a key are not dumped. The file contains tokens and
+    KV data of prompts; only its owner can read it. A process killed during the dump leaves a hidden file
+    `.NAME.*.tmp` in the folder, which can be deleted.
+    Memory: about 200 bytes for each cached block, and a 32 MiB buffer for the bytes.
     """
     layout = _find_layout(pool, storage, layout)
     rows = collect_rows(pool)
@@ -114,10 +117,10 @@ def dump_pool(
 
 
 def read_header(path: str | os.PathLike[str]) -> PoolDumpHeader:
-    """What a file says of the pool in it. The rest of the file is not looked at.
+    """Return the header of a dump. Does not read the rest of the file.
 
     Raises:
-        PoolDumpError: no such file, no dumped pool, another version, or damaged so far.
+        PoolDumpError: the file is missing, is not a pool dump, has another version, or its header is damaged.
     """
     with open_dump(path) as dump:
         return dump.header
@@ -130,31 +133,33 @@ def load_pool(
     storage: BlockStorage | None = None,
     layout: BlockLayout | None = None,
 ) -> LoadedPool:
-    """Let an empty pool, nothing cached or in use, have the cached blocks of a dumped one, all of them free.
+    """Load the cached blocks of a dump into an empty pool, as free cached blocks.
 
-    Prefixes are hit as before, and blocks evicted in the order in which they would have been. A larger pool
-    has empty blocks in front of them. A smaller one has the blocks that were used last; like any pool, it
-    may then have the end of a sequence without its beginning, which no one hits and which is evicted in turn.
+    The loaded blocks are hit as before and keep their eviction order. In a larger pool the additional, empty
+    blocks are reused first. A smaller pool gets the most recently used blocks; it may then have the end of a
+    sequence without its beginning. Such blocks are never hit, and are evicted in turn.
 
     Args:
-        storage: where the bytes go; of the dumped one's block format, in any layout and on any device. Only
-            for a file with bytes, and None only for one without: then they are in place already, at
-            `old_ids`, or there are none at all, as in a simulation.
+        pool: no block is cached or in use.
+        storage: the target of the bytes; same block format as the dumped storage, any layout and device.
+            Required for a dump with bytes. Must be None for one without: then the bytes are already in place,
+            at `old_ids`, or there are none, as in a simulation.
         layout: as in `dump_pool`.
     Returns:
-        What was loaded, and where.
+        The loaded blocks and their ids.
     Raises:
-        PoolDumpError: no such file, not a dumped pool, of another version, cut off or damaged anywhere; with
-            bytes and no storage, or the other way round; a pool that is not empty, or caches nothing.
-        LayoutMismatchError: bytes or hashes mean something else here.
-        CopyFailedError: the storage did not take the bytes.
-        In all cases the pool is as it was; blocks of the storage, all free and empty, may hold anything.
+        PoolDumpError: the file is missing, is not a pool dump, has another version, or is truncated or
+            damaged; it has bytes and there is no storage, or the reverse; the pool is not empty, or its
+            caching is off.
+        LayoutMismatchError: bytes or hashes have another meaning here.
+        CopyFailedError: copying into the storage failed.
+        In all cases the pool is unchanged; the storage's blocks, all free and empty, may hold any bytes.
 
-    With events on, the pool tells of a clear, before what else it has to tell, and of all blocks that it has
-    now: with tokens, parents before children, where the state of the stream was dumped, by their hashes alone
-    where not. Colder tiers are told as of blocks that arrive: put them below the pool before. An observer is
-    told that the blocks were taken.
-    Cost: reads the file once; some 300 bytes of memory for each cached block, more with tokens.
+    With events on, the pool queues a clear, in front of all other queued events, and a store for each loaded
+    block: with tokens, parents before children, if the dump has the state of the event stream; otherwise with
+    the hash only. Lower tiers are notified of each block as of one that arrives, so attach them before
+    loading. An observer is notified that the blocks were allocated.
+    Cost: reads the file once; about 300 bytes of memory for each cached block, more with tokens.
     """
     layout = _find_layout(pool, storage, layout)
     with open_dump(path) as dump:
@@ -171,13 +176,13 @@ def load_pool(
     if pool.enable_kv_cache_events:
         keys = [key for block_keys in dumped.rows.keys[num_dropped:] for key in block_keys]
         cleared, *stored = make_events(pool, keys, dumped.stores)
-        pool.kv_event_queue.insert(0, cleared)  # what tiers told before is true yet
+        pool.kv_event_queue.insert(0, cleared)  # events queued before, from tiers, are still true
         pool.kv_event_queue.extend(stored)
-    if pool.colder_tiers is not None:
+    if pool.lower_tiers is not None:
         labels = split_events(pool, dumped.stores) if pool.enable_kv_cache_events else {}
         for block in (pool.blocks[block_id] for block_id in new_ids):
-            told = labels.get(name_key(pool, block.block_hash))
-            pool.colder_tiers.on_block_arrived(block, None, told)
+            event = labels.get(name_key(pool, block.block_hash))
+            pool.lower_tiers.on_block_arrived(block, None, event)
     old_ids = np.array(dumped.rows.ids[num_dropped:], np.int64)
     return LoadedPool(header, old_ids, np.array(new_ids, np.int64), num_dropped)
 
@@ -185,7 +190,7 @@ def load_pool(
 def _find_layout(
     pool: BlockPoolCore, storage: BlockStorage | None, layout: BlockLayout | None
 ) -> BlockLayout | None:
-    """What the caller says of bytes and hashes, or else what the storage does."""
+    """Return the caller's layout, or describe the storage's. Raises InvalidArgumentError if they differ."""
     if storage is None:
         return layout
     if storage.num_blocks < pool.num_gpu_blocks:
@@ -196,21 +201,21 @@ def _find_layout(
         return BlockLayout.describe(storage, pool.hash_block_size)
     if (layout.block_format, layout.block_bytes) != (storage.block_format, storage.block_bytes):
         raise InvalidArgumentError(
-            f"blocks of the layout are {layout.block_bytes} bytes, {layout.block_format!r}, of the storage "
+            f"the layout has blocks of {layout.block_bytes} bytes, {layout.block_format!r}; the storage has "
             f"{storage.block_bytes}, {storage.block_format!r}"
         )
     return layout
 
 
-def _read_blocks(storage: BlockStorage, block_ids: list[int]) -> Iterator[memoryview]:
-    """The bytes of these blocks, one after another; each is valid until the next is asked for."""
+def _read_blocks(storage: BlockStorage, block_ids: list[BlockId]) -> Iterator[memoryview]:
+    """Yield the bytes of these blocks, in order. Each view is valid until the next one is requested."""
     step = max(1, min(len(block_ids), BATCH_BYTES // storage.block_bytes))
     host = make_host_buffer(storage.block_bytes, step, storage.block_format)
     whole = memoryview(host.segments.owners[0])
     storage.synchronize()
     for start in range(0, len(block_ids), step):
         some = block_ids[start : start + step]
-        storage.copy_to(host, [(block_id, place) for place, block_id in enumerate(some)])
+        storage.copy_to(host, list(zip(some, as_block_ids(range(len(some))), strict=True)))
         for place in range(len(some)):
             first = place * storage.block_bytes
             yield whole[first : first + storage.block_bytes]
@@ -223,45 +228,45 @@ def _check_fits(
     storage: BlockStorage | None,
     layout: BlockLayout | None,
 ) -> None:
-    """Raise LayoutMismatchError or PoolDumpError unless the pool can take what is in the file."""
+    """Raise LayoutMismatchError or PoolDumpError unless the dump can be loaded into the pool."""
     num_in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     if num_in_use or len(pool.cached_block_hash_to_block) or not pool.enable_caching:
         raise PoolDumpError(
             f"{name} was not loaded: the pool has {num_in_use} blocks in use and "
             f"{len(pool.cached_block_hash_to_block)} keys, and enable_caching is {pool.enable_caching}. "
-            "Load into a new pool with caching, before its first request"
+            "Load into a new pool with caching enabled, before its first request"
         )
     for what in ("hash_block_size", "num_hash_lookahead_tokens", "medium"):
         here, there = getattr(pool, what), getattr(header, what)
         if here != there:
             raise LayoutMismatchError(
-                f"{name} can not be used here: {what} is {here!r} here and {there!r} there"
+                f"{name} cannot be used here: {what} is {here!r} here and {there!r} there"
             )
     if layout is not None and header.layout is not None:
         layout.check_same(header.layout, name)
     elif layout is not header.layout:
         raise LayoutMismatchError(
-            f"{name} can not be used here: what bytes and hashes mean was said "
-            f"{'when it was dumped, and is not now' if layout is None else 'now, and not when it was dumped'}"
+            f"{name} cannot be used here: a layout was given "
+            f"{'when it was dumped, but not now' if layout is None else 'now, but not when it was dumped'}"
         )
     if (storage is None) == (header.block_bytes > 0):
         raise PoolDumpError(
-            f"{name} was not loaded: it has the bytes of its blocks, and there is no storage for them"
+            f"{name} was not loaded: it has the bytes of its blocks, but no storage was given"
             if storage is None
-            else f"{name} was not loaded: it has no bytes, and blocks that hold none would be hit"
+            else f"{name} was not loaded: it has no bytes, but a storage was given; empty blocks would be hit"
         )
 
 
-def _choose_ids(old_ids: list[int], num_blocks: int) -> list[int]:
-    """An id for each block: its old one where the pool has that; the others get what is left, heads first."""
+def _choose_ids(old_ids: list[BlockId], num_blocks: int) -> list[BlockId]:
+    """Return an id for each block: the old one if the pool has it, else an unused one, heads first."""
     taken = set(old_ids)
-    others = iter([block_id for block_id in range(1, num_blocks) if block_id not in taken])
+    others = iter([BlockId(block_id) for block_id in range(1, num_blocks) if block_id not in taken])
     new_ids = [block_id if block_id < num_blocks else next(others) for block_id in reversed(old_ids)]
     return new_ids[::-1]
 
 
-def _insert(pool: BlockPoolCore, new_ids: list[int], dumped: DumpedBlocks, num_dropped: int) -> None:
-    """Let these free, empty blocks carry the keys of the rows from `num_dropped` on, in their order."""
+def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, num_dropped: int) -> None:
+    """Assign the keys of the rows from `num_dropped` on to these free, empty blocks, in order."""
     blocks = [pool.blocks[block_id] for block_id in new_ids]
     pool.take_blocks(blocks)
     prefix_map = pool.cached_block_hash_to_block

@@ -1,4 +1,4 @@
-"""`Prefetcher`: reads blocks from disk ahead of need, in a thread, into memory of its own."""
+"""`Prefetcher`: reads blocks from disk in a background thread, before they are needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_pool.errors import OutOfThreadsError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, RequestId, SlotId
 from kv_pool.threads import start_thread
 from kv_pool.tiers.block_rows import ByteRows
 from kv_pool.tiers.disk_tier import DiskTier
@@ -20,21 +20,21 @@ _BATCH_BYTES = 8 * 1024 * 1024
 
 
 @dataclass
-class Errand:
-    """Some blocks that are to be read, or were.
+class PrefetchBatch:
+    """A batch of blocks to read, and its result.
 
     Attributes:
-        owner: for whom.
-        keys, slots: of the blocks in the disk tier when they were asked for.
-        is_void: nobody wants them any more.
-        found: the keys that were read, once they were.
-        rows: their bytes, (len(found), block_bytes).
+        owner: the request that the blocks are read for.
+        keys, slots: the blocks' keys, and their slots in the disk tier at the time of the call.
+        is_void: the batch has been cancelled.
+        found: the keys that were read.
+        rows: their bytes, (len(found), block_bytes) uint8.
         failed: the keys that could not be read.
     """
 
-    owner: str
+    owner: RequestId
     keys: list[BlockHashWithGroupId]
-    slots: list[int]
+    slots: list[SlotId]
     is_void: bool = False
     found: list[BlockHashWithGroupId] = field(default_factory=list)
     rows: ByteRows | None = None
@@ -42,50 +42,50 @@ class Errand:
 
 
 class Prefetcher:
-    """A thread with a list of errands, started with the first one.
+    """A background thread that reads batches of blocks; started with the first batch.
 
     Args:
-        tier: what is read. The thread only reads its files, and looks at nothing else of it.
-        max_blocks: so many blocks are waiting, being read, or read and not taken yet, at most.
+        tier: the tier to read. The thread only reads its files.
+        max_blocks: maximum number of blocks that are waiting, being read, or read and not yet taken.
 
     Attributes:
-        num_errors: errands of which nothing came.
+        num_errors: number of batches that failed.
 
-    All methods return at once, but `wait` and `close`.
+    Only `wait` and `close` block; all other methods return at once.
     """
 
     def __init__(self, tier: DiskTier, max_blocks: int) -> None:
         self._tier = tier
         self._max_blocks = max_blocks
         self._batch = max(1, _BATCH_BYTES // tier.layout.block_bytes)
-        # Taken as such: an exception in `Condition.__enter__` would leave the lock taken.
+        # Locked directly: an exception in `Condition.__enter__` would leave the lock held.
         self._mutex = threading.Lock()
         self._lock = threading.Condition(self._mutex)
-        self._waiting: deque[Errand] = deque()
-        self._running: Errand | None = None
-        self._done: list[Errand] = []
+        self._waiting: deque[PrefetchBatch] = deque()
+        self._running: PrefetchBatch | None = None
+        self._done: list[PrefetchBatch] = []
         self._num_blocks = 0
         self.num_errors = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def count_asked(self, owner: str) -> int:
-        """How many blocks are waiting, being read, or read for this owner."""
+    def count_asked(self, owner: RequestId) -> int:
+        """Return how many blocks are waiting, being read, or read for this owner."""
         with self._mutex:
-            return sum(len(errand.keys) for errand in self._list_errands() if errand.owner == owner)
+            return sum(len(batch.keys) for batch in self._list_batches() if batch.owner == owner)
 
-    def ask(self, owner: str, blocks: Sequence[tuple[BlockHashWithGroupId, int]]) -> None:
-        """Read these blocks, (key, slot) each, unless they are being read; no more than there is room for."""
+    def ask(self, owner: RequestId, blocks: Sequence[tuple[BlockHashWithGroupId, SlotId]]) -> None:
+        """Queue blocks, (key, slot) each, for reading. Skips blocks already queued or beyond `max_blocks`."""
         with self._mutex:
-            asked = {key for errand in self._list_errands() for key in errand.keys}
+            asked = {key for batch in self._list_batches() for key in batch.keys}
             new = [block for block in blocks if block[0] not in asked]
             new = new[: max(0, self._max_blocks - self._num_blocks)]
-            errands = []
+            batches = []
             for start in range(0, len(new), self._batch):
                 keys, slots = zip(*new[start : start + self._batch], strict=True)
-                errands.append(Errand(owner, list(keys), list(slots)))
+                batches.append(PrefetchBatch(owner, list(keys), list(slots)))
             num_new = len(new)
-            self._waiting += errands  # no call in between
+            self._waiting += batches  # no call in between
             self._num_blocks += num_new
             if not self._waiting:
                 return
@@ -93,45 +93,45 @@ class Prefetcher:
                 try:
                     self._thread = start_thread("kv_pool prefetch", self._run)
                 except OutOfThreadsError as error:
-                    # Reading ahead is a favour: the blocks are read when they are needed.
-                    _logger.warning("%d blocks are not read ahead: %s", len(new), error)
+                    # Prefetching is optional: the blocks are read when they are needed.
+                    _logger.warning("%d blocks were not prefetched: %s", len(new), error)
                     self.num_errors += 1
                     self._waiting.clear()
                     self._num_blocks -= len(new)
             self._lock.notify_all()
 
-    def cancel(self, owner: str | None = None) -> None:
-        """Nothing is read any more for this owner, or for anybody; what was read for it is dropped."""
+    def cancel(self, owner: RequestId | None = None) -> None:
+        """Cancel the reads of this owner, by default of all owners, and drop what was read for it."""
         with self._mutex:
-            for errand in self._list_errands():
-                errand.is_void = errand.is_void or owner in (None, errand.owner)
-            num_left = sum(len(errand.keys) for errand in self._list_errands() if not errand.is_void)
-            waiting = deque(errand for errand in self._waiting if not errand.is_void)
-            done = [errand for errand in self._done if not errand.is_void]
+            for batch in self._list_batches():
+                batch.is_void = batch.is_void or owner in (None, batch.owner)
+            num_left = sum(len(batch.keys) for batch in self._list_batches() if not batch.is_void)
+            waiting = deque(batch for batch in self._waiting if not batch.is_void)
+            done = [batch for batch in self._done if not batch.is_void]
             if self._running is not None and self._running.is_void:
                 num_left += len(self._running.keys)
             self._waiting = waiting  # no call in between
             self._done = done
             self._num_blocks = num_left
 
-    def take_done(self) -> list[Errand]:
-        """What was read since the last call; oldest first. Its memory is the caller's."""
-        if not self._done:  # without the lock: a step is not held up for it
+    def take_done(self) -> list[PrefetchBatch]:
+        """Return the batches read since the last call, oldest first. The caller owns their memory."""
+        if not self._done:  # checked without the lock, so that a step does not wait
             return []
         with self._mutex:
             done = self._done
-            num_blocks = sum(len(errand.keys) for errand in done)
+            num_blocks = sum(len(batch.keys) for batch in done)
             self._done = []  # no call in between
             self._num_blocks -= num_blocks
             return done
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is waiting or being read; False if it took longer."""
+        """Wait until all queued blocks have been read. Return False after `timeout_s` seconds."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._waiting and self._running is None, timeout_s)
 
     def close(self) -> None:
-        """Stop reading, and wait for the thread: for one errand at most."""
+        """Stop the thread and wait for it, at most until the current batch has been read."""
         self.cancel()
         with self._lock:
             self._is_closing = True
@@ -140,7 +140,7 @@ class Prefetcher:
         if thread is not None:
             thread.join()
 
-    def _list_errands(self) -> list[Errand]:
+    def _list_batches(self) -> list[PrefetchBatch]:
         running = [] if self._running is None else [self._running]
         return [*self._done, *running, *self._waiting]
 
@@ -150,16 +150,16 @@ class Prefetcher:
                 self._lock.wait_for(lambda: self._waiting or self._is_closing)
                 if self._is_closing:
                     return
-                errand = self._running = self._waiting.popleft()
+                batch = self._running = self._waiting.popleft()
             try:
-                errand.found, errand.rows, errand.failed = self._tier.read_apart(errand.keys, errand.slots)
-            except Exception:  # memory that is short, say: whoever needs the blocks reads them then
-                _logger.exception("reading %d blocks ahead failed", len(errand.keys))
+                batch.found, batch.rows, batch.failed = self._tier.read_apart(batch.keys, batch.slots)
+            except Exception:  # such as MemoryError; the blocks are read when they are needed
+                _logger.exception("prefetching %d blocks failed", len(batch.keys))
                 self.num_errors += 1
             with self._lock:
                 self._running = None
-                if errand.is_void:
-                    self._num_blocks -= len(errand.keys)
+                if batch.is_void:
+                    self._num_blocks -= len(batch.keys)
                 else:
-                    self._done.append(errand)
+                    self._done.append(batch)
                 self._lock.notify_all()

@@ -1,13 +1,13 @@
-"""`SlotFiles`: blocks in slots of a file, each with a header in another; what was half written is noticed.
+"""`SlotFiles`: blocks in the slots of one file, their headers in another; detects partial writes.
 
     headers   | header 0 | header 1 | ...      128 bytes each; zeros for a slot without a block
-    blocks    |  slot 0    |  slot 1    | ...  the bytes of a block, then up to the next multiple of 4096
+    blocks    |  slot 0    |  slot 1    | ...  the bytes of a block, padded to a multiple of 4096
 
     header    magic, length of the key, bytes of the block, use, checksum of the block, key, checksum of these
 
-A block is written first and its header last, and a header is wiped before its slot is written again. So a
-header that is there speaks of a block that is there, wherever a process was killed. After a crash of the
-machine that need not be so, and the checksum of the block tells.
+A block is written before its header, and a header is wiped before its slot is written again. A valid header
+therefore always describes a complete block, even if the process was killed. A crash of the machine can break
+this order; the checksum of the block detects that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.regular_files import open_private
 from kv_pool.tiers.block_rows import ByteRows
 
@@ -39,12 +39,12 @@ assert HEADER.size + CHECKSUM.size == HEADER_BYTES
 
 
 class SlotHeader(NamedTuple):
-    """What is known of the block in a slot.
+    """The description of the block in a slot.
 
     Attributes:
-        key: of the block.
-        use: a number that grows: blocks with higher ones were used later.
-        checksum: xxh3_64 of its bytes.
+        key: the block's key.
+        use: a growing number; a block with a higher one was used later.
+        checksum: xxh3_64 of the block's bytes.
     """
 
     key: BlockHashWithGroupId
@@ -53,20 +53,20 @@ class SlotHeader(NamedTuple):
 
 
 class SlotFiles:
-    """The two files, opened or made in a folder that is ours alone.
+    """The two files of a disk tier, opened or created in a folder that this process has locked.
 
     Args:
-        folder: its descriptor.
-        block_bytes: of each block as it is written.
+        folder: file descriptor of the folder.
+        block_bytes: size of an encoded block.
 
-    Reading takes no lock and changes nothing: threads may do it while another writes other slots, and what
-    is read from a slot that is being written is noticed to be nothing.
-    Raises OSError for whatever the system does not do.
+    Reads take no lock and change nothing. Threads may read while another thread writes; a read from a slot
+    that is being written returns no block.
+    Methods raise OSError if the operating system fails.
     """
 
     def __init__(self, folder: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        # Headers may differ from what is on the disk: also those that an earlier process has written.
+        # False: headers may not be on the disk yet, including those written by an earlier process.
         self._is_synced = False
         self._must_rewrite = False
         self._stride = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -77,49 +77,49 @@ class SlotFiles:
             os.close(self._headers)
             raise
 
-    def write(self, slot: int, key: BlockHashWithGroupId, block: ByteRows, use: int) -> None:
-        """Let a slot without a block hold this one.
+    def write(self, slot: SlotId, key: BlockHashWithGroupId, block: ByteRows, use: int) -> None:
+        """Write a block and its header into an empty slot.
 
         Args:
-            block: (block_bytes,), contiguous.
+            block: (block_bytes,) uint8, contiguous.
         Raises:
-            OSError: such as a full disk. The slot is without a block.
+            OSError: for example, the disk is full. The slot is empty.
         """
         checksum = xxhash.xxh3_64_intdigest(block.data)
         _write_all(self._blocks, block.data, slot * self._stride)
         try:
             self.write_header(slot, SlotHeader(key, use, checksum))
         except OSError:
-            with contextlib.suppress(OSError):  # part of a header is none, by its checksum
+            with contextlib.suppress(OSError):  # a partial header is invalid by its checksum
                 self.wipe(slot)
             raise
 
-    def write_header(self, slot: int, header: SlotHeader) -> None:
-        """Say what a slot holds. Within a page of the file, so that no part of it is written alone."""
+    def write_header(self, slot: SlotId, header: SlotHeader) -> None:
+        """Write the header of a slot. A header never crosses a page of the file."""
         key = header.key
         packed = HEADER.pack(MAGIC, len(key), self.block_bytes, header.use, header.checksum, key)
         packed += CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
         self._is_synced = False
         _write_all(self._headers, memoryview(packed), slot * HEADER_BYTES)
 
-    def wipe(self, slot: int) -> None:
-        """Let a slot be without a block. After a crash of the machine it may have it again: see `sync`."""
+    def wipe(self, slot: SlotId) -> None:
+        """Empty a slot. Until `sync` returns, a crash of the machine may bring its block back."""
         self._is_synced = False
         _write_all(self._headers, memoryview(NO_HEADER), slot * HEADER_BYTES)
 
     def wipe_all(self) -> None:
-        """Let all slots be without blocks, for good; the files are empty."""
+        """Empty all slots for good. Both files are empty afterwards."""
         self._is_synced = False
         os.ftruncate(self._headers, 0)
         self.sync()
-        with contextlib.suppress(OSError):  # blocks without headers are not found, and will be overwritten
+        with contextlib.suppress(OSError):  # blocks without headers are never found
             os.ftruncate(self._blocks, 0)
 
     def sync(self) -> None:
-        """Wait until what headers say is on the disk; at once if it is.
+        """Wait until all headers are on the disk. No-op if they are.
 
-        After a failed call the system takes what it could not write for written. So the next call writes all
-        headers again.
+        After a failed fsync the operating system marks the unwritten pages as clean. Therefore the next call
+        writes all headers again.
         """
         if self._is_synced:
             return
@@ -136,50 +136,51 @@ class SlotFiles:
             _write_all(self._headers, memoryview(chunk), offset)
             offset += len(chunk)
 
-    def read_header(self, slot: int) -> SlotHeader | None:
-        """What a slot holds; None for nothing, or nothing that can be made out."""
+    def read_header(self, slot: SlotId) -> SlotHeader | None:
+        """Return the header of a slot; None if the slot is empty or its header is invalid."""
         return self._parse(os.pread(self._headers, HEADER_BYTES, slot * HEADER_BYTES))
 
-    def read(self, slot: int, into: ByteRows) -> SlotHeader | None:
-        """Read the block in a slot, and what it is.
+    def read(self, slot: SlotId, into: ByteRows) -> SlotHeader | None:
+        """Read the block in a slot and verify its checksum.
 
         Args:
-            into: (block_bytes,), contiguous; may hold anything if the answer is None.
+            into: (block_bytes,) uint8, contiguous. Its content is undefined if the result is None.
         Returns:
-            None if there is no block, or not the one that was written.
+            The header of the block; None if the slot is empty or the block is damaged.
         """
         header = self.read_header(slot)
         if header is None or not self._read_block(slot, into):
             return None
         return header if xxhash.xxh3_64_intdigest(into.data) == header.checksum else None
 
-    def list_headers(self, num_slots: int) -> tuple[list[tuple[int, SlotHeader]], int]:
-        """What the first `num_slots` slots hold by their headers, and how many headers are no good.
+    def list_headers(self, num_slots: int) -> tuple[list[tuple[SlotId, SlotHeader]], int]:
+        """Return (slot, header) for each block in the first `num_slots` slots, and the count of bad headers.
 
-        A header beyond the end of the blocks is no good either, and wiped. Later slots are cut off.
+        Bad headers are wiped. A header whose block lies beyond the end of its file is bad. Both files are
+        truncated to `num_slots` slots.
         """
         for file, stride in ((self._headers, HEADER_BYTES), (self._blocks, self._stride)):
             if os.fstat(file).st_size > num_slots * stride:
                 os.ftruncate(file, num_slots * stride)
         num_bytes = os.fstat(self._blocks).st_size
-        found: list[tuple[int, SlotHeader]] = []
+        found: list[tuple[SlotId, SlotHeader]] = []
         num_bad = 0
-        slot = 0
-        while chunk := os.pread(self._headers, 8192 * HEADER_BYTES, slot * HEADER_BYTES):
+        first = 0
+        while chunk := os.pread(self._headers, 8192 * HEADER_BYTES, first * HEADER_BYTES):
             num_whole = len(chunk) // HEADER_BYTES
             rows = np.frombuffer(chunk, np.uint8, num_whole * HEADER_BYTES).reshape(num_whole, HEADER_BYTES)
             for place in np.flatnonzero(rows.any(axis=1)).tolist():
+                slot = SlotId(first + place)
                 header = self._parse(rows[place].tobytes())
-                end = (slot + place) * self._stride + self.block_bytes
-                if header is None or end > num_bytes:
+                if header is None or slot * self._stride + self.block_bytes > num_bytes:
                     num_bad += 1
-                    self.wipe(slot + place)
+                    self.wipe(slot)
                 else:
-                    found.append((slot + place, header))
-            slot += num_whole
-            if num_whole * HEADER_BYTES != len(chunk):  # the end of a file that was cut off
+                    found.append((slot, header))
+            first += num_whole
+            if num_whole * HEADER_BYTES != len(chunk):  # the file ends inside a header
                 num_bad += 1
-                os.ftruncate(self._headers, slot * HEADER_BYTES)
+                os.ftruncate(self._headers, first * HEADER_BYTES)
         return found, num_bad
 
     def close(self) -> None:
@@ -191,7 +192,7 @@ class SlotFiles:
         try:
             magic, key_bytes, block_bytes, use, checksum, key = HEADER.unpack_from(packed)
             (of_header,) = CHECKSUM.unpack_from(packed, HEADER.size)
-        except error:  # cut off
+        except error:  # truncated
             return None
         if magic != MAGIC or block_bytes != self.block_bytes or key_bytes > MAX_KEY_BYTES:
             return None
@@ -199,7 +200,7 @@ class SlotFiles:
             return None
         return SlotHeader(BlockHashWithGroupId(key[:key_bytes]), use, checksum)
 
-    def _read_block(self, slot: int, into: ByteRows) -> bool:
+    def _read_block(self, slot: SlotId, into: ByteRows) -> bool:
         left = into.data
         offset = slot * self._stride
         while len(left):
@@ -214,11 +215,11 @@ class SlotFiles:
 def check_key(key: BlockHashWithGroupId) -> None:
     """Raise InvalidArgumentError for a key that does not fit into a header."""
     if len(key) > MAX_KEY_BYTES:
-        raise InvalidArgumentError(f"a key of {len(key)} bytes; a tier on disk has room for {MAX_KEY_BYTES}")
+        raise InvalidArgumentError(f"a key has {len(key)} bytes; a DiskTier takes at most {MAX_KEY_BYTES}")
 
 
 def _write_all(file: int, content: memoryview, offset: int) -> None:
-    """`os.pwrite`, which may stop in between, to the end."""
+    """Write all of `content`, repeating `os.pwrite` after partial writes."""
     while len(content):
         num_written = os.pwrite(file, content, offset)
         content = content[num_written:]

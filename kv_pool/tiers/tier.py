@@ -1,4 +1,4 @@
-"""`Tier`: so many blocks by key, those used longest ago the first to go; what every tier promises."""
+"""`Tier`: the interface of tiers; an LRU set of block keys with a fixed capacity."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import msgspec
 
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.lru_slots import LruSlots
 
 
 class TierStatistics(msgspec.Struct):
-    """What a tier holds, and what happened in it. Counts are of blocks.
+    """The statistics of a tier. Counts are in blocks.
 
     Attributes:
         medium: CPU or STORAGE.
-        capacity, num_blocks: how many it may hold, and holds.
-        block_bytes: that each takes there; 0 for a tier without bytes.
-        num_stored: written into it.
-        num_read: read from it.
-        num_removed: that it holds no more, for whatever reason.
-        num_write_errors: not stored, since they could not be written.
-        num_read_errors: lost, since they could not be read, or were not what had been written.
+        capacity, num_blocks: maximum and current number of blocks.
+        block_bytes: size of a stored block; 0 for a tier without bytes.
+        num_stored: blocks written into the tier.
+        num_read: blocks read from the tier.
+        num_removed: blocks that left the tier, for any reason.
+        num_write_errors: blocks not stored because writing failed.
+        num_read_errors: blocks lost because reading failed or they were damaged.
     """
 
     medium: str
@@ -40,23 +40,23 @@ class TierStatistics(msgspec.Struct):
 
 
 class TierRead(NamedTuple):
-    """Where the bytes of blocks can be copied from, until the tier is called again.
+    """The result of `Tier.read`; valid until the next call of the tier.
 
     Attributes:
-        keys: those that were read, in the order in which they were asked for.
-        storage: None from a tier without bytes.
-        block_ids: in that storage, one for each key.
-        failed: keys that could not be read; the tier does not have them any more.
+        keys: the keys that were read, in the requested order.
+        storage: the storage with the bytes; None from a tier without bytes.
+        block_ids: block ids in that storage, one for each key.
+        failed: the keys that could not be read; the tier no longer has them.
     """
 
     keys: Sequence[BlockHashWithGroupId]
     storage: BlockStorage | None
-    block_ids: Sequence[int]
+    block_ids: Sequence[BlockId]
     failed: Sequence[BlockHashWithGroupId] = ()
 
 
 class Tier:
-    """Remembers which blocks it has, and has no bytes of them: for a pool whose blocks have none.
+    """An LRU set of block keys without bytes, for simulations; the base class of tiers with bytes.
 
         >>> from kv_pool.tiers.tier import Tier
         >>> tier = Tier(2)
@@ -64,21 +64,21 @@ class Tier:
         [b'first', b'second']
         >>> tier.touch([b"first", b"third"])
         [b'third']
-        >>> tier.list_next_out(1)
+        >>> tier.list_next_evicted(1)
         [b'second']
 
-    `HostTier` and `DiskTier` keep bytes as well. `TieredCache` moves blocks between tiers; a tier moves
-    nothing by itself.
+    `HostTier` and `DiskTier` also store bytes. A tier moves no blocks by itself; `TieredCache` moves them
+    between tiers.
 
     Args:
-        capacity: blocks it may hold, at least 1.
-        medium: of its blocks in events and statistics: CPU or STORAGE.
+        capacity: maximum number of blocks, at least 1.
+        medium: the medium of its blocks in events and statistics: CPU or STORAGE.
 
     Attributes:
-        has_bytes: it keeps the bytes of blocks.
-        batch_blocks: so many blocks at most are put or read by one call; 0 for no limit.
+        has_bytes: True if the tier stores bytes.
+        batch_blocks: maximum number of blocks per `put` or `read`; 0 for no limit.
 
-    A key is a block hash with its KV cache group. Not safe for several threads.
+    A key is a block hash with its KV cache group. Not thread-safe.
     """
 
     has_bytes = False
@@ -103,15 +103,18 @@ class Tier:
 
     @property
     def index(self) -> Mapping[BlockHashWithGroupId, object]:
-        """What it has, by key: to be looked up many keys in. Changes as the tier does."""
+        """A live mapping whose keys are the tier's keys, for many look-ups."""
         return self._slots.slot_of
 
     def list_keys(self) -> list[BlockHashWithGroupId]:
-        """The keys it has, the one used longest ago first. O(blocks)."""
+        """Return all keys, the least recently used first. O(blocks)."""
         return list(self._slots.slot_of)
 
-    def list_next_out(self, num_blocks: int) -> list[BlockHashWithGroupId]:
-        """The keys to go next; fewer where the others are held. O(num_blocks + held ones)."""
+    def list_next_evicted(self, num_blocks: int) -> list[BlockHashWithGroupId]:
+        """Return the next keys to evict; fewer than `num_blocks` if the others are held.
+
+        Cost: O(num_blocks + number of held keys).
+        """
         found: list[BlockHashWithGroupId] = []
         if num_blocks > 0:
             held = self._held
@@ -123,16 +126,16 @@ class Tier:
         return found
 
     def get_statistics(self) -> TierStatistics:
-        """What it holds and what happened, as of now."""
+        """Return a copy of the current statistics."""
         return msgspec.structs.replace(self._counts, num_blocks=len(self))
 
     # ---- changing --------------------------------------------------------------------------------
 
     def touch(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        """Count these keys as used now, in this order.
+        """Mark these keys as used now, in this order.
 
         Returns:
-            Those that it has not, each once.
+            The keys that the tier does not have, each once.
         """
         slot_of = self._slots.slot_of
         move_to_end = slot_of.move_to_end
@@ -145,7 +148,7 @@ class Tier:
         return missing if len(missing) < 2 else list(dict.fromkeys(missing))
 
     def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Let these keys not be among the next to go, until `release`. A key can be held several times."""
+        """Exempt these keys from eviction until `release`. Holds are counted per key."""
         hold_onto(self._held, keys, [])
 
     def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
@@ -153,22 +156,23 @@ class Tier:
         release_out_of(self._held, list(keys))
 
     def share_holds(self, held: dict[BlockHashWithGroupId, int]) -> None:
-        """Let this say from now on what is held, and how often: for tiers that hold the same keys."""
+        """Use `held` as this tier's hold counts, so that several tiers share them."""
         self._held = held
 
     def put(
         self,
         keys: Sequence[BlockHashWithGroupId],
         storage: BlockStorage | None = None,
-        block_ids: Sequence[int] = (),
+        block_ids: Sequence[BlockId] = (),
     ) -> list[BlockHashWithGroupId]:
-        """Store blocks that it has not, as the ones used last.
+        """Store new blocks and mark them as most recently used.
 
         Args:
-            keys: distinct; there is room for all, and no more than `batch_blocks`.
-            storage, block_ids: where their bytes are, one block for each key; nothing for a tier without.
+            keys: distinct keys that the tier does not have; at most the free capacity and `batch_blocks`.
+            storage, block_ids: the source of the bytes, one block for each key; omitted for a tier without
+                bytes.
         Returns:
-            Those that it has now: all, but for blocks that could not be written, which are counted.
+            The keys that were stored: all except blocks that could not be written, which are counted.
         """
         add = self._slots.add
         num_before = len(self)
@@ -180,22 +184,22 @@ class Tier:
         return list(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
-        """The bytes of blocks that it has. How often they are used is not counted: that is `touch`.
+        """Return the bytes of blocks that the tier has. Does not mark them as used; `touch` does.
 
-        A block that can not be read, or is not what was written, is removed and counted.
+        A block that cannot be read, or is damaged, is removed and counted.
         """
         self._counts.num_read += len(keys)
         return TierRead(keys, None, ())
 
     def load(
-        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[int]
+        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[BlockId]
     ) -> list[BlockHashWithGroupId]:
-        """Copy blocks that it has, however many, over blocks of a storage; otherwise as `read`.
+        """Copy any number of the tier's blocks into blocks of a storage; otherwise like `read`.
 
         Returns:
-            Keys that could not be read. Their targets may hold anything.
+            The keys that could not be read. The content of their target blocks is undefined.
         Raises:
-            CopyFailedError: the storage did not take them.
+            CopyFailedError: copying into the storage failed.
         """
         target_of = dict(zip(keys, block_ids, strict=storage is not None))
         failed: list[BlockHashWithGroupId] = []
@@ -209,7 +213,7 @@ class Tier:
         return failed
 
     def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        """Forget these keys; those that it had, each once."""
+        """Remove these keys. Return the ones that the tier had, each once."""
         slots = self._slots
         removed: list[BlockHashWithGroupId] = []
         num_before = len(self)
@@ -223,18 +227,18 @@ class Tier:
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        """`remove` for content that is wrong: it does not come back, whatever happens after this call."""
+        """Remove blocks with wrong content for good: they do not come back after a restart or crash."""
         return self.remove(keys)
 
     def clear(self) -> None:
-        """`forget` everything."""
+        """Remove all blocks for good."""
         emptied = LruSlots()
         num_removed = len(self)
         self._slots = emptied  # no call in between
         self._counts.num_removed += num_removed
 
     def close(self) -> None:
-        """Let go of files and memory. Nothing else is called afterwards but this."""
+        """Release files and memory. Only `close` may be called afterwards."""
 
 
 def hold_onto(
@@ -242,7 +246,7 @@ def hold_onto(
     keys: Iterable[BlockHashWithGroupId],
     onto: list[BlockHashWithGroupId],
 ) -> None:
-    """Count a hold more for each of these keys; each is appended to `onto` in the same step."""
+    """Add one hold to each key. Each key is appended to `onto` together with its hold."""
     for key in keys:
         num_holds = held.get(key, 0)
         held[key] = num_holds + 1  # no call in between
@@ -250,7 +254,7 @@ def hold_onto(
 
 
 def release_out_of(held: dict[BlockHashWithGroupId, int], keys: list[BlockHashWithGroupId]) -> None:
-    """Count a hold less for each of these keys; each is off the list in the same step."""
+    """Remove one hold from each key, last key first. Each key leaves the list together with its hold."""
     while keys:
         key = keys[-1]
         if held[key] > 1:

@@ -1,4 +1,4 @@
-"""`TierEvents`: what tiers gain and lose, as events among those of the pool."""
+"""`TierEvents`: publishes the stores and removals of tiers through the pool's event queue."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import hashes_of, make_stored
-from kv_pool.events.stored_spans import take_positions
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
+from kv_pool.events.stored_spans import slice_positions
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash, GroupId
 
 
 class Label(NamedTuple):
-    """What events say of a block: its place in an event about all that were cached with it.
+    """The event data of a block: its position in the store event of all blocks cached with it.
 
     Attributes:
-        span: the event, of all these blocks.
-        position: of the block among them.
-        depth: tokens before it in its sequence; parents have fewer.
+        span: the store event.
+        position: the block's index in the event.
+        depth: number of tokens before the block in its sequence; parents have fewer.
     """
 
     span: BlockStored
@@ -31,19 +31,19 @@ class Label(NamedTuple):
 
 
 class TierEvents:
-    """Writes events of tiers into the pool's queue, so that they come in the order in which things happened.
+    """Appends events of tiers to the pool's queue, so that all events stay in order.
 
-    What is told of a block is remembered from when it was cached, or arrived: its parent, its tokens and the
-    rest. Of a block that was never on the device, such as one that a folder had already, only the hash is
-    told, with no tokens and a `block_size` of 0.
+    A block's event data (parent, tokens and so on) is recorded when the block is cached or arrives. A block
+    that was never on the device, such as one found in a reopened folder, is published with its hash only: no
+    tokens, and a `block_size` of 0.
 
-    Of blocks that are stored together those with fewer tokens before them come first.
+    Among blocks stored together, those with fewer preceding tokens are published first.
     """
 
     def __init__(self, pool: BlockPoolCore, num_tier_blocks: int) -> None:
         self._pool = pool
         self._labels: dict[BlockHashWithGroupId, Label] = {}
-        # Labels of blocks that are nowhere any more go when there are so many.
+        # At this number of labels, those of blocks that are neither cached nor in a tier are dropped.
         self._num_to_sweep_at = 2 * (pool.num_gpu_blocks + num_tier_blocks)
 
     def note_cached(
@@ -52,9 +52,9 @@ class TierEvents:
         hashes: Sequence[BlockHash],
         num_cached_blocks: int,
         block_size: int,
-        group_id: int,
+        group_id: GroupId,
     ) -> None:
-        """Remember what will be told of blocks that are cached now, should they go to a tier."""
+        """Record the event data of newly cached blocks, for events when they enter a tier."""
         pool = self._pool
         parent: BlockHash | None = None
         if num_cached_blocks:
@@ -67,13 +67,16 @@ class TierEvents:
             key = BlockHashWithGroupId(block_hash + suffix)
             self._labels[key] = Label(span, position, start + position * block_size)
 
-    def note_arrived(self, key: BlockHashWithGroupId, told: BlockStored, depth: int) -> None:
-        """Remember what an event about this block alone said of it; `depth` tokens are before it."""
-        self._labels[key] = Label(told, 0, depth)
+    def note_arrived(self, key: BlockHashWithGroupId, event: BlockStored, depth: int) -> None:
+        """Record the event data of a received block from an event about it alone.
+
+        `depth` is the number of tokens before the block in its sequence.
+        """
+        self._labels[key] = Label(event, 0, depth)
 
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """These keys are in a tier of this medium now, and were not before."""
-        bare: dict[int, list[ExternalBlockHash]] = {}
+        """Publish that a tier of this medium has gained these keys."""
+        bare: dict[GroupId, list[ExternalBlockHash]] = {}
         spans: dict[int, list[Label]] = {}
         for key in keys:
             label = self._labels.get(key)
@@ -85,9 +88,9 @@ class TierEvents:
         for labels in spans.values():
             labels.sort(key=lambda label: label.position)
             depth_of = {label.span.block_hashes[label.position]: label.depth for label in labels}
-            for part in take_positions(labels[0].span, [label.position for label in labels]):
-                told = msgspec.structs.replace(part, medium=medium)
-                stored.append((depth_of[part.block_hashes[0]], told))
+            for part in slice_positions(labels[0].span, [label.position for label in labels]):
+                event = msgspec.structs.replace(part, medium=medium)
+                stored.append((depth_of[part.block_hashes[0]], event))
         stored.sort(key=lambda pair: pair[0])
         events: list[Any] = [event for _, event in stored]
         for group_id, hashes in bare.items():
@@ -98,8 +101,8 @@ class TierEvents:
         queue += events  # all or nothing, and nothing is called afterwards
 
     def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """These keys are not in a tier of this medium any more."""
-        by_group: dict[int, list[ExternalBlockHash]] = {}
+        """Publish that a tier of this medium has lost these keys."""
+        by_group: dict[GroupId, list[ExternalBlockHash]] = {}
         for key in keys:
             by_group.setdefault(get_group_id(key), []).append(self._name(key))
         events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
@@ -107,16 +110,16 @@ class TierEvents:
         queue += events  # all or nothing, and nothing is called afterwards
 
     def is_crowded(self) -> bool:
-        """Are there so many labels that half of them at least are of blocks that are nowhere?"""
+        """Return True if at least half of the labels belong to blocks that are in no tier and not cached."""
         return len(self._labels) > self._num_to_sweep_at
 
     def keep_only(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Forget all labels but these. O(labels); pays for itself when called for `is_crowded`."""
+        """Drop all labels except those of `keys`. O(labels); amortized O(1) when called for `is_crowded`."""
         labels = self._labels
         self._labels = {key: labels[key] for key in keys if key in labels}
 
     def clear(self) -> None:
-        """Nothing is anywhere."""
+        """Drop all labels."""
         self._labels.clear()
 
     def _name(self, key: BlockHashWithGroupId) -> ExternalBlockHash:

@@ -1,4 +1,4 @@
-"""`TierFolder`: a folder that one process has to itself, and what its blocks mean."""
+"""`TierFolder`: a folder locked by one process, with a description of its blocks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kv_pool.storage.block_layout import BlockLayout
 DESCRIPTION = "tier.json"
 LOCK = "lock"
 VERSION = 2
-"""2: the layout may name model and weights. Folders of version 1 name none, and are used as such."""
+"""2: the layout may name model and weights. Folders of version 1 name neither, and are used without."""
 _READ_VERSIONS = (1, VERSION)
 _DRAFT = DESCRIPTION + ".new"
 _MAX_DESCRIPTION_BYTES = 1024 * 1024
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What is in `tier.json`.
+    """The content of `tier.json`.
 
     Attributes:
-        version: of the files beside it.
-        layout: what the blocks mean.
-        format: how they are written: the name of a block format.
-        encoded_bytes: that each takes.
+        version: version of the folder's file format.
+        layout: the meaning of bytes and hashes.
+        format: the name of the block format.
+        encoded_bytes: size of an encoded block.
     """
 
     version: int
@@ -40,19 +40,19 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class TierFolder:
-    """Opens a tier's folder, or makes one of an empty or missing folder; locks it until `close`.
+    """A tier's folder, opened or created, and locked until `close`.
 
-    Only this user can write to the folder, and only this user can open its files; all of them are regular
-    files with one name. What an earlier attempt to make the folder left behind is replaced.
+    Only this user can write to the folder and open its files; all of them are regular files with a single
+    link. Files left by an earlier, failed attempt to create the folder are replaced.
 
     Attributes:
-        path: of the folder.
-        descriptor: of the folder, for opening files in it.
+        path: the folder's path.
+        descriptor: file descriptor of the folder, for opening files in it.
 
     Raises:
-        LayoutMismatchError: its blocks are of another layout, format or version. It is left as it is.
-        TierError: it cannot be made, read or written, is in use by another tier, has other files, or other
-            users can write to it.
+        LayoutMismatchError: its blocks have another layout, format or version. The folder is unchanged.
+        TierError: the folder cannot be created, read or written; is in use by another tier; contains other
+            files; or is writable by other users.
     """
 
     def __init__(self, path: Path, description: Description) -> None:
@@ -64,11 +64,11 @@ class TierFolder:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, TierError):
-                raise TierError(f"{path} can not be used as a tier: {error}") from error
+                raise TierError(f"{path} cannot be used as a tier: {error}") from error
             raise
 
     def close(self) -> None:
-        """Let others open it."""
+        """Unlock the folder."""
         for descriptor in (self._lock, self.descriptor):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -83,15 +83,15 @@ class TierFolder:
         if DESCRIPTION not in names and others:
             raise TierError(
                 f"{path} is not a tier's folder: it has no {DESCRIPTION}, but {', '.join(others[:5])}. "
-                "Name an empty or a new one"
+                "Use an empty or a new folder"
             )
         self._lock = open_private(LOCK, os.O_RDWR | os.O_CREAT, self.descriptor)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TierError(
-                f"{path} is in use by another tier, of this process or another; close that, or name another "
-                "folder"
+                f"{path} is in use by another tier, in this process or another; close that tier, or use "
+                "another folder"
             ) from None
         if DESCRIPTION in os.listdir(self.descriptor):
             self._check(description)
@@ -106,23 +106,24 @@ class TierFolder:
             found = msgspec.json.decode(content, type=Description)
         except UNDECODABLE as error:
             raise TierError(
-                f"{file} does not describe a tier: {error}. Name another folder, or remove this one"
+                f"{file} does not describe a tier: {error}. Use another folder, or remove this one"
             ) from error
         if found.version not in _READ_VERSIONS:
             raise LayoutMismatchError(
-                f"blocks of {self.path} can not be used here: they were written in version {found.version}; "
-                f"this one uses versions {', '.join(map(str, _READ_VERSIONS))}. Name another folder"
+                f"blocks of {self.path} cannot be used here: they were written in format version "
+                f"{found.version}; supported versions are {', '.join(map(str, _READ_VERSIONS))}. Use another "
+                "folder"
             )
         description.layout.check_same(found.layout, str(self.path))
         for name in ("format", "encoded_bytes"):
             if getattr(found, name) != getattr(description, name):
                 raise LayoutMismatchError(
-                    f"blocks of {self.path} can not be used here: {name} is {getattr(description, name)!r} "
+                    f"blocks of {self.path} cannot be used here: {name} is {getattr(description, name)!r} "
                     f"here and {getattr(found, name)!r} there"
                 )
 
     def _write_description(self, description: Description) -> None:
-        """Write it so that all of it is there, or nothing, even after a crash."""
+        """Write the description atomically: after a crash it is either complete or absent."""
         content = memoryview(msgspec.json.format(msgspec.json.encode(description)))
         with suppress(FileNotFoundError):
             os.unlink(_DRAFT, dir_fd=self.descriptor)

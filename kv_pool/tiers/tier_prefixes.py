@@ -1,19 +1,19 @@
-"""`TierPrefixes`: which prefixes of requests the tiers have, beyond what the device has."""
+"""`TierPrefixes`: looks up the part of a prefix that lower tiers have, beyond the device's."""
 
 from collections.abc import Sequence
 
 from kv_pool.core.block_keys import group_suffix
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
 class TierPrefixes:
-    """Looks up prefixes beyond those of the device. A block may be in any tier. Changes nothing.
+    """A read-only lookup of prefixes in lower tiers. Each block may be in any tier.
 
     Args:
-        groups: the manager's groups; their own pool is not asked.
+        groups: the manager's groups; their own pool is not consulted.
         alignment: hits are a multiple of this number of tokens.
     """
 
@@ -23,12 +23,13 @@ class TierPrefixes:
         self._alignment = alignment
 
     def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
-        """How many tokens right after the first `num_device_tokens` the request could have from tiers.
+        """Return how many tokens after the first `num_device_tokens` the tiers have for the request.
 
-        A multiple of the alignment, as `num_device_tokens` has to be. Of a window only the blocks are needed
-        that the next token attends to, and those in front come from the device.
-        Cost: one call for each group of full attention; for others the blocks they need, again for each
-        shorter length that is tried.
+        The result is a multiple of the alignment; `num_device_tokens` must be one, too. A group with a window
+        needs only the blocks that the next token attends to; of these, the blocks before the hit come from
+        the device.
+        Cost: one look-up for each block of a full-attention group; other groups look up the blocks they
+        need once for each length that is tried.
         """
         if not self._tiered_cache.block_pool.enable_caching or not any(
             group.is_cacheable for group in self._groups
@@ -53,8 +54,9 @@ class TierPrefixes:
     def find_blocks(
         self, request: SchedulableRequest, start: int, end: int
     ) -> list[dict[int, BlockHashWithGroupId]] | None:
-        """For each group the blocks that hold the tokens `[start, end)`, by table position, without those
-        that no token from `end` on attends to; None if one is not there.
+        """Return, for each group, the keys of the blocks for tokens `[start, end)`, by table position.
+
+        Leaves out blocks to which no token from `end` on attends. Returns None if a block is in no tier.
         """
         found: list[dict[int, BlockHashWithGroupId]] = []
         for group in self._groups:
@@ -69,8 +71,10 @@ class TierPrefixes:
             found.append(row)
         return found
 
-    def _find_cached(self, block_hashes: Sequence[BlockHash], group_id: int) -> list[BlockHashWithGroupId]:
-        """The keys of the longest prefix that the tiers have, head first."""
+    def _find_cached(
+        self, block_hashes: Sequence[BlockHash], group_id: GroupId
+    ) -> list[BlockHashWithGroupId]:
+        """Return the keys of the longest prefix of `block_hashes` that the tiers have."""
         suffix = group_suffix(group_id)
         indexes = self._tiered_cache.list_indexes()
         found: list[BlockHashWithGroupId] = []
@@ -85,9 +89,10 @@ class TierPrefixes:
         return found
 
     def _find_missing(self, hashes: list[list[BlockHash]], start: int, end: int) -> int | None:
-        """The first token of the first block that a hit of `end` tokens needs and no tier has.
+        """Return the first token of the first block that a hit of `end` tokens needs and no tier has.
 
-        Any length beyond that token, up to `end`, needs the block as well: what is needed begins no later.
+        Every length between that token and `end` needs the block, too, because a shorter hit's needed range
+        begins no later. Returns None if no block is missing.
         """
         for group, group_hashes in zip(self._groups, hashes, strict=True):
             if not group.is_cacheable or group.is_downward_closed:

@@ -1,4 +1,4 @@
-"""`TierStore`: what tiers below a pool consist of: what is pending, stores, and what an interrupt left."""
+"""`TierStore`: the state of a pool's lower tiers, stores between them, and recovery after interrupts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, TierError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.prefetcher import Prefetcher
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TierStore:
-    """The part of `TieredCache` that moves blocks down from tier to tier, and forgets them."""
+    """The base class of `TieredCache`: moves blocks to lower tiers and removes them."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class TierStore:
         self.storage = storage
         self.tiers = tiers
         self.writes_through = writes_through
-        # Of each group, learned from what is cached; only full blocks are stored.
+        # Block size of each group, learned from cached blocks; only full blocks are stored.
         self._block_size_of: dict[bytes, int] = {}
         self._has_partial = False
-        # Blocks that were taken and still have their old bytes, and since when there are any.
+        # Reused blocks that still have their old bytes, and the time since which there are any.
         self._pending: dict[BlockHashWithGroupId, KVCacheBlock] = {}
         self._pending_since = 0.0
-        self._pending_places = block_pool.holds.keep_places(
-            "still to be stored in a colder tier", self._find_pending
+        self._pending_places = block_pool.holds.open_place_hold(
+            "not yet offloaded to a lower tier", self._find_pending
         )
-        # To be written through: cached, written by the step to come; and written since.
+        # To be written through: blocks that the next step writes, and blocks already written.
         self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._events = TierEvents(block_pool, sum(tier.capacity for tier in tiers)) if enable_events else None
@@ -60,8 +60,8 @@ class TierStore:
         self._held: dict[BlockHashWithGroupId, int] = {}
         for tier in tiers:
             tier.share_holds(self._held)
-        # What an interrupted call leaves for `_recover`: keys that a tier is about to get or to lose, and
-        # events do not tell of yet; keys of wrong content; whether everything is to go.
+        # The state of an interrupted call, for `_recover`: keys that a tier is about to gain or lose, not yet
+        # published; keys with wrong content; whether everything is to be cleared.
         self._changing: tuple[Tier, Sequence[BlockHashWithGroupId], bool] | None = None
         self._wrong: list[BlockHashWithGroupId] = []
         self._is_resetting = False
@@ -70,9 +70,9 @@ class TierStore:
         return dict.fromkeys(self._pending.values(), self._pending_since)
 
     def _recover(self) -> None:
-        """Complete what an exception interrupted; may itself be interrupted and called again."""
+        """Complete a call that an exception interrupted. Can itself be interrupted and called again."""
         if self._changing is not None:
-            self._tell_change()
+            self._publish_change()
         if self._wrong:
             try:
                 self._forget_wrong()
@@ -81,8 +81,8 @@ class TierStore:
         if self._is_resetting:
             self._clear()
 
-    def _tell_change(self) -> None:
-        """Let events tell what a tier has got or lost of the keys that were about to come or go."""
+    def _publish_change(self) -> None:
+        """Publish which of the announced keys the tier has actually gained or lost."""
         if self._changing is None:
             return
         tier, keys, is_arriving = self._changing
@@ -95,10 +95,10 @@ class TierStore:
                 removed = [key for key in keys if key not in tier]
                 if removed:
                     self._events.announce_removed(tier.medium, removed)
-        self._changing = None  # no call since the events are out
+        self._changing = None  # no call since the events were queued
 
     def _forget_wrong(self) -> None:
-        """Forget the content of `_wrong` everywhere. Raises TierError, after all of it was tried."""
+        """Remove the keys of `_wrong` from every tier and queue. Raises TierError after trying all tiers."""
         listed = self._wrong
         if self._prefetcher is not None and listed:
             self._prefetcher.cancel()
@@ -112,13 +112,13 @@ class TierStore:
                 tier.forget(listed)
             except TierError as error:
                 failure = failure or error
-            self._tell_change()
+            self._publish_change()
         self._wrong = []
         if failure is not None:
             raise failure
 
     def _clear(self) -> None:
-        """Forget everything, without events."""
+        """Remove everything, without events."""
         self._changing = None
         self._wrong = []
         self._pending.clear()
@@ -136,35 +136,35 @@ class TierStore:
         self._is_resetting = False
 
     def _forget_labels(self) -> None:
-        """Let events know nothing more of blocks that are nowhere, once there are too many of these."""
+        """Drop the event data of blocks that are neither cached nor stored, once there is too much of it."""
         if self._events is not None and self._events.is_crowded():
             on_device = self.block_pool.cached_block_hash_to_block.entries
             self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
 
     def _is_full(self, block: KVCacheBlock) -> bool:
-        """Is the block's key that of all its tokens?"""
+        """Return True if the block's key covers all its tokens."""
         block_size = self._block_size_of.get(block.block_hash[-4:])
         num_tokens = block.block_hash_num_tokens
         return block_size is not None and num_tokens is not None and num_tokens % block_size == 0
 
     def _note_unforgotten(self, error: TierError) -> None:
-        """A hook does not raise: the pool is in the midst of something. `flush` does."""
+        """Log the error and keep it for `flush` to raise; a hook must not raise inside a pool operation."""
         _logger.error("%s", error)
         self._unforgotten = self._unforgotten or error
 
-    def _copy_out(self, copies: Sequence[tuple[BlockHashWithGroupId, int]]) -> None:
-        """Store blocks of the device under these keys; copies are (key, block id)."""
+    def _copy_out(self, copies: Sequence[tuple[BlockHashWithGroupId, BlockId]]) -> None:
+        """Offload device blocks, given as (key, block id), to the top tier."""
         if copies:
             keys, block_ids = zip(*copies, strict=True)
-            self._store_warmest(keys, self.storage, block_ids)
+            self._store_in_top_tier(keys, self.storage, block_ids)
 
-    def _store_warmest(
+    def _store_in_top_tier(
         self,
         keys: Sequence[BlockHashWithGroupId],
         storage: BlockStorage | None,
-        block_ids: Sequence[int],
+        block_ids: Sequence[BlockId],
     ) -> None:
-        """Let the warmest tier have these blocks; see `_store`."""
+        """Store these blocks in the top tier; see `_store`."""
         if self._changing is not None or self._wrong or self._is_resetting:
             self._recover()
         try:
@@ -178,12 +178,13 @@ class TierStore:
         level: int,
         keys: Sequence[BlockHashWithGroupId],
         storage: BlockStorage | None,
-        block_ids: Sequence[int],
+        block_ids: Sequence[BlockId],
     ) -> None:
-        """Let a tier have these blocks, as the ones used last; what has to make room goes to the next tier.
+        """Store these blocks in a tier as most recently used; evicted blocks move to the next tier.
 
         Args:
-            storage, block_ids: where their bytes are; nothing without bytes.
+            level: index of the tier.
+            storage, block_ids: the source of the bytes; None and empty without bytes.
         """
         tier = self.tiers[level]
         new = tier.touch(keys)
@@ -203,14 +204,14 @@ class TierStore:
                 self._changing = tier, some, True
                 tier.put(some, storage, [id_of[key] for key in some] if id_of else ())
             except CopyFailedError as error:
-                _logger.warning("%d blocks were not stored: %s", len(some), error)
+                _logger.warning("%d blocks were not offloaded: %s", len(some), error)
                 self.num_dropped += len(some)
-            self._tell_change()
+            self._publish_change()
 
     def _make_room(self, level: int, num_blocks: int) -> int:
-        """Let a tier give up so many blocks, which the next tier gets; how many it gave up."""
+        """Evict up to `num_blocks` blocks of a tier to the next tier. Return how many were evicted."""
         tier = self.tiers[level]
-        outgoing = tier.list_next_out(num_blocks)
+        outgoing = tier.list_next_evicted(num_blocks)
         if level + 1 < len(self.tiers):
             if self.storage is None:
                 self._store(level + 1, outgoing, None, ())
@@ -221,9 +222,9 @@ class TierStore:
                     some = missing[start : start + step]
                     self._changing = tier, some, False
                     read = tier.read(some)
-                    self._tell_change()
+                    self._publish_change()
                     self._store(level + 1, read.keys, read.storage, read.block_ids)
         self._changing = tier, outgoing, False
         tier.remove(outgoing)
-        self._tell_change()
+        self._publish_change()
         return len(outgoing)

@@ -1,4 +1,4 @@
-"""`TieredCache`: blocks that a pool takes anew live on in colder tiers, and can be read back."""
+"""`TieredCache`: offloads blocks that a pool evicts to lower tiers, and loads them back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, TierError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import wrap_rows
+from kv_pool.tiers.block_rows import as_block_ids, wrap_rows
 from kv_pool.tiers.tier import Tier, TierStatistics, hold_onto, release_out_of
 from kv_pool.tiers.tier_store import TierStore
 
@@ -20,7 +20,7 @@ WRITES = ("back", "through")
 
 
 class TieredCache(TierStore):
-    """The tiers below a pool, warmest first.
+    """The lower tiers of a pool, fastest first.
 
         >>> from kv_pool import BlockHasher, BlockPool, Request
         >>> from kv_pool.tiers.tier import Tier
@@ -35,40 +35,39 @@ class TieredCache(TierStore):
         >>> [len(tier) for tier in tiers.tiers]
         [2, 1]
 
-        device pool -- block is taken anew --> tiers[0] -- no room --> tiers[1] -- no room --> dropped
+        device pool -- block is reused --> tiers[0] -- evicted --> tiers[1] -- evicted --> dropped
 
-    A block that is read back stays where it was read, so that it needs no copy when the device gives it up
-    again. A block can be in several tiers.
+    A block that is loaded also stays in its tier, so it needs no copy when the device evicts it again. A
+    block can be in several tiers.
 
     Args:
-        block_pool: its `colder_tiers` is set to this.
-        storage: the bytes of its blocks; None for a pool without, and tiers that have none either.
-        tiers: warmest first.
-        write: `back` stores a block when the pool takes it anew; `through` also as soon as it is cached and
-            written, so that nothing is left to copy then. A block is written when it is cached if its
-            request's `num_computed_tokens` covers it, and else after the next step.
-        max_prefetch_blocks: blocks that are read ahead at a time, at most; 0 for no reading ahead.
-        enable_events: what tiers gain and lose is told among the pool's events, which have to be on.
+        block_pool: the pool; its `lower_tiers` is set to this object.
+        storage: the bytes of the pool's blocks; None for a pool without bytes, with tiers without bytes.
+        tiers: fastest first.
+        write: `back` offloads a block when the pool reuses it. `through` also offloads it as soon as it is
+            cached and written, so that nothing is left to copy on reuse. A cached block counts as written if
+            its request's `num_computed_tokens` covers it, else after the next step.
+        max_prefetch_blocks: maximum number of blocks prefetched at a time; 0 turns prefetching off.
+        enable_events: publish the stores and removals of tiers with the pool's events, which must be on.
 
-    **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
-    writes: until then the blocks that were taken still hold their old bytes, and this is where they are
-    copied out, and the pool's holds keep them at their ids. `store_pending()` before anything else overwrites
-    blocks that it has taken; swappers and migrations do that themselves. Without bytes both do nothing.
+    **Required calls.** Call `flush()` once per step, after the step's slots are allocated and before the step
+    writes. Until then reused blocks still have their old bytes, and the pool holds them; `flush()` offloads
+    these bytes. Call `flush_evicted()` before anything else overwrites newly allocated blocks; swappers and
+    migrations do so themselves. Without bytes both are no-ops.
 
-    What is stored are full blocks, by the key under which requests look for them. Partial blocks
-    (`cache_partial_block`) are not, nor keys beyond a block's first: whoever hits those has the full block's
-    tokens computed, or stored, before long.
+    Only full blocks are stored, by the key under which requests look them up. Partial blocks
+    (`cache_partial_block`) and a block's additional keys are not stored.
 
-    Content that is wrong does not come back: what `KVCacheManager.evict_blocks` and `report_invalid_blocks`
-    name is forgotten in all tiers, and a reset of the prefix cache clears them. Who calls
-    `BlockPool.evict_blocks` for content that is wrong calls `forget`, too.
+    Blocks with wrong content do not come back: `KVCacheManager.evict_blocks` and `report_invalid_blocks`
+    remove them from all tiers, and a reset of the prefix cache clears all tiers. A caller that uses
+    `BlockPool.evict_blocks` on wrong content must also call `forget`.
 
-    Not safe for several threads: the scheduler's calls it. A `flush` or `store_pending` that is interrupted
-    by a signal handler's exception drops the blocks that it has not stored, and counts them.
+    Not thread-safe; call it from the scheduler's thread. If an exception from a signal handler interrupts
+    `flush` or `flush_evicted`, the blocks not yet stored are dropped and counted.
 
     Attributes:
-        num_dropped: blocks that the pool took anew and no tier got: there was no room that nobody holds, or
-            they could not be read from the device.
+        num_dropped: number of evicted blocks that no tier has stored, because all blocks of the tier were
+            held or the copy from the device failed.
     """
 
     def __init__(
@@ -82,24 +81,24 @@ class TieredCache(TierStore):
         max_prefetch_blocks: int = 256,
     ) -> None:
         if not tiers:
-            raise InvalidArgumentError("there are no tiers; name at least one")
+            raise InvalidArgumentError("tiers is empty; pass at least one tier")
         if write not in WRITES:
-            raise InvalidArgumentError(f"write is {write!r}; it is one of {', '.join(WRITES)}")
+            raise InvalidArgumentError(f"write is {write!r}; it must be one of {', '.join(WRITES)}")
         for tier in tiers:
             if tier.has_bytes is (storage is None):
                 raise InvalidArgumentError(
-                    f"the tier for {tier.medium} has {'' if tier.has_bytes else 'no '}bytes, the pool's "
-                    f"blocks have {'none' if storage is None else 'some'}; a Tier is for those without, a "
-                    "HostTier or DiskTier for others"
+                    f"the {tier.medium} tier has {'' if tier.has_bytes else 'no '}bytes, the pool's blocks "
+                    f"have {'none' if storage is None else 'some'}; use a Tier for blocks without bytes, a "
+                    "HostTier or DiskTier for blocks with bytes"
                 )
         if enable_events and not block_pool.enable_kv_cache_events:
-            raise InvalidArgumentError("events of tiers come among the pool's, and the pool has none")
-        if block_pool.colder_tiers is not None:
-            raise InvalidArgumentError("the pool has colder tiers already")
+            raise InvalidArgumentError("events of tiers need the pool's; its enable_kv_cache_events is off")
+        if block_pool.lower_tiers is not None:
+            raise InvalidArgumentError("the pool already has lower tiers; close() those first")
         super().__init__(
             block_pool, storage, tuple(tiers), write == "through", enable_events, max_prefetch_blocks
         )
-        block_pool.colder_tiers = self
+        block_pool.lower_tiers = self
         if self._events is not None:
             for tier in tiers:
                 self._events.announce_stored(tier.medium, tier.list_keys())
@@ -107,7 +106,7 @@ class TieredCache(TierStore):
     # ---- looking ---------------------------------------------------------------------------------
 
     def find_tier(self, key: BlockHashWithGroupId) -> int | None:
-        """The warmest tier that has the block, as its place among `tiers`; None for none. Only looks."""
+        """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing."""
         if key in self._pending:
             return 0
         for level, tier in enumerate(self.tiers):
@@ -118,34 +117,34 @@ class TieredCache(TierStore):
     def __contains__(self, key: object) -> bool:
         if key in self._pending:
             return True
-        for tier in self.tiers:  # noqa: SIM110 (each block of each prompt comes by here, and a loop is faster)
+        for tier in self.tiers:  # noqa: SIM110 (runs for each block of each prompt, and a loop is faster)
             if key in tier:
                 return True
         return False
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """Where to look up many keys: one in these is in a tier, or will be. Until something changes."""
+        """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
         if self._wrong or self._is_resetting:
             self._recover()
         indexes = [tier.index for tier in self.tiers]
         return [self._pending, *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
-        """Are these all in a tier, or will be?"""
+        """Return True if every key is in a tier or pending."""
         indexes = self.list_indexes()
         if len(indexes) == 1:
             return all(map(indexes[0].__contains__, keys))
         return all(any(key in index for index in indexes) for key in keys)
 
     def list_pending(self) -> list[BlockHashWithGroupId]:
-        """Blocks that were taken anew since the last copy, and are still to be copied out."""
+        """Return the keys of reused blocks that are not yet offloaded."""
         return list(self._pending)
 
     def get_statistics(self) -> list[TierStatistics]:
-        """Of each tier, warmest first."""
+        """Return the statistics of each tier, fastest first."""
         return [tier.get_statistics() for tier in self.tiers]
 
-    # ---- what the pool tells ---------------------------------------------------------------------
+    # ---- notifications from the pool ------------------------------------------------------------
 
     def on_blocks_cached(
         self,
@@ -154,9 +153,9 @@ class TieredCache(TierStore):
         hashes: Sequence[BlockHash],
         num_cached_blocks: int,
         block_size: int,
-        group_id: int,
+        group_id: GroupId,
     ) -> None:
-        """See `ColderTiers`."""
+        """See `LowerTiers`."""
         self.note_block_size(group_id, block_size)
         if self._events is not None:
             self._events.note_cached(request, hashes, num_cached_blocks, block_size, group_id)
@@ -168,52 +167,56 @@ class TieredCache(TierStore):
                     queue = self._written if position < num_written else self._unwritten
                     queue[block.block_hash] = (block, block.generation)
         elif self.writes_through:
-            self._store_warmest([block.block_hash for block in blocks if not block.is_null], None, ())
+            self._store_in_top_tier([block.block_hash for block in blocks if not block.is_null], None, ())
 
-    def on_block_arrived(self, block: KVCacheBlock, block_size: int | None, told: BlockStored | None) -> None:
-        """See `ColderTiers`."""
+    def on_block_arrived(
+        self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
+    ) -> None:
+        """See `LowerTiers`."""
         key = block.block_hash
         if block_size is not None:
             self.note_block_size(get_group_id(key), block_size)
-        if self._events is not None and told is not None:
-            self._events.note_arrived(key, told, max(0, (block.block_hash_num_tokens or 0) - told.block_size))
+        if self._events is not None and event is not None:
+            self._events.note_arrived(
+                key, event, max(0, (block.block_hash_num_tokens or 0) - event.block_size)
+            )
             self._forget_labels()
         if not self.writes_through or (self._has_partial and not self._is_full(block)):
             return
         if self.storage is None:
-            self._store_warmest([key], None, ())
+            self._store_in_top_tier([key], None, ())
         else:
             self._written[key] = (block, block.generation)
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """See `ColderTiers`."""
+        """See `LowerTiers`."""
         if self._has_partial:
             blocks = [block for block in blocks if self._is_full(block)]
         if self.storage is None:
-            self._store_warmest([block.block_hash for block in blocks], None, ())
+            self._store_in_top_tier([block.block_hash for block in blocks], None, ())
             return
         for block in blocks:
             key = block.block_hash
             if self.writes_through:
                 if key in self._written and self._written[key][0] is block:
-                    del self._written[key]  # it is copied out with what is pending
+                    del self._written[key]  # it is offloaded with the pending blocks
                 if key in self._unwritten and self._unwritten[key][0] is block:
                     del self._unwritten[key]
-                    continue  # taken back before the step that was to write it
+                    continue  # freed and reused before the step that would have written it
             if not self._pending:
                 self._pending_since = self.block_pool.holds.clock()
-            self._pending.pop(key, None)  # of two copies the one used last says when it was used
+            self._pending.pop(key, None)  # of two copies, the most recent one sets the LRU position
             self._pending[key] = block
 
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """See `ColderTiers`. What a disk does not take is raised by the next `flush`."""
+        """See `LowerTiers`. The next `flush` raises a disk's error."""
         try:
             self.forget(keys)
         except TierError as error:
             self._note_unforgotten(error)
 
     def on_cache_reset(self) -> None:
-        """See `ColderTiers`. What a disk does not take is raised by the next `flush`."""
+        """See `LowerTiers`. The next `flush` raises a disk's error."""
         self._is_resetting = True
         try:
             self._clear()
@@ -221,10 +224,10 @@ class TieredCache(TierStore):
             self._recover()
             raise
 
-    def note_block_size(self, group_id: int, block_size: int) -> None:
-        """A group's blocks hold so many tokens. Learned from what is cached, and told by `TierReadBack`.
+    def note_block_size(self, group_id: GroupId, block_size: int) -> None:
+        """Record a group's block size in tokens. Called on caching and by `TierOnboarder`.
 
-        Keys that cover another number of tokens are those of partial blocks, which are not stored.
+        A key that covers another number of tokens belongs to a partial block, which is not stored.
         """
         suffix = group_id.to_bytes(4, "big")
         if self._block_size_of.get(suffix) != block_size:
@@ -234,17 +237,17 @@ class TieredCache(TierStore):
     # ---- storing ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy out what the step to come will overwrite, and write through what the last one has written.
+        """Offload blocks that the next step overwrites; write through blocks that the last step wrote.
 
-        Once per step: after its slots were allocated, before it writes. A block that cannot be stored is
-        counted, and can not be hit later; nothing is raised for it.
+        Call it once per step, after the step's slots are allocated and before it writes. A block that cannot
+        be stored is counted and cannot be hit later; this raises no error.
 
         Raises:
-            TierError: wrong content, or what was stored before a reset, may come back after a restart, since
-                a disk did not take that it was forgotten. Raised once, after all of the above is done.
+            TierError: a removal of wrong content, or a reset, could not be written to the disk, so the
+                content may come back after a restart. Raised once, after everything else is done.
         """
         self._recover()
-        self.store_pending()
+        self.flush_evicted()
         self._take_prefetched()
         if self.writes_through:
             written, self._written, self._unwritten = self._written, self._unwritten, {}
@@ -259,10 +262,10 @@ class TieredCache(TierStore):
             error, self._unforgotten = self._unforgotten, None
             raise error
 
-    def store_pending(self) -> None:
-        """Copy out the blocks that were taken anew and hold their old bytes still.
+    def flush_evicted(self) -> None:
+        """Offload the reused blocks that still have their old bytes.
 
-        Call it before blocks are overwritten other than by a step. It can be called at any time.
+        Call it before blocks are overwritten outside the step loop. It can be called at any time.
         """
         if not self._pending:
             return
@@ -270,16 +273,16 @@ class TieredCache(TierStore):
         try:
             self._copy_out([(key, block.block_id) for key, block in pending.items()])
         except BaseException:
-            # Not tried again: by then the blocks may have been written.
+            # No retry: the blocks may have been overwritten by then.
             self.num_dropped += sum(key not in self for key in pending)
             raise
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Content under these keys is wrong: it is not found in any tier, now and after a restart.
+        """Remove wrong content from all tiers for good. It is not found again, even after a restart.
 
         Raises:
-            TierError: a disk does not take it. No tier finds the content now, but it may be found after a
-                restart; see `DiskTier.forget`.
+            TierError: the removal could not be written to the disk. No tier finds the content now, but it
+                may be found after a restart; see `DiskTier.forget`.
         """
         self._recover()
         listed = list(keys)
@@ -293,10 +296,10 @@ class TieredCache(TierStore):
             raise
 
     def close(self) -> None:
-        """Leave the pool alone, and close the tiers. What is pending is not stored: `flush` before."""
-        if self.block_pool.colder_tiers is self:
-            self.block_pool.colder_tiers = None
-        self.block_pool.holds.end_places(self._pending_places)
+        """Detach from the pool and close the tiers. Drops pending blocks; call `flush` before."""
+        if self.block_pool.lower_tiers is self:
+            self.block_pool.lower_tiers = None
+        self.block_pool.holds.end_place_hold(self._pending_places)
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:
@@ -304,23 +307,23 @@ class TieredCache(TierStore):
                 self._events.announce_removed(tier.medium, tier.list_keys())
             tier.close()
 
-    # ---- reading back ----------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
-    def prefetch(self, owner: str, keys: Sequence[BlockHashWithGroupId]) -> int:
-        """Let blocks that are on disk alone be read into the warmest tier, by a thread.
+    def prefetch(self, owner: RequestId, keys: Sequence[BlockHashWithGroupId]) -> int:
+        """Read blocks that are on disk only into the top tier, in a background thread.
 
         Args:
-            owner: for whom; names it in `cancel_prefetch`.
+            owner: the request; identifies the blocks in `cancel_prefetch`.
         Returns:
-            How many are being read for it now. No more than `max_prefetch_blocks` in all, and no more than
-            half of the warmest tier; the rest has to be asked for again.
-        They are in the warmest tier after some later `flush`. Without bytes they are there at once.
+            The number of blocks that are being read for the owner. The total is limited to
+            `max_prefetch_blocks` and to half of the top tier; call again later for the rest.
+        A later `flush` moves the blocks to the top tier. Without bytes they are there at once.
         """
-        warmest, colder = self.tiers[0], self.tiers[1:]
+        top, lower = self.tiers[0], self.tiers[1:]
         if self.storage is None:
-            moving = [key for key in keys if key not in warmest and any(key in tier for tier in colder)]
+            moving = [key for key in keys if key not in top and any(key in tier for tier in lower)]
             moving = moving[: self._max_prefetch_blocks]
-            self._store_warmest(moving, None, ())
+            self._store_in_top_tier(moving, None, ())
             return len(moving)
         if self._prefetcher is None or self._disk is None:
             return 0
@@ -330,67 +333,67 @@ class TieredCache(TierStore):
         self._prefetcher.ask(owner, on_disk)
         return self._prefetcher.count_asked(owner)
 
-    def cancel_prefetch(self, owner: str) -> None:
-        """Nothing more is read ahead for this owner; nothing happens if nothing is."""
+    def cancel_prefetch(self, owner: RequestId) -> None:
+        """Cancel the prefetch of this owner. No-op if there is none."""
         if self._prefetcher is not None:
             self._prefetcher.cancel(owner)
 
     def wait_for_prefetch(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was asked for has been read, for the next `flush`; False if it took longer."""
+        """Wait until all prefetched blocks are ready for the next `flush`. Return False on timeout."""
         return self._prefetcher is None or self._prefetcher.wait(timeout_s)
 
     def _take_prefetched(self) -> None:
-        """Let the warmest tier have what was read ahead and is still what it was."""
+        """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
         if self._prefetcher is None or self._disk is None or self.storage is None:
             return
-        for errand in self._prefetcher.take_done():
+        for batch in self._prefetcher.take_done():
             disk = self._disk
-            slot_of = dict(zip(errand.keys, errand.slots, strict=True))
-            there = [key for key in errand.keys if key in disk and disk.get_slot(key) == slot_of[key]]
-            unreadable = [key for key in errand.failed if key in there]
+            slot_of = dict(zip(batch.keys, batch.slots, strict=True))
+            there = [key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]]
+            unreadable = [key for key in batch.failed if key in there]
             self._changing = disk, unreadable, False
             disk.drop_unreadable(unreadable)
-            self._tell_change()
+            self._publish_change()
             good = set(there)
-            rows = {key: row for row, key in enumerate(errand.found) if key in good}
-            if rows and errand.rows is not None:
-                disk.count_read(len(rows))
-                read = wrap_rows(errand.rows, self.storage.block_format)
-                self._store_warmest(list(rows), read, list(rows.values()))
+            rows = {key: row for row, key in enumerate(batch.found) if key in good}
+            if rows and batch.rows is not None:
+                disk.note_read(len(rows))
+                read = wrap_rows(batch.rows, self.storage.block_format)
+                self._store_in_top_tier(list(rows), read, as_block_ids(list(rows.values())))
 
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Let no tier give these up to make room, until `release`; they count as used now."""
+        """Exempt these keys from eviction in all tiers until `release`, and mark them as used now."""
         self.hold_onto(keys, [])
 
     def hold_onto(self, keys: Sequence[BlockHashWithGroupId], onto: list[BlockHashWithGroupId]) -> None:
-        """As `hold`; what is held is appended to `onto` in the same step, see `BlockPool.take_onto`."""
+        """Like `hold`, and append each key to `onto` together with its hold; see `BlockPool.take_onto`."""
         for tier in self.tiers:
             tier.touch(keys)
         hold_onto(self._held, keys, onto)
 
     def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Undo one `hold`."""
+        """Undo one `hold` of each of these keys."""
         self.release_out_of(list(keys))
 
     def release_out_of(self, keys: list[BlockHashWithGroupId]) -> None:
-        """As `release`; `keys` is empty afterwards, in the same step."""
+        """Like `release`, and remove each key from `keys` together with its hold."""
         release_out_of(self._held, keys)
 
     def load(
-        self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[int]
+        self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
     ) -> list[BlockHashWithGroupId]:
-        """Read blocks into blocks of the pool, each from the warmest tier that has it.
+        """Load blocks from the tiers into device blocks, each from the fastest tier that has it.
 
         Args:
-            keys: distinct.
-            block_ids: of the pool's storage, one for each; their old bytes are copied out before.
+            keys: distinct keys.
+            block_ids: the target block in the pool's storage for each key; pending bytes are offloaded first.
         Returns:
-            Keys that no tier has, or could read: their blocks may hold anything.
+            The keys that no tier has or could read. The content of their target blocks is undefined.
         Raises:
-            CopyFailedError: the device did not take them.
+            CopyFailedError: copying to the device failed.
         """
         self._recover()
-        self.store_pending()
+        self.flush_evicted()
         target_of = dict(zip(keys, block_ids, strict=True))
         left = list(keys)
         for tier in self.tiers:
@@ -401,7 +404,7 @@ class TieredCache(TierStore):
                 try:
                     failed = tier.load(here, self.storage, [target_of[key] for key in here])
                 finally:
-                    self._tell_change()
+                    self._publish_change()
                 loaded = set(here).difference(failed)
                 left = [key for key in left if key not in loaded]
         return left

@@ -1,4 +1,4 @@
-"""Nodes over small pools of this process."""
+"""Nodes over small pools in this process."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -11,9 +11,10 @@ from kv_pool.migration.migrator import Migrator
 
 @contextmanager
 def running_nodes(*sizes, locations=None, **options):
-    """Connected nodes a, b, ... over pools of so many blocks on devices 0, 1, ...; stopped at the end.
+    """Yield connected nodes a, b, ... over pools of the given sizes on devices 0, 1, ...; stop them at the
+    end.
 
-    `locations` are the nodes', the other options go to the pool of node a.
+    `locations` are those of the nodes; the other options go to the pool of node a.
     """
     with ExitStack() as stack:
         nodes = []
@@ -32,7 +33,7 @@ def running_nodes(*sizes, locations=None, **options):
 
 
 def take_all(pool, *sizes):
-    """Sequences 1, 2, ... of so many blocks, with bytes."""
+    """Allocate sequences 1, 2, ... with the given numbers of blocks, and write bytes."""
     for number, size in enumerate(sizes, 1):
         take(pool, number, size)
     fill(pool)

@@ -1,4 +1,4 @@
-"""Small pools behind the protocol, drawn, checked, and with bytes that tell where they came from."""
+"""Helpers to make, draw and check small pools, with bytes that identify their origin."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from kv_pool.storage import KVStorage
 
 
 class CountingClock:
-    """One second later at each look."""
+    """A clock that advances by one second per call."""
 
     def __init__(self):
         self.now = 0.0
@@ -22,7 +22,7 @@ class CountingClock:
 
 
 def make(total_blocks=10, **options):
-    """A pool that takes the lowest empty ids and evicts no sequence, unless the options say otherwise."""
+    """Make a pool that takes the lowest empty ids and evicts no sequence, unless given options."""
     defaults = {"clock": CountingClock(), "placement": "oldest", "eviction_policy": None}
     return GPUKVPool(total_blocks, 4, **{**defaults, **options})
 
@@ -32,7 +32,7 @@ def take(pool, sequence_id, num_blocks, **options):
 
 
 def make_site(pool, **options):
-    """The pool as a site of migrations; `site.sequences.gpu_pool` is the pool."""
+    """Make a pool as a site of migrations; `site.sequences.gpu_pool` is the pool."""
     return PoolSite(PoolSequences(pool), **options)
 
 
@@ -51,7 +51,7 @@ def make_scattered(**options):
 
 
 def draw(pool):
-    """Who holds what: one character a block from 1 on, `.` free, `*` free and cached, `+` shared."""
+    """Draw the holders: one character per block from 1 on; `.` free, `*` free and cached, `+` shared."""
     holders = {}
     for sequence_id in pool.list_sequences():
         for block_id in pool.blocks_of(sequence_id):
@@ -64,9 +64,9 @@ def draw(pool):
 
 
 def check(pool, others=()):
-    """All invariants underneath, and that holders, references, pins and sequences agree.
+    """Check all invariants, and that holders, references, pins and sequences agree.
 
-    `others` are the blocks on which neither sequences nor holds have a reference, once for each.
+    `others` are the references that belong neither to sequences nor to holds, one entry per reference.
     """
     invariants.check(pool, others)
     references = {}
@@ -97,7 +97,7 @@ def check(pool, others=()):
 
 
 def fill(pool):
-    """Write into each block a sequence holds bytes that say which one and where; see `read`."""
+    """Write bytes that identify sequence and position to each block of a sequence; see `read`."""
     for sequence_id in pool.list_sequences():
         for position, block_id in enumerate(pool.blocks_of(sequence_id)):
             write(pool, block_id, 16 * sequence_id + position)
@@ -108,7 +108,7 @@ def write(pool, block_id, number):
 
 
 def read(pool, sequence_id):
-    """The numbers in a sequence's blocks."""
+    """Return the numbers in a sequence's blocks."""
     numbers = []
     for block_id in pool.blocks_of(sequence_id):
         data = pool.storage.read_block(block_id)
@@ -118,7 +118,7 @@ def read(pool, sequence_id):
 
 
 def state(pool):
-    """All that a caller can see, to be compared after something went wrong."""
+    """Return all observable state, to compare it after a failure."""
     return SimpleNamespace(
         drawn=draw(pool),
         sequences={name: pool.blocks_of(name) for name in pool.list_sequences()},

@@ -1,7 +1,7 @@
-"""Storages over real memory in the layouts of engines, and where in that memory each block's bytes are.
+"""Storages over real memory in engines' layouts, with the positions of each block's bytes in that memory.
 
-The places are found by indexing an array of addresses as an engine would index its tensors; no segment table
-is asked, so that what a storage copies can be held against something that does not come from it.
+The positions come from indexing an array of addresses as an engine indexes its tensors. They do not come from
+the storage, so its copies can be checked against them.
 """
 
 from math import prod
@@ -15,7 +15,7 @@ NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 3, 5
 
 
 class BreakingCopy:
-    """Copies blocks on the CPU; breaks off after `num_good` of a plan where that is not None."""
+    """Copies blocks on the CPU; fails after `num_good` moves of a plan, unless that is None."""
 
     num_good = None
 
@@ -26,7 +26,7 @@ class BreakingCopy:
 
 
 class OwnedMemory:
-    """One allocation, a storage over it, and the places of each block's bytes in it.
+    """An allocation, a storage over it, and the positions of each block's bytes in it.
 
     Attributes:
         bytes: all of the memory, (num_bytes,), uint8; noise at first.
@@ -37,7 +37,7 @@ class OwnedMemory:
     def __init__(self, rng, num_blocks, shapes, make_storage):
         """
         Args:
-            shapes: of each tensor: (shape, what of it the storage is given, dtype, axis of the blocks).
+            shapes: for each tensor: (shape, part that the storage gets, dtype, axis of the blocks).
             make_storage: from the list of tensors.
         """
         sizes = [prod(shape) * np.dtype(dtype).itemsize for shape, _, dtype, _ in shapes]
@@ -57,7 +57,7 @@ class OwnedMemory:
         assert self.storage.block_bytes == self.places.shape[1]
 
     def read_all(self):
-        """The bytes of each block, copied."""
+        """Return a copy of each block's bytes."""
         return [row.tobytes() for row in self.bytes[self.places]]
 
     def write(self, block_id, content):
@@ -69,12 +69,12 @@ L, H, D, C = NUM_LAYERS, NUM_HEADS, HEAD_SIZE, 2 * HEAD_SIZE
 
 
 def kv(layout, make_shape, *, given=ALL, num_tensors=1, axis=0, dtype="float16", **options):
-    """How to make a `KVStorage` in a layout.
+    """A recipe for a `KVStorage` in a layout.
 
     Args:
         make_shape: of each tensor, from the number of blocks.
-        given: what of each tensor the storage gets; the rest is padding.
-        axis: that the blocks lie along.
+        given: the part of each tensor that the storage gets; the rest is padding.
+        axis: the axis of the blocks.
     """
 
     def make(rng, num_blocks, copy):

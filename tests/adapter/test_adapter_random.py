@@ -37,10 +37,10 @@ NAMES = ["allocate"] * 4 + [
 
 
 class SlowPool:
-    """Sequences as lists of contents: a block is the number that is written in it, nothing else.
+    """A slow model: sequences are lists of contents, and a block is only the number written in it.
 
-    What is cached is a number, too, under a hash of its own; it is worth what the most important sequence
-    that dropped it makes it worth.
+    A cached block is also a number, under its own hash; its priority is the highest of the sequences that
+    released it.
     """
 
     def __init__(self, pool):
@@ -49,8 +49,8 @@ class SlowPool:
         self.priorities = {}  # sequence id -> the highest of its requests
         self.pins = {}  # number -> count
         self.hashes = {}  # number -> hash, while the block is cached
-        self.worth = {}  # hash -> strength of the strongest claim
-        self.chains = []  # the hashes of what was cached of a sequence
+        self.worth = {}  # hash -> highest retention priority
+        self.chains = []  # the hashes of a sequence's cached blocks
         self.next_number = 0
 
     def add(self, sequence_id, ids):
@@ -76,7 +76,7 @@ class SlowPool:
         return chain
 
     def claim(self, sequence_id, chain):
-        """Let a new sequence begin with as much of the chain as is cached."""
+        """Start a new sequence with the longest cached prefix of the chain."""
         numbers = {block_hash: number for number, block_hash in self.hashes.items()}
         hits = [numbers[block_hash] for block_hash in itertools.takewhile(numbers.__contains__, chain)]
         if hits:
@@ -84,7 +84,7 @@ class SlowPool:
         return hits
 
     def note_reuse(self):
-        """Forget what is not cached any more; the pool may evict free blocks only."""
+        """Forget evicted blocks; the pool may evict only free blocks."""
         cached = {block.block_hash[:-4] for block in self.pool.block_pool.blocks if block.block_hash}
         for number, block_hash in list(self.hashes.items()):
             if block_hash not in cached:
@@ -131,7 +131,7 @@ class SlowPool:
 
 
 class FlakyCopy:
-    """A copy that breaks off half-way when told to."""
+    """A copy that fails half-way on request."""
 
     fails = False
 
@@ -143,7 +143,7 @@ class FlakyCopy:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_pool_is_the_slow_pool(seed):
+def test_the_pool_behaves_like_the_slow_model(seed):
     draw = random.Random(seed)
     copy = FlakyCopy()
     evicted = []

@@ -1,4 +1,4 @@
-"""Where the blocks of a request lie: next id, run, run made by moving others, anything. And who is told."""
+"""Placement of a request's blocks: next id, free run, cleared run, any blocks; and `on_moved`."""
 
 import pytest
 from adapter.made_pool import (
@@ -18,7 +18,7 @@ from kv_pool.storage.copy_cpu import copy_on_cpu
 
 
 class CopyThatBreaksOff:
-    """Copies `num_good` of the first plan's moves and fails."""
+    """Copies `num_good` moves of the first plan, then fails."""
 
     def __init__(self, num_good):
         self.num_good = num_good
@@ -37,7 +37,7 @@ def test_a_sequence_grows_into_the_next_id():
     assert draw(pool) == "1122222..."
 
 
-def test_a_run_is_taken_where_there_is_one():
+def test_a_free_run_is_taken():
     pool = make()
     take(pool, 1, 1)
     take(pool, 2, 2)
@@ -47,7 +47,7 @@ def test_a_run_is_taken_where_there_is_one():
     assert take(pool, 5, 2) == [2, 3]
 
 
-def test_without_a_run_a_preference_gives_what_there_is_and_says_so():
+def test_a_preferred_run_falls_back_to_scattered_blocks():
     pool = make_scattered()
     result = pool.try_allocate(BlockAllocationRequest(3, 6))
     assert result.success
@@ -55,7 +55,7 @@ def test_without_a_run_a_preference_gives_what_there_is_and_says_so():
     check(pool)
 
 
-def test_without_a_run_a_requirement_is_refused_and_nothing_changes():
+def test_a_required_run_that_is_missing_is_refused():
     pool = make_scattered()
     before = state(pool)
     with pytest.raises(PoolExhaustedError, match=r"asked for a run of 3 blocks .*no compaction"):
@@ -65,7 +65,7 @@ def test_without_a_run_a_requirement_is_refused_and_nothing_changes():
 
 
 @pytest.mark.parametrize("contiguous", ["prefer", "require"])
-def test_a_run_is_made_when_somebody_hears_of_moves(contiguous):
+def test_a_run_is_cleared_if_on_moved_is_set(contiguous):
     told = []
     pool = make_scattered(on_moved=told.append, storage=make_storage())
     fill(pool)
@@ -80,7 +80,7 @@ def test_a_run_is_made_when_somebody_hears_of_moves(contiguous):
     check(pool)
 
 
-def test_no_more_is_moved_than_the_request_allows():
+def test_no_more_blocks_move_than_max_moves():
     pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
     before = draw(pool)
     assert not pool.try_allocate(BlockAllocationRequest(5, 6, contiguous="require", max_moves=1)).success
@@ -89,7 +89,7 @@ def test_no_more_is_moved_than_the_request_allows():
     check(pool)
 
 
-def test_pinned_blocks_stay_where_they_are():
+def test_pinned_blocks_do_not_move():
     pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
     fill(pool)
     pool.pin([3, 7])
@@ -102,7 +102,7 @@ def test_pinned_blocks_stay_where_they_are():
     check(pool)
 
 
-def test_what_is_held_or_watched_stays_where_it_is():
+def test_held_and_watched_blocks_do_not_move():
     pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
     below = pool.block_pool
     [taken] = below.get_new_blocks(1)
@@ -119,7 +119,7 @@ def test_what_is_held_or_watched_stays_where_it_is():
     check(pool)
 
 
-def test_a_block_that_was_taken_underneath_and_is_not_held_moves_with_its_holder():
+def test_an_unheld_block_taken_from_block_pool_can_move():
     pool = make_scattered(storage=make_storage())
     [taken] = pool.block_pool.get_new_blocks(1)
     pool.storage.write_block(taken.block_id, b"7" * pool.block_bytes)
@@ -131,7 +131,7 @@ def test_a_block_that_was_taken_underneath_and_is_not_held_moves_with_its_holder
     check(pool, [taken])
 
 
-def test_defragment_brings_blocks_together_with_their_bytes():
+def test_defragment_moves_blocks_with_their_bytes():
     told = []
     pool = make_scattered(on_moved=told.append, storage=make_storage(), run_length=4)
     fill(pool)
@@ -148,7 +148,7 @@ def test_defragment_brings_blocks_together_with_their_bytes():
 
 
 @pytest.mark.parametrize("num_good", [0, 1])
-def test_a_copy_that_breaks_off_moves_nothing(num_good):
+def test_a_failed_copy_moves_nothing(num_good):
     told = []
     storage = make_storage(copy=CopyThatBreaksOff(num_good))
     pool = make_scattered(on_moved=told.append, storage=storage)
@@ -172,7 +172,7 @@ def test_a_copy_that_breaks_off_moves_nothing(num_good):
     check(pool)
 
 
-def test_a_pinned_block_cannot_be_freed_by_defragmenting_either():
+def test_defragment_does_not_free_pinned_blocks():
     pool = make()
     take(pool, 1, 2)
     ids = take(pool, 2, 2, pinned=True)

@@ -1,7 +1,7 @@
-"""Random lives over real memory: wherever blocks are moved to, their owners find each byte they wrote.
+"""Random operations over real memory: wherever blocks move, their owners find each byte that they wrote.
 
-Blocks are pinned, shared, cached, cached twice, in flight; the memory is laid out as engines do; and copies
-break off. What is held against the pool is a slow model: who owns what content, by number.
+Blocks are pinned, shared, cached, cached twice, in flight; the memory has engines' layouts; and copies fail.
+A slow model records which sequence owns which content, by number.
 """
 
 import random
@@ -23,7 +23,7 @@ MAX_IN_FLIGHT, MAX_WAITED_FOR = 3, 4
 
 
 class Life:
-    """A pool over memory, and who owns what: a content is a number, and never written twice."""
+    """A pool over memory, and the owners of its contents; a content is a number, never written twice."""
 
     def __init__(self, name, seed):
         self.rng = random.Random(f"{name} {seed}")
@@ -44,23 +44,23 @@ class Life:
         self.evicted = []
         self.contents = []  # by number, the bytes
         self.held = {}  # sequence -> numbers of its blocks
-        self.family = {}  # sequence -> whose prefix it has
+        self.family = {}  # sequence -> the sequence whose prefix it shares
         self.cached = {}  # hash -> numbers that were ever cached under it
         self.keyed = set()  # all of those
         self.pins = {}  # number -> [times pinned, id]
         self.in_flight = {}  # block taken behind the pool's back -> (id, number)
         self.holds = {}  # the holds on these
-        self.waited_for = {}  # block whose reuse is waited for -> (id, number)
-        self.by_id = {}  # sequence -> ids, as somebody keeps them who hears of moves only
+        self.waited_for = {}  # watched block -> (id, number)
+        self.by_id = {}  # sequence -> ids, kept up to date by relocations only
         self.num_sequences = 0
         self.padding = self.memory.bytes[self.memory.padding]
         self.null_block = self.memory.read_all()[0]
         self.tally = Counter()
 
-    # ---- what must be true -----------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------
 
     def check(self):
-        """Every owner finds its bytes, and what must not move has not."""
+        """Check that every owner finds its bytes, and that fixed blocks have not moved."""
         invariants.check(self.pool.block_pool)
         found = self.memory.read_all()
         assert sorted(self.pool.list_sequences()) == sorted(self.held)
@@ -88,7 +88,7 @@ class Life:
         assert found[block_id] == self.contents[number], f"C4: slot {block_id} is not {number}"
 
     def find_hits(self):
-        """What each hash finds: the bytes."""
+        """Return the bytes that each hash finds."""
         found = self.memory.read_all()
         pool = self.pool.block_pool
         hits = {}
@@ -99,7 +99,7 @@ class Life:
         return hits
 
     def note_moved(self, relocation):
-        """Old ids cannot have been taken yet: all bytes are in their new places now."""
+        """Check all bytes at the new ids; no old id can have been taken yet."""
         remap = relocation.make_remap()
         for sequence_id, ids in self.by_id.items():
             self.by_id[sequence_id] = remap[ids].tolist()
@@ -115,10 +115,10 @@ class Life:
         self.tally["evicted"] += len(self.evicted)
         self.evicted.clear()
 
-    # ---- what owners do --------------------------------------------------------------------------
+    # ---- owners' operations --------------------------------------------------------------------------
 
     def write(self, block_id):
-        """New content; its number."""
+        """Make new content and return its number."""
         self.contents.append(self.noise.bytes(self.memory.places.shape[1]))
         self.memory.write(block_id, self.contents[-1])
         return len(self.contents) - 1
@@ -175,7 +175,7 @@ class Life:
             self.tally["shared"] += count
 
     def free(self):
-        """All of a sequence, or its tail."""
+        """Free all blocks of a sequence, or its tail."""
         sequence_id = self.draw_sequence()
         if sequence_id is None:
             return
@@ -241,7 +241,7 @@ class Life:
     # ---- behind the pool's back ------------------------------------------------------------------
 
     def take_off(self):
-        """Somebody else takes blocks of the pool underneath, to write into them from elsewhere."""
+        """Take blocks of the block pool directly, to write to them from elsewhere."""
         pool = self.pool.block_pool
         count = min(self.rng.randint(1, 2), pool.get_num_free_blocks(), MAX_IN_FLIGHT - len(self.in_flight))
         for block in pool.get_new_blocks(count):
@@ -249,7 +249,7 @@ class Life:
             self.holds[block] = pool.hold([block], "in flight")
 
     def land(self):
-        """They give a block back, or give it back and still read it until it is reused."""
+        """Free such a block, or free it and still read it until it is reused."""
         if self.in_flight:
             block = self.rng.choice(list(self.in_flight))
             place = self.in_flight.pop(block)
@@ -260,7 +260,7 @@ class Life:
                 self.wait_for([block], [place])
 
     def read_from_elsewhere(self):
-        """Somebody begins to read a sequence's block, which may be freed meanwhile."""
+        """Start to read a sequence's block, which may be freed meanwhile."""
         sequence_id = self.draw_sequence()
         if sequence_id is not None:
             position = self.rng.randrange(len(self.held[sequence_id]))
@@ -286,7 +286,7 @@ class Life:
     # ---- moves -----------------------------------------------------------------------------------
 
     def break_copies(self):
-        """Perhaps: the next copies break off, at any move."""
+        """Perhaps let the next copies fail, at any move."""
         self.copy.num_good = self.rng.randrange(4) if self.rng.random() < 0.3 else None
 
     def defragment(self):
@@ -338,7 +338,7 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("name", MEMORIES)
-def test_owners_find_all_their_bytes_wherever_blocks_are_moved(name, seed):
+def test_owners_find_their_bytes_after_random_moves(name, seed):
     life = Life(name, seed)
     wanted = {"moved", "shared", "cached twice", "hit", "reused"}
     for step in range(4 * NUM_STEPS):

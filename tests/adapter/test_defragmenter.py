@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def test_a_step_moves_no_more_blocks_than_its_budget_and_the_next_goes_on():
+def test_a_step_moves_at_most_max_moves_and_the_next_continues():
     pool = make_scattered(run_length=2)
     defragmenter = Defragmenter(pool, interval_s=100, max_moves=1, clock=Clock())
     pictures = [draw(pool)]
@@ -44,7 +44,7 @@ def test_a_pool_below_the_threshold_is_left_alone():
     assert Defragmenter(pool, threshold=0.6).step() == 2
 
 
-def test_an_idle_pool_is_looked_at_once_in_an_interval():
+def test_an_idle_pool_is_checked_once_per_interval():
     clock = Clock()
     pool = make(run_length=5)
     defragmenter = Defragmenter(pool, interval_s=60, clock=clock)
@@ -67,7 +67,7 @@ def test_a_compaction_ends_at_its_goal():
     assert pool.get_fragmentation_rate() <= 0.6
 
 
-def test_where_nothing_can_move_the_next_look_comes_after_the_interval():
+def test_if_nothing_can_move_the_next_check_waits():
     clock = Clock()
     pool = make_scattered(run_length=5)
     held = [block_id for sequence_id in pool.list_sequences() for block_id in pool.blocks_of(sequence_id)]
@@ -80,7 +80,7 @@ def test_where_nothing_can_move_the_next_look_comes_after_the_interval():
     assert defragmenter.step() == 1
 
 
-def test_a_copy_that_fails_moves_nothing_and_the_next_attempt_comes_after_the_interval():
+def test_after_a_failed_copy_the_next_attempt_waits():
     clock = Clock()
     failures = [True]
 
@@ -120,15 +120,15 @@ def test_a_copy_that_fails_moves_nothing_and_the_next_attempt_comes_after_the_in
         {"max_evictions": -1},
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(options):
+def test_invalid_settings_are_refused(options):
     with pytest.raises(InvalidArgumentError):
         Defragmenter(make(), **options)
 
 
 @pytest.mark.parametrize("seed", range(5), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("max_moves", [1, 3, None])
-def test_bytes_stay_with_their_sequences_through_a_long_life_in_small_steps(seed, max_moves):
-    """And a step never moves more than its budget, nor leaves a fragmented pool alone."""
+def test_bytes_stay_with_their_sequences_over_many_steps(seed, max_moves):
+    """A step also never moves more than its limit, nor ignores a fragmented pool."""
     rng = random.Random(seed)
     pool = make(15, storage=make_storage(16), run_length=4)
     defragmenter = Defragmenter(pool, interval_s=0, max_moves=max_moves)
@@ -193,7 +193,7 @@ def test_a_thread_compacts_while_others_allocate_and_free():
     check(pool)
 
 
-def test_a_copy_that_fails_ends_the_thread_and_is_raised_when_it_is_stopped(caplog):
+def test_stop_raises_the_copy_error_that_ended_the_thread(caplog):
     failed = threading.Event()
 
     def copy(*arguments):
@@ -211,7 +211,7 @@ def test_a_copy_that_fails_ends_the_thread_and_is_raised_when_it_is_stopped(capl
     background.stop()  # stopped already
 
 
-def test_what_the_engine_raised_is_not_replaced_by_what_the_thread_raised():
+def test_the_engines_exception_takes_precedence():
     failed = threading.Event()
 
     def copy(*arguments):
@@ -229,16 +229,16 @@ def test_what_the_engine_raised_is_not_replaced_by_what_the_thread_raised():
         run()
 
 
-def test_it_is_started_once_and_can_be_started_again():
+def test_it_starts_once_and_can_be_restarted():
     background = BackgroundDefragmenter(Defragmenter(make()))
     background.start()
-    with pytest.raises(InvalidArgumentError, match="runs already"):
+    with pytest.raises(InvalidArgumentError, match="already running"):
         background.start()
     background.stop()
     background.start()
     background.stop()
 
 
-def test_a_pause_is_not_negative():
+def test_a_negative_pause_is_refused():
     with pytest.raises(InvalidArgumentError, match="pause_s is -1"):
         BackgroundDefragmenter(Defragmenter(make()), pause_s=-1)

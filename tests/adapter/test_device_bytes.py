@@ -37,7 +37,7 @@ def read_sequences(pool, storage):
         pytest.param("cuda:0", True, marks=pytest.mark.gpu, id="gpu, its own stream"),
     ],
 )
-def test_a_compaction_takes_the_bytes_along(device, has_own_stream):
+def test_a_compaction_moves_the_bytes(device, has_own_stream):
     rng = random.Random(0)
     storage = make_storage(65, device)
     if has_own_stream:
@@ -55,7 +55,7 @@ def test_a_compaction_takes_the_bytes_along(device, has_own_stream):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_prefix_comes_back_from_a_tier_in_host_memory(device):
+def test_a_prefix_is_onboarded_from_a_host_memory_tier(device):
     storage = make_storage(9, device)
     pool = BlockPool(9, True, 4)
     cache = TieredCache(pool, storage, [HostTier(16, storage)])
@@ -65,7 +65,7 @@ def test_a_prefix_comes_back_from_a_tier_in_host_memory(device):
     pool.cache_full_blocks(request, blocks, 0, 8, 4, 0)
     pool.free_blocks(reversed(blocks))
     pool.free_blocks(pool.get_new_blocks(8))  # evicted to the tier
-    cache.store_pending()
+    cache.flush_evicted()
     keys = [make_block_hash_with_group_id(block_hash, 0) for block_hash in request.block_hashes]
     assert cache.has_all(keys)
     for block_id in range(1, 9):

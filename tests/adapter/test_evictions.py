@@ -1,9 +1,9 @@
-"""A pool without options evicts under pressure, and no owner of an evicted sequence goes on unaware."""
+"""A pool without options evicts under pressure, and every owner of an evicted sequence is notified."""
 
 import random
 
 import pytest
-from adapter.made_pool import check, take
+from adapter.made_pool import check, make_storage, take
 
 from kv_pool import (
     BlockAllocationRequest,
@@ -16,12 +16,13 @@ from kv_pool import (
     UnknownSequenceError,
 )
 from kv_pool.adapter.evictions import Evictions
+from kv_pool.ids import BlockMove
 
 TO_MAKE_ROOM = r"sequence 1 was evicted to make room for sequence 4; its 3 blocks may hold other data now"
 
 
 def make_full(**options):
-    """Sequences 1, 2 and 3 of three blocks each fill the pool."""
+    """Make a pool that sequences 1, 2 and 3 fill with three blocks each."""
     pool = GPUKVPool(9, 4, **options)
     for sequence_id in (1, 2, 3):
         take(pool, sequence_id, 3)
@@ -29,14 +30,14 @@ def make_full(**options):
 
 
 def make_evicted(**options):
-    """As `make_full`; sequence 4 then takes the blocks of sequence 1."""
+    """Like `make_full`; then sequence 4 takes the blocks of sequence 1."""
     pool = make_full(**options)
     old_ids = pool.blocks_of(1)
     assert sorted(take(pool, 4, 3)) == sorted(old_ids)
     return pool, old_ids
 
 
-def test_by_default_the_sequence_that_was_used_longest_ago_makes_room():
+def test_by_default_the_lru_sequence_is_evicted():
     pool = make_full()
     pool.note_access(1)
     take(pool, 4, 2)
@@ -45,24 +46,26 @@ def test_by_default_the_sequence_that_was_used_longest_ago_makes_room():
     check(pool)
 
 
-def test_by_default_pinned_sequences_stay_and_a_request_that_cannot_fit_evicts_none():
+def test_pinned_sequences_and_hopeless_requests_evict_nothing():
     pool = make_full()
     pool.pin(pool.blocks_of(2)[:1])
-    with pytest.raises(PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too little may go\)"):
+    with pytest.raises(
+        PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too few blocks may be evicted\)"
+    ):
         take(pool, 4, 7)
     assert pool.list_sequences() == [1, 2, 3]
     take(pool, 4, 6)
     assert pool.list_sequences() == [2, 4]
 
 
-def test_without_a_policy_no_sequence_is_evicted_and_the_refusal_says_why():
+def test_without_a_policy_the_refusal_names_the_reason():
     pool = make_full(eviction_policy=None)
     with pytest.raises(PoolExhaustedError, match=r"Tried: no eviction \(eviction_policy is None\)"):
         take(pool, 4, 1)
     assert pool.list_sequences() == [1, 2, 3]
 
 
-def test_a_run_is_made_by_moving_before_a_sequence_is_evicted_for_it():
+def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
     def make_scattered(**options):
         pool = GPUKVPool(9, 4, placement="oldest", **options)
         for sequence_id in (1, 2, 3, 4):
@@ -97,9 +100,11 @@ def test_a_run_is_made_by_moving_before_a_sequence_is_evicted_for_it():
         lambda pool, ids: pool.claim_prefix(1, [b"h"]),
         lambda pool, ids: pool.note_access(1),
         lambda pool, ids: pool.free(ids, sequence_id=1),
+        lambda pool, ids: pool.pin(ids, sequence_id=1),
+        lambda pool, ids: pool.unpin(ids, sequence_id=1),
     ],
 )
-def test_whatever_uses_an_evicted_sequence_is_told_what_happened(use):
+def test_calls_for_an_evicted_sequence_raise(use):
     pool, old_ids = make_evicted()
     with pytest.raises(EvictedSequenceError, match=TO_MAKE_ROOM) as raised:
         use(pool, old_ids)
@@ -109,21 +114,120 @@ def test_whatever_uses_an_evicted_sequence_is_told_what_happened(use):
     check(pool)
 
 
-def test_block_ids_of_an_evicted_sequence_do_not_free_the_blocks_of_another():
+def test_stale_ids_do_not_free_blocks_of_another_sequence():
     pool, old_ids = make_evicted()
     for call in (lambda: pool.free(old_ids), lambda: pool.free_many([old_ids[:1]])):
-        with pytest.raises(EvictedSequenceError, match=r"one of sequence 1, which was evicted to make room"):
+        with pytest.raises(
+            EvictedSequenceError, match=r"stale id of sequence 1, which was evicted to make room"
+        ):
             call()
     assert len(pool.blocks_of(4)) == 3
     pool.free(old_ids[:1], sequence_id=4)
-    pool.free(pool.blocks_of(2))  # no evicted sequence had these
+    pool.free(pool.blocks_of(2))  # no evicted sequence held these
     assert [eviction.block_ids for eviction in pool.take_evictions()] == [tuple(old_ids)]
     pool.free(old_ids[1:])
     assert pool.list_sequences() == [3]
     check(pool)
 
 
-def test_the_error_stays_until_the_owner_has_freed_the_sequence():
+def connect_two(pool, storage):
+    other = GPUKVPool(9, 4, device_id=1, storage=storage)
+    pool.connect(other)
+    return other
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pool, ids: pool.pin(ids),
+        lambda pool, ids: pool.unpin(ids[:1]),
+        lambda pool, ids: pool.migrate_blocks(ids, 1),
+        lambda pool, ids: pool.free(ids),
+    ],
+    ids=["pin", "unpin", "migrate_blocks", "free"],
+)
+def test_stale_ids_do_not_affect_another_sequence(use, is_free):
+    """`pin`, `unpin` and `migrate_blocks` used to act on the blocks of the present holder."""
+    pool, old_ids = make_evicted(storage=make_storage(10))
+    other = connect_two(pool, make_storage(10))
+    if is_free:
+        pool.free_sequence(4)
+    else:
+        pool.pin(old_ids, sequence_id=4)
+    with pytest.raises(EvictedSequenceError, match=r"stale id of sequence 1, which was evicted to make room"):
+        use(pool, old_ids)
+    assert (pool.num_pinned_blocks, other.get_free_blocks()) == (0 if is_free else 3, 9)
+    assert pool.list_sequences() == ([2, 3] if is_free else [2, 3, 4])
+    check(pool)
+    # Once the owner is notified, the ids mean the blocks of the present holder.
+    pool.take_evictions()
+    if is_free:
+        with pytest.raises(InvalidBlockError, match="held by no sequence"):
+            use(pool, old_ids)
+    else:
+        pool.unpin(old_ids, sequence_id=4)
+        pool.pin(old_ids)
+        pool.unpin(old_ids)
+        assert len(pool.migrate_blocks(old_ids, 1)) == 3
+        assert other.blocks_of(4) == [4, 5, 6]
+    check(pool)
+
+
+def test_try_migrate_blocks_returns_the_error_for_stale_ids():
+    pool, old_ids = make_evicted(storage=make_storage(10))
+    connect_two(pool, make_storage(10))
+    assert isinstance(pool.try_migrate_blocks(old_ids, 1).error, EvictedSequenceError)
+
+
+def test_a_named_sequence_pins_its_own_blocks_only():
+    pool = make_full()
+    with pytest.raises(InvalidBlockError, match="is not held by sequence 2"):
+        pool.pin([*pool.blocks_of(2), *pool.blocks_of(1)], sequence_id=2)
+    with pytest.raises(UnknownSequenceError, match="sequence 7 holds no blocks"):
+        pool.pin([1], sequence_id=7)
+    assert pool.num_pinned_blocks == 0
+    pool.pin(pool.blocks_of(2), sequence_id=2)
+    with pytest.raises(InvalidBlockError, match="is not held by sequence 3"):
+        pool.unpin(pool.blocks_of(2), sequence_id=3)
+    assert pool.num_pinned_blocks == 3
+    check(pool)
+
+
+def test_stale_ids_are_refused_after_remapping_too():
+    """The owner has remapped its table when blocks moved, so it has ids that its sequence never had."""
+    remapped = []
+    pool = GPUKVPool(9, 4, placement="oldest", on_moved=lambda one: remapped.append(one.make_remap()))
+    for sequence_id in (1, 2, 3):
+        take(pool, sequence_id, 3)
+    old_ids = pool.blocks_of(3)
+    pool.note_access(1)
+    pool.note_access(2)
+    take(pool, 4, 2)
+    pool.free_sequence(1)
+    assert pool.defragment() > 0
+    table = old_ids
+    for remap in remapped:
+        table = remap[table].tolist()
+    stale = sorted({*table} & {*pool.blocks_of(4)} - {*old_ids})
+    assert stale
+    for use in (pool.pin, pool.free):
+        with pytest.raises(EvictedSequenceError, match="stale id of sequence 3"):
+            use(stale)
+    assert [eviction.block_ids for eviction in pool.take_evictions()] == [tuple(old_ids)]
+    pool.pin(stale)
+    check(pool)
+
+
+def test_the_error_for_a_free_block_names_the_evicted_sequence():
+    pool = make_full()
+    old_ids = pool.blocks_of(1)
+    pool.evict(3)
+    with pytest.raises(InvalidBlockError, match=r"Sequence 1 held it and was evicted by evict\(\)"):
+        pool.pin(old_ids)
+
+
+def test_the_error_stays_until_the_sequence_is_freed():
     pool, _ = make_evicted()
     for _ in range(2):
         with pytest.raises(EvictedSequenceError):
@@ -136,7 +240,7 @@ def test_the_error_stays_until_the_owner_has_freed_the_sequence():
     assert len(take(pool, 1, 1)) == 1
 
 
-def test_evictions_can_be_taken_and_the_sequences_begun_again():
+def test_sequences_can_start_again_after_take_evictions():
     pool, old_ids = make_evicted()
     take(pool, 5, 2)
     first, second = pool.take_evictions()
@@ -147,7 +251,7 @@ def test_evictions_can_be_taken_and_the_sequences_begun_again():
     check(pool)
 
 
-def test_an_owner_that_is_called_begins_the_sequence_again_at_once():
+def test_on_evicted_allows_the_sequence_to_start_again():
     evicted = []
     pool, _ = make_evicted(on_evicted=lambda sequence_id, ids: evicted.append(sequence_id))
     assert evicted == [1]
@@ -159,7 +263,7 @@ def test_an_owner_that_is_called_begins_the_sequence_again_at_once():
     check(pool)
 
 
-def test_what_evict_returns_is_told():
+def test_sequences_returned_by_evict_count_as_notified():
     pool = make_full()
     assert pool.evict(4) == [1, 2]
     take(pool, 1, 1)
@@ -167,7 +271,7 @@ def test_what_evict_returns_is_told():
         pool.free_sequence(2)
 
 
-def test_the_block_of_an_evicted_sequence_that_is_free_is_refused_by_its_state():
+def test_a_free_block_of_an_evicted_sequence_is_refused():
     pool = make_full()
     old_ids = pool.blocks_of(1)
     assert pool.evict(1) == [1]
@@ -176,16 +280,24 @@ def test_the_block_of_an_evicted_sequence_that_is_free_is_refused_by_its_state()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_books_of_evictions_are_a_slow_list(seed):
+def test_evictions_behave_like_the_slow_model(seed):
     rng = random.Random(seed)
     book, slow = Evictions(), []
     for _ in range(300):
         sequence_id = rng.randrange(8)
-        if rng.random() < 0.6:
+        if rng.random() < 0.5:
             ids = tuple(rng.sample(range(12), rng.randint(1, 4)))
-            is_told = rng.random() < 0.3
-            book.note(Eviction(sequence_id, ids, 99), is_told=is_told)
-            slow = [one for one in slow if one[0] != sequence_id] + [(sequence_id, ids, is_told)]
+            is_notified = rng.random() < 0.3
+            book.note(Eviction(sequence_id, ids, 99), is_notified=is_notified)
+            slow = [one for one in slow if one[0] != sequence_id] + [(sequence_id, ids, is_notified, {*ids})]
+        elif rng.random() < 0.3:
+            drawn = rng.sample(range(12), 4)
+            moves = [BlockMove(*drawn[:2]), BlockMove(*drawn[2:])] + [BlockMove(*drawn[1::-1])] * rng.randint(
+                0, 1
+            )
+            book.note_moved(moves)
+            for *_, reached in slow:
+                reached |= {target for source, target in moves if source in {*reached}}
         elif rng.random() < 0.9:
             book.forget(sequence_id)
             slow = [one for one in slow if one[0] != sequence_id]
@@ -193,7 +305,7 @@ def test_books_of_evictions_are_a_slow_list(seed):
             assert [(one.sequence_id, one.block_ids) for one in book.take_all()] == [one[:2] for one in slow]
             slow = []
         assert book.list_sequences() == [one[0] for one in slow]
-        stale = {block_id for _, ids, is_told in slow if not is_told for block_id in ids}
+        stale = {block_id for _, _, is_notified, reached in slow if not is_notified for block_id in reached}
         for block_id in range(12):
             try:
                 book.check_ids([block_id])
@@ -202,20 +314,20 @@ def test_books_of_evictions_are_a_slow_list(seed):
             else:
                 assert block_id not in stale
         for number in range(8):
-            is_untold = any(one[0] == number and not one[2] for one in slow)
+            is_unnotified = any(one[0] == number and not one[2] for one in slow)
             try:
                 book.check(number)
             except EvictedSequenceError:
-                assert is_untold
+                assert is_unnotified
             else:
-                assert not is_untold
+                assert not is_unnotified
 
 
-def test_evictions_do_not_pile_up_without_end(monkeypatch):
+def test_the_number_of_kept_evictions_is_limited(monkeypatch):
     monkeypatch.setattr("kv_pool.adapter.evictions._MAX_KEPT", 3)
     book = Evictions()
     for sequence_id in range(5):
-        book.note(Eviction(sequence_id, (1,), 9), is_told=False)
+        book.note(Eviction(sequence_id, (1,), 9), is_notified=False)
     assert book.list_sequences() == [2, 3, 4]
     book.take_all()
     book.check_ids([1])

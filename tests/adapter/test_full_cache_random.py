@@ -1,7 +1,7 @@
-"""Random lives of a pool whose cache is always full: compaction evicts nothing, and comes to rest.
+"""Random operations on a pool with a full cache: compaction evicts nothing, and finishes.
 
-Held against a slow model: what each sequence has written, and which content is cached under which hash, next
-to be evicted first.
+A slow model records what each sequence has written, and which content is cached under which hash, in eviction
+order.
 """
 
 import random
@@ -12,7 +12,7 @@ import pytest
 from adapter.made_pool import make, take
 from adapter.owned_memory import MEMORIES, BreakingCopy
 
-from kv_pool import CopyFailedError
+from kv_pool import CopyFailedError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.storage import block_storage
@@ -22,7 +22,7 @@ NUM_BLOCKS, NUM_STEPS, RUN_LENGTH = 64, 150, 4
 
 
 class LaterBreakingCopy(BreakingCopy):
-    """Breaks off at the call after `num_good_calls` of them, if that is not None."""
+    """Fails at the call after `num_good_calls` calls, unless that is None."""
 
     num_good_calls = None
 
@@ -35,7 +35,7 @@ class LaterBreakingCopy(BreakingCopy):
 
 
 class FullCache:
-    """A pool over memory. Every block that a sequence takes is written and cached at once."""
+    """A pool over memory; every allocated block is written and cached at once."""
 
     def __init__(self, name, seed):
         self.rng = random.Random(f"{name} {seed}")
@@ -51,6 +51,7 @@ class FullCache:
         self.by_id = {}  # sequence -> ids, as an engine keeps them
         self.cached = []  # hashes of free blocks, next to be evicted first
         self.tally = Counter()
+        self.acts = [self.compact]
         self.null_block = self.memory.read_all()[0]
         for sequence_id in range(NUM_BLOCKS):
             self.start(sequence_id, 1)
@@ -59,6 +60,11 @@ class FullCache:
 
     def start(self, sequence_id, num_blocks):
         ids = take(self.pool, sequence_id, num_blocks, contiguous="no")
+        self.write(sequence_id, ids)
+        assert len(self.forget_evicted()) <= num_blocks
+
+    def write(self, sequence_id, ids):
+        """Write and cache the blocks of a new sequence."""
         hashes = []
         for block_id in ids:
             hashes.append(b"hash %d" % len(self.written))
@@ -67,10 +73,13 @@ class FullCache:
         self.pool.cache_prefix(sequence_id, hashes)
         self.held[sequence_id] = hashes
         self.by_id[sequence_id] = ids
-        assert len(self.forget_evicted()) <= num_blocks
+
+    def next_number(self):
+        self.tally["started"] += 1
+        return NUM_BLOCKS + self.tally["started"]
 
     def forget_evicted(self):
-        """Drop the hashes that no free block has any more; return them."""
+        """Drop and return the hashes that no free block has any more."""
         names = {
             block.block_hash[:-4]
             for block in self.pool.block_pool.free_block_queue.get_all_free_blocks()
@@ -111,7 +120,7 @@ class FullCache:
         )
 
     def compact(self, breaks):
-        """A step of a defragmenter, a whole compaction, or a bounded one; its copies may break off."""
+        """Run a step of a defragmenter, or a whole or limited compaction; its copies may fail."""
         pool = self.pool.block_pool
         pool.take_events()
         self.copy.num_good = self.rng.randrange(3) if breaks else None
@@ -128,22 +137,75 @@ class FullCache:
         self.copy.num_good = self.copy.num_good_calls = None
         assert pool.take_events() == []
 
+    def count_empty(self):
+        """Check blocks whose content a failed copy has lost; none of them is held."""
+        free = self.pool.block_pool.free_block_queue.get_all_free_blocks()
+        return sum(block.block_hash is None for block in free)
+
+    def check_lost(self, before, num_blocks, num_empty):
+        """Check that taking `num_blocks` evicted only the next blocks in eviction order."""
+        num_lost = max(0, num_blocks - num_empty)
+        assert before == before[:num_lost] + self.cached
+        self.tally["lost to runs and shrinking"] += num_lost
+
+    def take_a_run(self, breaks):
+        """Allocate consecutive ids, which may take moves, but no more than needed."""
+        num_blocks = self.rng.randint(2, 12)
+        if num_blocks > self.pool.get_free_blocks():
+            return
+        before, num_empty, num_moved = list(self.cached), self.count_empty(), self.tally["moved"]
+        self.copy.num_good = self.rng.randrange(3) if breaks else None
+        try:
+            number = self.next_number()
+            ids = take(self.pool, number, num_blocks, contiguous="require")
+        except CopyFailedError:
+            self.tally["broken off"] += 1
+            assert len(self.forget_evicted()) <= num_blocks
+        else:
+            assert ids == list(range(ids[0], ids[0] + num_blocks))
+            self.forget_evicted()
+            if self.tally["moved"] > num_moved:  # a free run is taken without moves
+                self.tally["runs made"] += 1
+                self.check_lost(before, num_blocks, num_empty)
+            self.write(number, ids)
+        self.copy.num_good = None
+
+    def shrink_and_grow(self, breaks):
+        num_blocks = self.rng.randint(0, NUM_BLOCKS // 4)
+        if num_blocks > self.pool.get_free_blocks():
+            with pytest.raises(OutOfBlocksError):
+                self.pool.shrink(num_blocks)
+            return
+        before, num_empty = list(self.cached), self.count_empty()
+        self.copy.num_good = self.rng.randrange(3) if breaks else None
+        try:
+            self.pool.shrink(num_blocks)
+        except CopyFailedError:
+            self.tally["broken off"] += 1
+            assert len(self.forget_evicted()) <= num_blocks
+        else:
+            self.forget_evicted()
+            self.check_lost(before, num_blocks, num_empty)
+            self.check()
+            self.pool.grow(num_blocks)
+        self.copy.num_good = None
+
     def step(self, breaks):
         wanted = int(NUM_BLOCKS * 0.9)
-        number = NUM_BLOCKS + self.tally["started"]
         num_blocks = self.rng.randint(1, 6)
         while self.held and NUM_BLOCKS - self.pool.get_free_blocks() + num_blocks > wanted:
             self.end(self.rng.choice(list(self.held)))
-        self.start(number, num_blocks)
-        self.tally["started"] += 1
+        self.start(self.next_number(), num_blocks)
         self.check()
         if self.rng.random() < 0.5:
-            self.compact(breaks and self.rng.random() < 0.4)
+            self.rng.choice(self.acts)(breaks and self.rng.random() < 0.4)
             self.check()
 
 
-def live(name, seed, breaks):
+def live(name, seed, breaks, makes_runs=False):
     life = FullCache(name, seed)
+    if makes_runs:
+        life.acts += [life.take_a_run, life.shrink_and_grow]
     for _ in range(NUM_STEPS):
         life.step(breaks)
     return life
@@ -151,7 +213,7 @@ def live(name, seed, breaks):
 
 @pytest.fixture(autouse=True)
 def _few_scratch_blocks(monkeypatch):
-    """A few exchanges at a time, so that there are several batches."""
+    """Copy a few exchanges at a time, so that there are several batches."""
     monkeypatch.setattr(block_storage, "_SCRATCH_BYTES", 2_000)
 
 
@@ -168,15 +230,24 @@ def test_a_compaction_of_a_full_cache_loses_nothing(name, seed):
 
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("name", ["NHD", "block outermost"])
-def test_exchanges_that_break_off_lose_no_block_in_use(name, seed):
+def test_failed_exchanges_lose_no_block_in_use(name, seed):
     life = live(name, seed, breaks=True)
     assert life.tally["broken off"] > 3
     assert life.tally["lost"] > 0
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "breaking off"])
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"seed{seed}")
+def test_a_run_or_a_shrink_evicts_only_the_next_blocks(seed, breaks):
+    life = live("NHD", seed, breaks, makes_runs=True)
+    assert life.tally["runs made"] >= (1 if breaks else 3)
+    assert life.tally["lost to runs and shrinking"] > 20
+    assert (life.tally["broken off"] > 3) == breaks
+
+
 @pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("max_moves", [2, 5, None])
-def test_a_defragmenter_comes_to_rest_in_a_full_cache(seed, max_moves):
+def test_a_defragmenter_finishes_in_a_full_cache(seed, max_moves):
     life = live("NHD", seed, breaks=False)
     evicted = life.pool.block_pool.num_evictions
     for goal in (0.05, 0.0):

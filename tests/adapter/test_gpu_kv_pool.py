@@ -1,4 +1,4 @@
-"""Blocks for sequences: allocating, sharing, freeing, pinning; and what is refused."""
+"""Blocks of sequences: allocating, sharing, freeing, pinning; and refused calls."""
 
 import pytest
 from adapter.made_pool import check, draw, make, make_storage, state, take
@@ -18,7 +18,7 @@ from kv_pool import (
 )
 
 
-def test_all_blocks_can_be_handed_out_and_come_back():
+def test_all_blocks_can_be_allocated_and_freed():
     pool = GPUKVPool(total_blocks=10_000, block_size=16)
     for sequence_id in range(1000):
         pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=sequence_id))
@@ -29,7 +29,7 @@ def test_all_blocks_can_be_handed_out_and_come_back():
     assert pool.get_fragmentation_rate() == 0
 
 
-def test_a_block_tells_who_holds_it():
+def test_block_info_names_the_holders():
     pool = make()
     [block_id] = take(pool, 7, 1, pinned=True)
     info = pool.get_block_info(block_id)
@@ -49,7 +49,7 @@ def test_a_sequence_keeps_the_order_in_which_it_grew():
     assert pool.blocks_of(99) == []
 
 
-def test_a_result_tells_size_time_and_contiguity():
+def test_a_result_has_size_time_and_contiguity():
     pool = make(block_bytes=2048)
     result = pool.try_allocate(BlockAllocationRequest(3, 1))
     assert (result.success, result.block_ids, result.is_contiguous) == (True, [1, 2, 3], True)
@@ -58,7 +58,7 @@ def test_a_result_tells_size_time_and_contiguity():
     assert make(storage=make_storage()).block_bytes == make_storage().block_bytes
 
 
-def test_a_result_tells_why_nothing_was_given():
+def test_a_result_has_the_error():
     pool = make()
     result = pool.try_allocate(BlockAllocationRequest(11, 1))
     assert (result.success, result.block_ids, result.allocated_memory) == (False, [], 0)
@@ -94,8 +94,8 @@ def test_a_fork_shares_and_each_holder_frees_its_own():
     assert pool.free_sequence(2) == 3
 
 
-def test_a_shared_block_was_used_when_any_of_its_holders_was():
-    """An LRU policy over `BlockInfo` evicted what was in use: only the oldest holder's time was given."""
+def test_a_shared_block_has_the_last_access_of_its_holders():
+    """An LRU policy over `BlockInfo` evicted recent blocks: it got only the oldest holder's time."""
     pool = make()
     [shared] = take(pool, 1, 1)
     pool.fork(1, 2)
@@ -111,7 +111,7 @@ def test_a_shared_block_was_used_when_any_of_its_holders_was():
     assert pool.get_block_info(9).sequence_ids == ()
 
 
-def test_free_takes_a_shared_block_from_who_has_held_it_longest_or_from_who_is_named():
+def test_free_releases_for_the_longest_or_the_named_holder():
     pool = make()
     [shared] = take(pool, 1, 1)
     pool.fork(1, 2)
@@ -128,7 +128,7 @@ def test_free_takes_a_shared_block_from_who_has_held_it_longest_or_from_who_is_n
 
 
 @pytest.mark.parametrize(("parent", "child", "count"), [(9, 2, None), (1, 3, None), (1, 2, 4), (1, 2, -1)])
-def test_a_fork_that_cannot_be_meant_changes_nothing(parent, child, count):
+def test_an_invalid_fork_changes_nothing(parent, child, count):
     pool = make()
     take(pool, 1, 3)
     take(pool, 3, 1)
@@ -150,7 +150,7 @@ def test_a_batch_is_served_in_turn_and_freed_at_once():
     check(pool)
 
 
-def test_a_batch_is_served_as_a_whole_or_not_at_all():
+def test_a_batch_is_all_or_nothing():
     pool = make(max_pinned_blocks=4)
     take(pool, 1, 2)
     with pytest.raises(PoolExhaustedError, match="asked for 7 blocks for sequence 3, 4 are free of 10"):
@@ -166,7 +166,7 @@ def test_a_batch_is_served_as_a_whole_or_not_at_all():
     check(pool)
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+# ---- caller errors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_wrong_ids_change_nothing(method, ids, error, match):
     before = state(pool)
     call = {"free": pool.free, "pin": pool.pin, "migrate": lambda ids: pool.migrate_blocks(ids, 1)}[method]
     if method == "pin" and "twice" in match:
-        return  # a pin more
+        return  # one more pin
     with pytest.raises(error, match=match):
         call(ids)
     assert state(pool) == before
@@ -203,7 +203,7 @@ def test_a_double_free_changes_nothing():
     before = state(pool)
     with pytest.raises(InvalidBlockError, match="held by no sequence"):
         pool.free(ids)
-    with pytest.raises(UnknownSequenceError, match="Freed twice"):
+    with pytest.raises(UnknownSequenceError, match="freed twice"):
         pool.free_sequence(1)
     again = take(pool, 1, 1)
     with pytest.raises(InvalidBlockError, match="not held by sequence 2"):
@@ -247,7 +247,7 @@ def test_a_refusal_is_a_memory_error():
 @pytest.mark.parametrize(
     "options", [{"total_blocks": 0}, {"reserved_blocks": 11}, {"storage": make_storage(num_blocks=10)}]
 )
-def test_a_pool_that_cannot_be_meant_is_refused(options):
+def test_invalid_pool_arguments_are_refused(options):
     with pytest.raises(InvalidArgumentError):
         make(**options)
 
@@ -255,14 +255,14 @@ def test_a_pool_that_cannot_be_meant_is_refused(options):
 # ---- pins ----------------------------------------------------------------------------------------
 
 
-def test_a_pinned_block_is_freed_after_as_many_unpins_only():
+def test_a_block_is_freed_only_after_as_many_unpins_as_pins():
     pool = make()
     ids = take(pool, 1, 2, pinned=True)
     pool.pin([ids[0]])
     for _ in range(2):
         before = state(pool)
         for attempt in (lambda: pool.free(ids), lambda: pool.free_sequence(1)):
-            with pytest.raises(PinnedBlockError, match="is pinned and nobody else holds it"):
+            with pytest.raises(PinnedBlockError, match="is pinned and no other sequence holds it"):
                 attempt()
         assert state(pool) == before
         pool.unpin([ids[0]])
@@ -271,7 +271,7 @@ def test_a_pinned_block_is_freed_after_as_many_unpins_only():
     check(pool)
 
 
-def test_a_pinned_block_may_lose_a_holder_as_long_as_one_is_left():
+def test_a_pinned_block_may_lose_all_holders_but_one():
     pool = make()
     ids = take(pool, 1, 2, pinned=True)
     pool.fork(1, 2)
@@ -282,12 +282,12 @@ def test_a_pinned_block_may_lose_a_holder_as_long_as_one_is_left():
     check(pool)
 
 
-def test_pins_are_capped_and_a_second_pin_of_a_block_is_free():
+def test_a_second_pin_does_not_count_towards_the_limit():
     pool = make(max_pinned_blocks=2)
     ids = take(pool, 1, 3)
     pool.pin(ids[:2])
     pool.pin(ids[:2])
-    with pytest.raises(PinLimitError, match="2 blocks are pinned and 1 more would be; at most 2 may"):
+    with pytest.raises(PinLimitError, match="2 blocks are pinned; 1 more would exceed the limit of 2"):
         pool.pin(ids)
     assert pool.num_pinned_blocks == 2
     with pytest.raises(InvalidBlockError, match=f"block {ids[2]} is not pinned"):

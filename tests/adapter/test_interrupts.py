@@ -1,4 +1,4 @@
-"""Calls of a `GPUKVPool` that a signal handler breaks off: references and holders agree afterwards."""
+"""Calls of a `GPUKVPool` interrupted by a signal handler: references and holders agree afterwards."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ def ignore_move(relocation):
 
 
 def make_busy(**options):
-    """Sequences that share, that are pinned and of high priority, and cached blocks that nobody holds."""
+    """Make sequences with shared, pinned and high-priority blocks, and free cached blocks."""
     pool = make(16, on_moved=ignore_move, eviction_policy=LRUEviction(), **options)
     take(pool, 1, 4)
     pool.cache_prefix(1, HASHES[:3])
@@ -78,8 +78,8 @@ def describe(pool):
     "make_one", [make_busy, pytest.param(make_scattered, marks=pytest.mark.slow)], ids=["busy", "scattered"]
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_moment_leaks_no_block(name, make_one):
-    """Four of the calls are refused by a pool that is scattered, which is interrupted, too."""
+def test_an_interrupt_leaks_no_block(name, make_one):
+    """A fragmented pool refuses four of the calls; the refusals are also interrupted."""
     options = {"enable_kv_cache_events": True}
 
     def call(pool):
@@ -99,7 +99,7 @@ def test_an_interrupt_at_any_moment_leaks_no_block(name, make_one):
     def check_pool(pool):
         pool.block_pool.get_new_blocks(0)
         check(pool)
-        assert not pool.block_pool.holds.list_fixed_ids() or pool.num_pinned_blocks
+        assert not pool.block_pool.holds.list_immovable_ids() or pool.num_pinned_blocks
         if name not in ("evict", "allocate, evicting", "allocate, a run"):  # one sequence after the other
             assert describe(pool) in states
 
@@ -127,7 +127,7 @@ NEXT_CALLS = {
     "second_step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some moments", "all moments"]
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name, second_step):
+def test_any_call_completes_an_interrupted_recovery(name, second_step):
     next_calls = itertools.cycle(NEXT_CALLS.values())
 
     def watch(pool, second):
@@ -144,7 +144,7 @@ def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name, second
             next(next_calls)(pool)
         pool.block_pool.get_new_blocks(0)
         check(pool)
-        assert pool.lock is pool._plain_lock
+        assert not pool.lock.is_unfinished
         assert pool.lock.acquire(blocking=False)
         pool.lock.release()
         assert not pool.lock._is_owned()

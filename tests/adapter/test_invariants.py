@@ -1,4 +1,4 @@
-"""Each invariant of the adapter notices the damage that it is about."""
+"""Each invariant check of the adapter detects its damage."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def leave_a_reference_unbooked(pool):
 
 
 def hold_blocks_after_an_eviction(pool):
-    pool.holdings.evictions.note(Eviction(1, (1, 2)), is_told=True)
+    pool.holdings.evictions.note(Eviction(1, (1, 2)), is_notified=True)
 
 
 def book_under_another_id(pool):
@@ -89,7 +89,7 @@ def test_damage_is_named_by_its_number(damage, number):
         check(pool)
 
 
-def test_a_pinned_block_that_no_sequence_holds_is_noticed():
+def test_a_pinned_block_without_holder_is_detected():
     pool = make_pool()
     taken = pool.block_pool.get_new_blocks(1)
     pool.holdings.pins.counts[taken[0]] = 1
@@ -97,7 +97,7 @@ def test_a_pinned_block_that_no_sequence_holds_is_noticed():
         check(pool, taken)
 
 
-def test_a_reference_of_nobody_is_noticed():
+def test_an_unaccounted_reference_is_detected():
     pool = make_pool()
     pool.block_pool.get_new_blocks(1)
     with pytest.raises(CorruptedPoolError, match=r"^A4: block 4 has 1 references"):

@@ -1,4 +1,4 @@
-"""Blocks that go to another device of this process, with their bytes."""
+"""Blocks that migrate to another device of this process, with their bytes."""
 
 import pytest
 from adapter.made_pool import check, draw, fill, make, make_storage, read, state, take
@@ -52,7 +52,7 @@ def test_a_result_counts_the_bytes():
     assert isinstance(refused.error, UnknownDeviceError)
 
 
-def test_a_shared_block_goes_with_one_holder_and_stays_with_the_other():
+def test_a_shared_block_moves_with_one_holder_only():
     here, there = make_pair()
     here.fork(1, 4)
     here.migrate_blocks(here.blocks_of(1), 1)
@@ -62,7 +62,7 @@ def test_a_shared_block_goes_with_one_holder_and_stays_with_the_other():
     check(there)
 
 
-def test_what_was_cached_is_hit_on_the_other_device_and_still_on_this_one():
+def test_cached_blocks_can_be_hit_on_both_devices():
     here, there = make_pair()
     hashes = [hash_of(number) for number in (1, 2, 3)]
     here.cache_prefix(1, hashes[:2])
@@ -79,7 +79,7 @@ def test_what_was_cached_is_hit_on_the_other_device_and_still_on_this_one():
     check(there)
 
 
-def test_a_hash_that_is_cached_there_already_gets_a_second_block():
+def test_a_hash_cached_on_the_target_gets_a_second_block():
     here, there = make_pair()
     here.cache_prefix(1, [hash_of(1), hash_of(2)])
     there.cache_prefix(3, [hash_of(1)])
@@ -91,7 +91,7 @@ def test_a_hash_that_is_cached_there_already_gets_a_second_block():
     check(there)
 
 
-def test_events_tell_of_what_is_cached_there_now():
+def test_events_report_blocks_cached_on_the_target():
     here, there = make_pair()
     there.block_pool.enable_kv_cache_events = True
     here.cache_prefix(1, [hash_of(number) for number in (1, 2, 3)])
@@ -113,7 +113,7 @@ def test_events_tell_of_what_is_cached_there_now():
     assert (stored.block_hashes, stored.token_ids) == ([make_external_block_hash(hash_of(7))], [])
 
 
-def test_a_pool_that_does_not_cache_does_not_learn_hashes():
+def test_a_pool_without_caching_receives_no_hashes():
     here, there = make_pair(enable_caching=False)
     here.cache_prefix(1, [hash_of(1)])
     here.migrate_blocks(here.blocks_of(1), 1)
@@ -150,14 +150,14 @@ def test_what_cannot_migrate_changes_nothing_on_either_side(hinder, error):
     check(there)
 
 
-def test_unknown_devices_and_pools_that_do_not_fit():
+def test_unknown_devices_and_mismatched_pools_are_refused():
     here, there = make_pair()
     with pytest.raises(
-        UnknownDeviceError, match=r"device 7 is not connected to device 0; connected are \[1\]"
+        UnknownDeviceError, match=r"device 7 is not connected to device 0; the connected devices are \[1\]"
     ):
         here.migrate_blocks(here.blocks_of(1), 7)
-    with pytest.raises(InvalidArgumentError, match="device 1 is known"):
+    with pytest.raises(InvalidArgumentError, match="device 1 is already connected"):
         here.connect(make(device_id=1))
-    with pytest.raises(InvalidArgumentError, match="device 0 is known"):
+    with pytest.raises(InvalidArgumentError, match="device 0 is already connected"):
         here.connect(here)
     here.connect(there)  # again

@@ -1,4 +1,4 @@
-"""Sequences and blocks that go to other nodes by a call of the pool or of the manager."""
+"""Sequences and blocks migrate to other nodes by a call of the pool or of the manager."""
 
 import pytest
 from adapter.made_nodes import running_nodes, take_all
@@ -9,7 +9,7 @@ from kv_pool.adapter.migration_manager import KVPoolMigrationManager
 from kv_pool.errors import PeerUnavailableError
 
 
-def test_a_sequence_goes_to_another_node_and_the_manager_says_which_blocks_became_which():
+def test_migrate_to_remote_returns_old_and_new_ids():
     with running_nodes(10, 10) as (a, b):
         here, there = a.site.sequences.gpu_pool, b.site.sequences.gpu_pool
         take_all(here, 2, 3)
@@ -36,7 +36,7 @@ def test_a_target_may_be_named_by_its_device():
             manager.migrate_to_remote(1, 6)
 
 
-def test_what_can_not_go_stays():
+def test_a_failed_migration_leaves_the_sequence():
     with running_nodes(10, 2) as (a, _):
         here = a.site.sequences.gpu_pool
         take_all(here, 3)
@@ -50,7 +50,7 @@ def test_what_can_not_go_stays():
                 manager.migrate_to_remote(sequence_id, target)
         assert read(here, 1) == [16, 17, 18]
         check(here)
-        with pytest.raises(InvalidArgumentError, match="node 'a' is over another pool"):
+        with pytest.raises(InvalidArgumentError, match="the migrator of node 'a' belongs to another pool"):
             KVPoolMigrationManager(make(), a)
 
 
@@ -66,9 +66,9 @@ def test_blocks_migrate_to_a_node_that_is_attached_as_a_device():
         result = here.try_migrate_blocks(here.blocks_of(1), 1)
         assert (result.success, result.transferred_bytes) == (True, here.block_bytes)
         assert read(there, 1) == [17, 18, 16]
-        with pytest.raises(InvalidArgumentError, match="device 0 is known"):
+        with pytest.raises(InvalidArgumentError, match="device 0 is already connected"):
             here.attach(a, {0: "b"})
-        with pytest.raises(InvalidArgumentError, match="device 1 is known"):
+        with pytest.raises(InvalidArgumentError, match="device 1 is already connected"):
             here.connect(there)
         check(here)
         check(there)

@@ -1,4 +1,4 @@
-"""A pool as a site: what it offers, what a migration has nobody touches, and what becomes of it."""
+"""A pool as a site: its offers, frozen sequences, and the outcomes of migrations."""
 
 import pytest
 from adapter.made_nodes import running_nodes, take_all
@@ -33,28 +33,28 @@ def make_sites(owner=None, **options):
     return sites
 
 
-def copy_bytes(source, target, selection, room):
-    moves = [(selection.blocks[at].block_id, room.blocks[at].block_id) for at in room.missing]
+def copy_bytes(source, target, selection, reservation):
+    moves = [(selection.blocks[at].block_id, reservation.blocks[at].block_id) for at in reservation.missing]
     source.storage.copy_to(target.storage, moves)
 
 
 def arrive(source, target, subject, is_move):
-    """Up to the moment when the target has the blocks and the source does not know it."""
+    """Run until the target has the blocks and the source does not know it."""
     selection = source.select(subject, is_move)
     if is_move:
         source.freeze(subject)
-    room = target.take_room(subject, selection.offered, selection.state)
-    copy_bytes(source, target, selection, room)
-    target.insert(room)
-    return selection, room
+    reservation = target.reserve(subject, selection.offered, selection.state)
+    copy_bytes(source, target, selection, reservation)
+    target.insert(reservation)
+    return selection, reservation
 
 
 def migrate(source, target, subject, is_move=True):
-    _, room = arrive(source, target, subject, is_move)
-    new_ids = [block.block_id for block in room.blocks]
+    _, reservation = arrive(source, target, subject, is_move)
+    new_ids = [block.block_id for block in reservation.blocks]
     if is_move:
         source.release(subject, "b")
-    target.adopt(room)
+    target.adopt(reservation)
     return new_ids
 
 
@@ -74,7 +74,7 @@ def test_a_sequence_moves_with_its_bytes_hashes_and_priority():
     check(there.gpu_pool)
 
 
-def test_a_copy_leaves_the_sequence_where_it_is():
+def test_a_copy_leaves_the_sequence_at_the_source():
     here, there = make_sites()
     migrate(here, there, SequenceSubject(1), is_move=False)
     assert read(here.gpu_pool, 1) == read(there.gpu_pool, 1) == [16, 17, 18]
@@ -82,21 +82,21 @@ def test_a_copy_leaves_the_sequence_where_it_is():
     check(there.gpu_pool)
 
 
-def test_content_that_is_there_already_is_shared_instead_of_read():
+def test_content_present_at_the_target_is_not_read():
     here, there = make_sites()
     hashes = [hash_of(number) for number in (1, 2)]
     here.gpu_pool.cache_prefix(1, hashes)
     migrate(here, there, PrefixSubject(tuple(hashes)), is_move=False)
     assert draw(there.gpu_pool).count("*") == 2
-    _, room = arrive(here, there, SequenceSubject(1), True)
-    assert room.missing == [2]
+    _, reservation = arrive(here, there, SequenceSubject(1), True)
+    assert reservation.missing == [2]
     here.release(SequenceSubject(1), "b")
-    there.adopt(room)
+    there.adopt(reservation)
     assert read(there.gpu_pool, 1) == [16, 17, 18]
     check(there.gpu_pool)
 
 
-def test_a_prefix_is_copied_and_hit_there_and_events_tell_of_it():
+def test_a_copied_prefix_is_cached_and_announced():
     here, there = make_sites()
     hashes = [hash_of(number) for number in (1, 2, 3)]
     here.gpu_pool.cache_prefix(1, hashes)
@@ -112,13 +112,13 @@ def test_a_prefix_is_copied_and_hit_there_and_events_tell_of_it():
     assert read(there.gpu_pool, 8) == [16, 17, 18]
     assert draw(here.gpu_pool) == "***2......"
     assert here.select(PrefixSubject((hash_of(9),)), for_move=False).blocks == []
-    with pytest.raises(InvalidArgumentError, match="copied, not moved"):
+    with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
         here.select(PrefixSubject(tuple(hashes)), for_move=True)
-    with pytest.raises(InvalidArgumentError, match="copied, not moved"):
+    with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
         here.freeze(PrefixSubject(tuple(hashes)))
 
 
-def test_blocks_go_to_the_end_of_the_same_sequences():
+def test_blocks_are_appended_to_the_same_sequences():
     here, there = make_sites()
     migrate(here, there, SequenceSubject(2))
     migrate(here, there, BlocksSubject((2, 3)))
@@ -129,19 +129,19 @@ def test_blocks_go_to_the_end_of_the_same_sequences():
     check(there.gpu_pool)
 
 
-def test_cached_blocks_that_nobody_holds_are_copied_and_only_copied():
+def test_free_cached_blocks_can_only_be_copied():
     here, there = make_sites()
     here.gpu_pool.cache_prefix(1, [hash_of(1), hash_of(2)])
     here.gpu_pool.free_sequence(1)
     migrate(here, there, BlocksSubject((1, 2)), is_move=False)
     assert len(there.gpu_pool.claim_prefix(8, [hash_of(1), hash_of(2)])) == 2
-    with pytest.raises(InvalidBlockError, match="block 1 is held by no sequence"):
+    with pytest.raises(InvalidBlockError, match="block 1 belongs to no sequence"):
         here.select(BlocksSubject((1,)), for_move=True)
-    with pytest.raises(InvalidBlockError, match=r"block 5 is held by no sequence .* and is not cached"):
+    with pytest.raises(InvalidBlockError, match=r"block 5 belongs to no sequence .* and it is not cached"):
         here.select(BlocksSubject((5,)), for_move=False)
 
 
-def test_a_block_that_was_taken_anew_is_refused():
+def test_a_reused_block_is_refused():
     here, _ = make_sites()
     [block_id] = here.gpu_pool.blocks_of(2)
     generation = here.gpu_pool.block_pool.blocks[block_id].generation
@@ -150,9 +150,9 @@ def test_a_block_that_was_taken_anew_is_refused():
     here.gpu_pool.free_sequence(2)
     assert take(here.gpu_pool, 4, 7)
     assert block_id in here.gpu_pool.blocks_of(4)
-    with pytest.raises(StaleTransferError, match="was taken anew since it was named"):
+    with pytest.raises(StaleTransferError, match="was reused since it was named"):
         here.select(subject, for_move=True)
-    with pytest.raises(InvalidArgumentError, match="2 generations of 1 blocks"):
+    with pytest.raises(InvalidArgumentError, match="2 generations for 1 blocks"):
         here.select(BlocksSubject((1,), (1, 2)), for_move=False)
 
 
@@ -172,7 +172,7 @@ TAKING = {
 
 
 @pytest.mark.parametrize("name", [*ADDING, *TAKING])
-def test_nobody_touches_a_sequence_that_goes(name):
+def test_a_departing_sequence_is_frozen(name):
     here, there = make_sites()
     here.gpu_pool.connect(there.gpu_pool)
     arrive(here, there, SequenceSubject(1), True)
@@ -183,23 +183,23 @@ def test_nobody_touches_a_sequence_that_goes(name):
 
 
 @pytest.mark.parametrize("name", ADDING)
-def test_nobody_begins_a_sequence_that_comes(name):
+def test_the_id_of_an_arriving_sequence_is_frozen(name):
     here, there = make_sites()
     arrive(here, there, SequenceSubject(1), True)
     before = state(there.gpu_pool)
-    with pytest.raises(FrozenSequenceError, match=r"sequence 1 .* is coming from another node"):
+    with pytest.raises(FrozenSequenceError, match=r"sequence 1 .* is being received from another node"):
         ADDING[name](there.gpu_pool)
     assert state(there.gpu_pool) == before
 
 
-def test_a_sequence_on_its_way_is_neither_evicted_nor_compacted():
+def test_a_migrating_sequence_is_not_evicted_or_moved():
     here, there = make_sites()
     arrive(here, there, SequenceSubject(1), True)
     here.gpu_pool.free_sequence(2)
     take(here.gpu_pool, 4, 1, contiguous="no")
     assert here.gpu_pool.evict(10) == []
     assert here.gpu_pool.list_victims(10) == [4]
-    with pytest.raises(PoolExhaustedError, match="too little may go"):
+    with pytest.raises(PoolExhaustedError, match="too few blocks may be evicted"):
         take(here.gpu_pool, 5, 8)
     ids = here.gpu_pool.blocks_of(1)
     here.gpu_pool.defragment()
@@ -212,41 +212,41 @@ def test_a_sequence_on_its_way_is_neither_evicted_nor_compacted():
     with pytest.raises(FrozenSequenceError):
         here.select(BlocksSubject((1,)), for_move=True)
     with pytest.raises(FrozenSequenceError):
-        there.take_room(SequenceSubject(1), [], b"")
+        there.reserve(SequenceSubject(1), [], b"")
     here.thaw(SequenceSubject(1))
     assert here.gpu_pool.evict(4) == [1, 4]
 
 
-def test_lent_blocks_are_not_moved_by_compaction():
+def test_compaction_does_not_move_leased_blocks():
     here, _ = make_sites()
     here.gpu_pool.free_sequence(1)
     [block_id] = here.gpu_pool.blocks_of(2)
-    lease = here.leases.lend([here.gpu_pool.block_pool.blocks[block_id]], float("inf"), "a test")
+    lease = here.leases.acquire([here.gpu_pool.block_pool.blocks[block_id]], float("inf"), "a test")
     assert here.gpu_pool.defragment() == 0
-    lease.give_back()
+    lease.release()
     assert here.gpu_pool.defragment() == 1
     assert here.gpu_pool.blocks_of(2) == [1]
 
 
-def test_a_move_that_fails_leaves_both_as_they_were():
+def test_a_failed_move_changes_neither_pool():
     here, there = make_sites()
     before = state(here.gpu_pool), draw(there.gpu_pool)
     selection = here.select(SequenceSubject(1), True)
     here.freeze(SequenceSubject(1))
-    room = there.take_room(SequenceSubject(1), selection.offered, selection.state)
-    there.leave(room)
+    reservation = there.reserve(SequenceSubject(1), selection.offered, selection.state)
+    there.release_reservation(reservation)
     here.thaw(SequenceSubject(1))
     assert (state(here.gpu_pool), draw(there.gpu_pool)) == before
     migrate(here, there, SequenceSubject(1))
     assert read(there.gpu_pool, 1) == [16, 17, 18]
 
 
-def test_a_target_that_is_left_alone_keeps_a_cached_copy():
+def test_a_target_in_doubt_keeps_a_cached_copy():
     here, there = make_sites()
     hashes = [hash_of(1), hash_of(2), hash_of(3)]
     here.gpu_pool.cache_prefix(1, hashes)
-    _, room = arrive(here, there, SequenceSubject(1), True)
-    there.leave(room)
+    _, reservation = arrive(here, there, SequenceSubject(1), True)
+    there.release_reservation(reservation)
     here.thaw(SequenceSubject(1))
     assert read(here.gpu_pool, 1) == [16, 17, 18]
     assert draw(there.gpu_pool) == "3***."
@@ -255,46 +255,46 @@ def test_a_target_that_is_left_alone_keeps_a_cached_copy():
     check(there.gpu_pool)
 
 
-def test_what_can_not_go():
+def test_invalid_subjects_are_refused():
     here, there = make_sites()
     with pytest.raises(UnknownSequenceError):
         here.select(SequenceSubject(9), True)
-    with pytest.raises(InvalidArgumentError, match="is no sequence of a GPUKVPool"):
+    with pytest.raises(InvalidArgumentError, match="is not a sequence id of a GPUKVPool"):
         here.select(SequenceSubject("request 9"), True)
     here.gpu_pool.pin([2])
     for subject in (SequenceSubject(1), BlocksSubject((1, 2))):
         with pytest.raises(PinnedBlockError, match="block 2 is pinned"):
             here.select(subject, for_move=True)
     assert here.select(SequenceSubject(1), for_move=False).blocks
-    with pytest.raises(InvalidArgumentError, match="have a storage"):
+    with pytest.raises(InvalidArgumentError, match="has no storage"):
         make_site(make())
     selection = here.select(SequenceSubject(1), for_move=False)
     take(there.gpu_pool, 4, 2)
     before = state(there.gpu_pool)
-    with pytest.raises(PoolExhaustedError, match=r"no room for 3 blocks .*: 2 are free here of 5"):
-        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    with pytest.raises(PoolExhaustedError, match=r"cannot reserve 3 blocks .*: 2 of 5 are free"):
+        there.reserve(SequenceSubject(1), selection.offered, selection.state)
     assert state(there.gpu_pool) == before
     there.gpu_pool.free_sequence(4)
     take(there.gpu_pool, 1, 1)
-    with pytest.raises(InvalidArgumentError, match="sequence 1 holds blocks on device 1 already"):
-        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    with pytest.raises(InvalidArgumentError, match="sequence 1 already holds blocks on device 1"):
+        there.reserve(SequenceSubject(1), selection.offered, selection.state)
 
 
 @pytest.mark.parametrize(
     "said", [b"\xff", b"\x93\x01\x02\x03", b"\x93\x91\x01\x81\x01\x09\xc4\x00", b"\x91\x91\x01"]
 )
-def test_a_source_that_says_nonsense_is_refused(said):
+def test_invalid_source_details_are_refused(said):
     here, there = make_sites()
     selection = here.select(SequenceSubject(1), for_move=False)
     before = state(there.gpu_pool)
     for subject in (SequenceSubject(1), BlocksSubject((1, 2, 3))):
         with pytest.raises(InvalidArgumentError):
-            there.take_room(subject, selection.offered, said)
+            there.reserve(subject, selection.offered, said)
     assert state(there.gpu_pool) == before
 
 
 class Owner:
-    """An engine that writes down what it is asked, and says which tokens its sequences have."""
+    """A sequence owner that records its calls and returns the tokens of its sequences."""
 
     def __init__(self):
         self.calls = []
@@ -311,19 +311,19 @@ class Owner:
     def resume(self, sequence_id):
         self.calls.append(("resume", sequence_id))
 
-    def give_up(self, sequence_id, target):
-        self.calls.append(("give up", sequence_id, target))
+    def on_departed(self, sequence_id, target):
+        self.calls.append(("departed", sequence_id, target))
 
     def expect(self, sequence_id, num_blocks, state):
         if num_blocks > 3:
             raise InvalidArgumentError("too long")
         self.calls.append(("expect", sequence_id, num_blocks, state))
 
-    def take_over(self, sequence_id, state):
+    def on_arrived(self, sequence_id, state):
         self.calls.append(("take over", sequence_id, state))
 
 
-def test_the_engine_is_told_and_its_words_and_tokens_go_along():
+def test_the_sequence_owner_is_called_and_its_details_migrate():
     owner = Owner()
     here, there = make_sites(owner)
     here.gpu_pool.cache_prefix(1, [hash_of(1), hash_of(2), hash_of(3)])
@@ -331,7 +331,7 @@ def test_the_engine_is_told_and_its_words_and_tokens_go_along():
     assert owner.calls == [
         ("suspend", 1),
         ("expect", 1, 3, b"state of 1"),
-        ("give up", 1, "b"),
+        ("departed", 1, "b"),
         ("take over", 1, b"state of 1"),
     ]
     assert [event.token_ids for event in there.gpu_pool.take_events()] == [
@@ -345,17 +345,17 @@ def test_the_engine_is_told_and_its_words_and_tokens_go_along():
     assert owner.calls == [("suspend", 2), ("resume", 2)]
 
 
-def test_a_sequence_that_the_engine_there_can_not_go_on_with_is_refused():
+def test_the_target_engine_can_refuse_a_sequence():
     here, there = make_sites(Owner())
     take(here.gpu_pool, 1, 1)
     selection = here.select(SequenceSubject(1), for_move=False)
     before = state(there.gpu_pool)
     with pytest.raises(InvalidArgumentError, match="too long"):
-        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+        there.reserve(SequenceSubject(1), selection.offered, selection.state)
     assert state(there.gpu_pool) == before
 
 
-def test_what_is_shared_counts_as_taken_where_it_was_free():
+def test_sharing_a_free_block_counts_as_taking_it():
     here, there = make_sites()
     take(here.gpu_pool, 1, 2)
     hashes = [hash_of(number) for number in (1, 2)]
@@ -363,12 +363,12 @@ def test_what_is_shared_counts_as_taken_where_it_was_free():
     migrate(here, there, PrefixSubject(tuple(hashes)), is_move=False)
     selection = here.select(SequenceSubject(1), for_move=True)
     before = state(there.gpu_pool)
-    with pytest.raises(PoolExhaustedError, match=r"no room for 3 blocks .*: 2 are free here of 5"):
-        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    with pytest.raises(PoolExhaustedError, match=r"cannot reserve 3 blocks .*: 2 of 5 are free"):
+        there.reserve(SequenceSubject(1), selection.offered, selection.state)
     assert state(there.gpu_pool) == before
 
 
-def test_two_blocks_of_a_sequence_with_one_hash_are_two_blocks_there():
+def test_two_blocks_with_one_hash_stay_two_blocks():
     here, there = make_sites()
     here.gpu_pool.cache_prefix(1, [hash_of(1), hash_of(1)])
     here.gpu_pool.cache_prefix(2, [hash_of(1)])
@@ -380,14 +380,14 @@ def test_two_blocks_of_a_sequence_with_one_hash_are_two_blocks_there():
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
-def test_content_that_is_reported_wrong_while_it_is_lent_does_not_arrive(is_move):
+def test_content_reported_invalid_during_a_lease_is_lost(is_move):
     with running_nodes(10, 10) as (source, target):
         here, there = source.site.sequences.gpu_pool, target.site.sequences.gpu_pool
         take_all(here, 8)
         hashes = [hash_of(number) for number in range(8)]
         here.cache_prefix(1, hashes)
         subject = SequenceSubject(1) if is_move else PrefixSubject(tuple(hashes))
-        limit = 20 * here.storage.block_bytes  # slow: the report comes before the last batch
+        limit = 20 * here.storage.block_bytes  # a slow transfer: the report comes before the last batch
         migration = target.fetch(subject, "a", is_move=is_move, max_bytes_per_s=limit)
         while not source.site.leases.list_leases():
             assert not migration.wait_for_end(0.001)

@@ -1,4 +1,4 @@
-"""Too few blocks: the reserve, eviction by policy, refusal, the migration hook; and what stays cached."""
+"""Too few free blocks: reserve, eviction by policy, refusal, migration hook; and retained blocks."""
 
 import pytest
 from adapter.made_pool import check, draw, make, make_scattered, make_storage, read, state, take, write
@@ -14,7 +14,7 @@ from kv_pool import (
 
 
 def make_full(**options):
-    """Three sequences of three blocks each in a pool of nine."""
+    """Make three sequences of three blocks each in a pool of nine."""
     pool = make(9, **options)
     for sequence_id in (1, 2, 3):
         take(pool, sequence_id, 3)
@@ -32,7 +32,7 @@ def test_the_reserve_is_for_higher_priorities():
     check(pool)
 
 
-def test_the_sequence_that_was_used_longest_ago_goes_first():
+def test_the_lru_sequence_is_evicted_first():
     told = []
     pool = make_full(
         eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: told.append((sequence_id, ids))
@@ -47,14 +47,16 @@ def test_the_sequence_that_was_used_longest_ago_goes_first():
     check(pool)
 
 
-def test_no_more_is_evicted_than_needed_and_none_where_it_would_not_help():
+def test_no_more_sequences_are_evicted_than_suffice():
     told = []
     pool = make_full(
         eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: told.append(sequence_id)
     )
     pool.pin(pool.blocks_of(3)[:1])
     before = state(pool)
-    with pytest.raises(PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too little may go\)"):
+    with pytest.raises(
+        PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too few blocks may be evicted\)"
+    ):
         take(pool, 4, 7)
     assert state(pool) == before
     take(pool, 4, 4)
@@ -62,7 +64,7 @@ def test_no_more_is_evicted_than_needed_and_none_where_it_would_not_help():
     check(pool)
 
 
-def test_no_one_evicts_who_has_a_higher_priority_or_itself():
+def test_a_request_evicts_no_higher_priority_nor_itself():
     pool = make(9, eviction_policy=LRUEviction())
     take(pool, 1, 3, priority=2)
     take(pool, 2, 3, priority=1)
@@ -76,7 +78,7 @@ def test_no_one_evicts_who_has_a_higher_priority_or_itself():
     check(pool)
 
 
-def test_a_shared_block_is_free_when_all_that_hold_it_are_evicted():
+def test_a_shared_block_is_free_once_all_holders_are_evicted():
     pool = make(6, eviction_policy=LRUEviction())
     take(pool, 1, 2)
     pool.fork(1, 2)
@@ -88,7 +90,7 @@ def test_a_shared_block_is_free_when_all_that_hold_it_are_evicted():
     check(pool)
 
 
-def test_a_policy_may_spare_sequences_and_name_unknown_ones():
+def test_a_policy_may_exclude_sequences_or_name_unknown_ones():
     class OnlySecond:
         def rank(self, sequences):
             assert [sequence.sequence_id for sequence in sequences] == [1, 2, 3]
@@ -101,7 +103,7 @@ def test_a_policy_may_spare_sequences_and_name_unknown_ones():
     check(pool)
 
 
-def test_sequences_are_evicted_for_a_run_when_nothing_may_move():
+def test_sequences_are_evicted_for_a_run_if_moves_are_off():
     pool = make_scattered(eviction_policy=LRUEviction())
     pool.note_access(1)
     take(pool, 6, 3, contiguous="require")
@@ -109,7 +111,7 @@ def test_sequences_are_evicted_for_a_run_when_nothing_may_move():
     check(pool)
 
 
-def test_an_owner_that_fails_to_hear_stops_the_eviction():
+def test_an_exception_in_on_evicted_stops_the_eviction():
     def fail(sequence_id, ids):
         raise RuntimeError("not listening")
 
@@ -140,7 +142,7 @@ def test_a_hook_makes_room_on_another_device():
     check(other)
 
 
-def test_a_hook_that_makes_no_room_is_named_in_the_refusal():
+def test_the_refusal_names_a_hook_that_did_not_help():
     pool = make_full(migration_hook=lambda request, num_missing: None)
     with pytest.raises(
         PoolExhaustedError, match=r"Tried: the migration hook, no eviction \(eviction_policy is None\)\."
@@ -148,7 +150,7 @@ def test_a_hook_that_makes_no_room_is_named_in_the_refusal():
         take(pool, 4, 1)
 
 
-def test_a_hook_makes_room_for_a_batch_which_is_tried_once_more_as_a_whole():
+def test_a_batch_is_retried_as_a_whole_after_the_hook():
     asked = []
 
     def free_one(request, num_missing):
@@ -165,7 +167,7 @@ def test_a_hook_makes_room_for_a_batch_which_is_tried_once_more_as_a_whole():
     check(pool)
 
 
-def test_a_batch_that_a_hook_could_not_help_leaves_nothing_taken():
+def test_a_batch_refused_after_the_hook_takes_nothing():
     asked = []
     pool = make_full(
         migration_hook=lambda request, num_missing: asked.append((request.sequence_id, num_missing))
@@ -186,7 +188,7 @@ def test_a_batch_that_a_hook_could_not_help_leaves_nothing_taken():
 
 
 def test_one_sequence_of_a_batch_is_not_evicted_for_another():
-    """It was: its ids were in the answer, and another sequence had them."""
+    """It used to be: the result contained its ids, which another sequence held."""
     pool = make(9, eviction_policy=LRUEviction())
     take(pool, 1, 2)
     with pytest.raises(PoolExhaustedError):
@@ -197,7 +199,7 @@ def test_one_sequence_of_a_batch_is_not_evicted_for_another():
     check(pool)
 
 
-# ---- what stays cached ---------------------------------------------------------------------------
+# ---- retained blocks -----------------------------------------------------------------------------
 
 
 def cache_and_free(pool, sequence_id, numbers, priority=0):
@@ -208,11 +210,11 @@ def cache_and_free(pool, sequence_id, numbers, priority=0):
 
 
 def find(pool, numbers):
-    """Which of these hashes are found, each by itself."""
+    """Return which of these hashes are cached, each by itself."""
     return [number for number in numbers if pool.block_pool.get_cached_block(hash_of(number), [0])]
 
 
-def test_a_prefix_outlives_its_sequence_and_is_claimed_by_another():
+def test_a_prefix_outlives_its_sequence_and_can_be_claimed():
     pool = make()
     ids = take(pool, 1, 3)
     pool.cache_prefix(1, [hash_of(1), hash_of(2)])
@@ -230,7 +232,7 @@ def test_a_prefix_outlives_its_sequence_and_is_claimed_by_another():
     check(pool)
 
 
-def test_events_tell_what_is_cached_and_what_is_evicted():
+def test_events_report_cached_and_evicted_blocks():
     pool = make(enable_kv_cache_events=True)
     take(pool, 1, 3)
     pool.cache_prefix(1, [hash_of(1), hash_of(2)], token_ids=range(10, 19))
@@ -246,7 +248,7 @@ def test_events_tell_what_is_cached_and_what_is_evicted():
     assert sorted(gone) == sorted(first.block_hashes + second.block_hashes)
 
 
-def test_tokens_that_are_fewer_than_the_hashes_say_are_refused():
+def test_too_few_tokens_for_the_hashes_are_refused():
     pool = make(enable_kv_cache_events=True)
     take(pool, 1, 2)
     with pytest.raises(InvalidArgumentError, match="7 token ids for 2 blocks of 4 tokens"):
@@ -254,7 +256,7 @@ def test_tokens_that_are_fewer_than_the_hashes_say_are_refused():
     assert find(pool, [1, 2]) == pool.take_events() == []
 
 
-def test_without_being_asked_a_pool_tells_no_events():
+def test_events_are_off_by_default():
     pool = make()
     cache_and_free(pool, 1, [1, 2])
     assert pool.take_events() == []
@@ -277,9 +279,9 @@ def test_low_priority_is_evicted_before_high(high_first, contiguous):
 
 
 @pytest.mark.parametrize("on_moved", [None, lambda relocation: None], ids=["in place", "by moving"])
-def test_a_required_run_takes_what_high_priority_left_only_when_there_is_no_other(on_moved):
+def test_a_required_run_evicts_high_priority_content_last(on_moved):
     pool = make(on_moved=on_moved)
-    cache_and_free(pool, 1, range(1, 6), priority=1)  # the oldest, and so what a run would be made of
+    cache_and_free(pool, 1, range(1, 6), priority=1)  # the oldest, so a run would contain them
     cache_and_free(pool, 2, range(6, 11))
     take(pool, 3, 3, contiguous="require")
     assert find(pool, range(1, 6)) == [1, 2, 3, 4, 5]
@@ -289,8 +291,8 @@ def test_a_required_run_takes_what_high_priority_left_only_when_there_is_no_othe
 
 
 @pytest.mark.parametrize("goal", [None, 0.0], ids=["packed", "gathered"])
-def test_compaction_overwrites_nothing_that_high_priority_left(goal):
-    """1 . 3 . 5 . 7 . 9 .  in use; what is between them is cached, that of high priority used longest ago."""
+def test_compaction_keeps_high_priority_content(goal):
+    """1 . 3 . 5 . 7 . 9 .  in use; blocks between them are cached, high priority least recently used."""
     pool = make(run_length=2)
     for sequence_id in range(1, 11):
         take(pool, sequence_id, 1, priority=1 if sequence_id in (2, 4) else 0)
@@ -304,7 +306,7 @@ def test_compaction_overwrites_nothing_that_high_priority_left(goal):
 
 
 @pytest.mark.parametrize("contiguous", ["prefer", "require"])
-def test_a_run_is_made_without_losing_what_high_priority_left(contiguous):
+def test_clearing_a_run_keeps_high_priority_content(contiguous):
     pool = make(on_moved=lambda relocation: None, storage=make_storage())
     for number in range(1, 11):
         [block_id] = cache_and_free(pool, number, [number], priority=number % 2)
@@ -318,7 +320,7 @@ def test_a_run_is_made_without_losing_what_high_priority_left(contiguous):
     check(pool)
 
 
-def test_of_three_priorities_the_lowest_goes_first_whatever_the_order():
+def test_of_three_priorities_the_lowest_is_evicted_first():
     pool = make(9)
     for sequence_id, priority in ((1, 2), (2, 0), (3, 1)):
         cache_and_free(pool, sequence_id, range(3 * sequence_id, 3 * sequence_id + 3), priority)
@@ -332,7 +334,7 @@ def test_of_three_priorities_the_lowest_goes_first_whatever_the_order():
     check(pool)
 
 
-def test_blocks_that_lost_their_hash_meanwhile_are_not_spared():
+def test_blocks_without_hash_lose_their_retention():
     pool = make()
     ids = cache_and_free(pool, 1, range(1, 6), priority=2)
     cache_and_free(pool, 2, range(6, 11))

@@ -15,7 +15,7 @@ from kv_pool import (
 )
 
 
-def test_a_pool_that_grows_hands_out_the_new_ids():
+def test_a_grown_pool_allocates_the_new_ids():
     pool = make(4, storage=make_storage(11))
     take(pool, 1, 4)
     with pytest.raises(PoolExhaustedError):
@@ -27,7 +27,7 @@ def test_a_pool_that_grows_hands_out_the_new_ids():
     check(pool)
 
 
-def test_a_pool_does_not_outgrow_its_storage():
+def test_a_pool_cannot_outgrow_its_storage():
     pool = make(10, storage=make_storage(11))
     with pytest.raises(InvalidArgumentError, match="blocks 0 to 10; with 1 more the pool would have 1 to 11"):
         pool.grow(1)
@@ -36,7 +36,7 @@ def test_a_pool_does_not_outgrow_its_storage():
     assert pool.total_blocks == 10
 
 
-def test_what_is_in_use_in_the_blocks_that_go_moves_below_with_its_bytes():
+def test_shrink_moves_blocks_in_use_with_their_bytes():
     told = []
     pool = make_scattered(storage=make_storage(), on_moved=told.append)
     fill(pool)
@@ -53,12 +53,12 @@ def test_what_is_in_use_in_the_blocks_that_go_moves_below_with_its_bytes():
     ("num_blocks", "error", "said"),
     [
         (6, OutOfBlocksError, "in use among the highest 6"),
-        (10, InvalidArgumentError, "10 of 10 blocks cannot be given up; 2 are left at least"),
-        (9, InvalidArgumentError, "2 are left at least"),
+        (10, InvalidArgumentError, "10 of 10 blocks cannot be removed; at least 2 must be left"),
+        (9, InvalidArgumentError, "at least 2 must be left"),
         (-1, InvalidArgumentError, "-1 of 10"),
     ],
 )
-def test_a_pool_that_cannot_shrink_so_far_stays_as_it_is(num_blocks, error, said):
+def test_a_refused_shrink_changes_nothing(num_blocks, error, said):
     pool = make_scattered()
     pool.reserved_blocks = 2
     before = state(pool)
@@ -68,7 +68,7 @@ def test_a_pool_that_cannot_shrink_so_far_stays_as_it_is(num_blocks, error, said
     assert pool.total_blocks == 10
 
 
-def test_pinned_blocks_do_not_go():
+def test_pinned_blocks_cannot_be_removed():
     pool = make_scattered()
     pool.pin([9])
     with pytest.raises(InvalidBlockError, match="block 9 is pinned"):
@@ -78,7 +78,7 @@ def test_pinned_blocks_do_not_go():
     check(pool)
 
 
-def test_a_copy_that_fails_leaves_the_pool_its_size():
+def test_a_failed_copy_keeps_the_size():
     def copy(*arguments):
         raise RuntimeError("the device is gone")
 
@@ -90,7 +90,7 @@ def test_a_copy_that_fails_leaves_the_pool_its_size():
     assert pool.total_blocks == 10
 
 
-def test_cached_blocks_of_high_priority_that_went_are_forgotten():
+def test_removed_high_priority_blocks_are_forgotten():
     pool = make()
     for sequence_id in (1, 2):
         take(pool, sequence_id, 5, priority=1)

@@ -1,4 +1,4 @@
-"""What a `GPUKVPool` keeps in its cache longer: by priorities, directives, pins of directives, sessions."""
+"""Retention in a `GPUKVPool`: by priorities, directives, pins of directives, sessions."""
 
 import pytest
 from adapter.made_pool import check, make, take
@@ -17,7 +17,7 @@ class SetClock:
 
 
 def start(pool, sequence_id, num_blocks, **options):
-    """A sequence whose blocks are all cached, under hashes of its own; its request."""
+    """Allocate a sequence with all blocks cached under its own hashes; return its request."""
     request = Request(str(sequence_id), [sequence_id] * 4 * num_blocks, HASHER)
     take(pool, sequence_id, num_blocks, **options)
     pool.cache_prefix(sequence_id, request.block_hashes)
@@ -28,7 +28,7 @@ def count_hits(pool, request):
     return len(pool.block_pool.find_cached_prefix(request.block_hashes, len(request.block_hashes)))
 
 
-def test_a_directive_keeps_the_blocks_of_its_tokens_when_others_are_reused():
+def test_a_directive_retains_the_blocks_of_its_tokens():
     pool = make(8)
     pool.retention.set_directives("1", [RetentionDirective(0, 8, priority=90)])
     kept, other = start(pool, 1, 4), start(pool, 2, 4)
@@ -40,7 +40,7 @@ def test_a_directive_keeps_the_blocks_of_its_tokens_when_others_are_reused():
     check(pool)
 
 
-def test_directives_follow_the_positions_of_blocks_that_are_freed_one_by_one():
+def test_directives_follow_blocks_freed_one_by_one():
     pool = make(8)
     pool.retention.set_directives("1", [RetentionDirective(4, 8, priority=90)])
     start(pool, 1, 3)
@@ -48,13 +48,13 @@ def test_directives_follow_the_positions_of_blocks_that_are_freed_one_by_one():
     pool.free([third])
     pool.free([second])
     pool.free([first])
-    assert pool.retention.num_kept == 1
+    assert pool.retention.num_retained == 1
     take(pool, 2, 7, contiguous="no")
     assert second not in pool.blocks_of(2)
-    assert pool.retention.num_kept == 1
+    assert pool.retention.num_retained == 1
 
 
-def test_a_sequence_that_has_ended_leaves_no_directives():
+def test_an_ended_sequence_leaves_no_directives():
     pool = make(8)
     pool.retention.set_directives("1", [RetentionDirective(priority=90)])
     take(pool, 1, 2)
@@ -62,7 +62,7 @@ def test_a_sequence_that_has_ended_leaves_no_directives():
     assert not pool.retention.is_active
 
 
-def test_a_session_keeps_a_conversation_until_its_deadline():
+def test_a_session_retains_a_conversation_until_its_deadline():
     clock = SetClock()
     pool = make(8, clock=clock)
     request = start(pool, 1, 4)
@@ -80,7 +80,7 @@ def test_a_session_keeps_a_conversation_until_its_deadline():
     check(pool)
 
 
-def test_a_claimed_prefix_that_a_directive_pinned_has_one_reference():
+def test_a_claimed_pinned_prefix_has_one_reference():
     pool = make(8)
     pool.retention.set_directives("1", [RetentionDirective(0, 8, pin=True)])
     request = start(pool, 1, 2)
@@ -94,8 +94,8 @@ def test_a_claimed_prefix_that_a_directive_pinned_has_one_reference():
     check(pool)
 
 
-def test_blocks_that_stay_pinned_are_no_room_for_others():
-    """Evicting their sequence was counted as room: it lost its blocks, and the allocation failed anyway."""
+def test_blocks_that_stay_pinned_do_not_count_as_freed():
+    """Eviction counted them as freed: the sequence lost its blocks, and the allocation failed anyway."""
     evicted = []
     pool = make(
         8, eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: evicted.append(sequence_id)
@@ -103,7 +103,7 @@ def test_blocks_that_stay_pinned_are_no_room_for_others():
     pool.retention.set_directives("1", [RetentionDirective(0, 16, pin=True)])
     start(pool, 1, 4)
     start(pool, 2, 4)
-    with pytest.raises(PoolExhaustedError, match="too little may go"):
+    with pytest.raises(PoolExhaustedError, match="too few blocks may be evicted"):
         take(pool, 3, 5)
     assert evicted == []
     assert pool.list_victims(4) == [1, 2]
@@ -113,19 +113,19 @@ def test_blocks_that_stay_pinned_are_no_room_for_others():
     check(pool)
 
 
-def test_kept_blocks_count_as_free_and_cached():
+def test_retained_blocks_count_as_free_and_cached():
     pool = make(8)
     request = start(pool, 1, 4, priority=2)
     pool.free_sequence(1)
     statistics = pool.get_statistics()
     assert (statistics.free_blocks, statistics.cached_free_blocks, statistics.used_blocks) == (8, 4, 0)
-    assert pool.retention.num_kept == 4
+    assert pool.retention.num_retained == 4
     assert (pool.get_layout().num_free, pool.list_victims(1), pool.evict(1)) == (8, [], [])
     take(pool, 2, 4)
     assert count_hits(pool, request) == 4
 
 
-def test_pins_that_have_ended_are_counted_as_free():
+def test_blocks_with_expired_pins_count_as_free():
     clock = SetClock()
     pool = make(8, max_pinned_blocks=4, clock=clock)
     pool.retention.set_directives("1", [RetentionDirective(0, 16, pin=True, duration_s=5.0)])

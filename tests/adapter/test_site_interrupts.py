@@ -1,4 +1,4 @@
-"""Calls of a `PoolSite` over a `GPUKVPool` that a signal handler breaks off leave nothing behind."""
+"""Calls of a `PoolSite` over a `GPUKVPool` interrupted by a signal handler leave nothing behind."""
 
 import random
 
@@ -18,7 +18,7 @@ SUBJECTS = {
 
 
 class Arrival:
-    """A subject on its way to a pool that has one of its blocks, as far as before a call."""
+    """Prepare a migration to a pool that has one of its blocks, up to the state before a call."""
 
     def __init__(self, subject, until):
         self.subject = subject
@@ -34,33 +34,33 @@ class Arrival:
         self.site = make_site(pool)
         source = make_site(here)
         self.selection = source.select(subject, False)
-        self.room = None
-        for call in ("take_room", "insert"):
+        self.reservation = None
+        for call in ("reserve", "insert"):
             if call == until:
                 break
             getattr(self, call)()
 
-    def take_room(self):
-        self.room = self.site.take_room(self.subject, self.selection.offered, self.selection.state)
+    def reserve(self):
+        self.reservation = self.site.reserve(self.subject, self.selection.offered, self.selection.state)
 
     def insert(self):
-        self.site.insert(self.room)
+        self.site.insert(self.reservation)
 
     def adopt(self):
-        self.site.adopt(self.room)
+        self.site.adopt(self.reservation)
 
     def leave(self):
-        self.site.leave(self.room)
+        self.site.release_reservation(self.reservation)
 
     def check(self):
-        """The room is there, and can be dropped, or nothing of it is."""
+        """The reservation is complete and can be dropped, or does not exist."""
         pool = self.site.sequences.gpu_pool
         pool.note_access(2)
-        if self.room is not None and not self.room.hold.is_released:
-            self.site.leave(self.room)
+        if self.reservation is not None and not self.reservation.hold.is_released:
+            self.site.release_reservation(self.reservation)
         check(pool)
         assert [hold.reason for hold in pool.block_pool.holds.list_holds()] == ["pinned"]
-        assert not pool.holdings.barred
+        assert not pool.holdings.frozen
         cached = set()
         for event in pool.block_pool.take_events():
             change = cached.difference if "Removed" in type(event).__name__ else cached.union
@@ -69,8 +69,8 @@ class Arrival:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("call", ["take_room", "insert", "adopt", "leave"])
-def test_an_interrupted_arrival_is_there_or_can_be_dropped(call, subject):
+@pytest.mark.parametrize("call", ["reserve", "insert", "adopt", "leave"])
+def test_an_interrupted_arrival_is_complete_or_droppable(call, subject):
     tried, broken = interrupt_everywhere(
         lambda: Arrival(SUBJECTS[subject], call), lambda arrival: getattr(arrival, call)(), Arrival.check
     )
@@ -79,7 +79,7 @@ def test_an_interrupted_arrival_is_there_or_can_be_dropped(call, subject):
 
 
 class Owner:
-    """An engine that says what it was told of each sequence."""
+    """A sequence owner that records its notifications for each sequence."""
 
     def __init__(self):
         self.state_of = {}
@@ -96,13 +96,13 @@ class Owner:
     def resume(self, sequence_id):
         self.state_of[sequence_id] = "running"
 
-    def give_up(self, sequence_id, target):
+    def on_departed(self, sequence_id, target):
         assert self.state_of[sequence_id] == "suspended", "told twice"
         self.state_of[sequence_id] = target
 
 
 class Departure:
-    """A subject on its way from a pool where another sequence shares a block, as far as before a call."""
+    """Prepare a migration from a pool where a block is shared, up to the state before a call."""
 
     def __init__(self, subject, is_frozen):
         self.subject = subject
@@ -127,7 +127,7 @@ class Departure:
         self.site.release(self.subject, "there")
 
     def check(self):
-        """The blocks are here, frozen or not, or gone; whether they are to leave or to stay, they can."""
+        """The blocks are here, frozen or not, or gone; leaving and staying are both still possible."""
         self.site._recover()
         self.check_balance()
         has_left = len(self.pool.blocks_of(1)) < 4
@@ -150,7 +150,7 @@ class Departure:
         pool, site = self.pool, self.site
         check(pool)
         frozen = set(site.list_frozen())
-        assert set(pool.holdings.barred) == frozen
+        assert set(pool.holdings.frozen) == frozen
         assert len([one for one in pool.block_pool.holds.list_holds() if one.reason != "pinned"]) == len(
             frozen
         )
@@ -165,7 +165,7 @@ DEPARTURES = {"freeze": False, "thaw": True, "release": True}
 
 @pytest.mark.parametrize("subject", ["a sequence", "blocks"])
 @pytest.mark.parametrize("call", DEPARTURES)
-def test_an_interrupted_departure_leaves_the_blocks_here_or_gone(call, subject):
+def test_an_interrupted_departure_is_complete_or_undone(call, subject):
     tried, broken = interrupt_everywhere(
         lambda: Departure(SUBJECTS[subject], DEPARTURES[call]),
         lambda departure: getattr(departure, call)(),
@@ -177,7 +177,7 @@ def test_an_interrupted_departure_leaves_the_blocks_here_or_gone(call, subject):
 
 @pytest.mark.parametrize("subject", ["a sequence", "blocks"])
 @pytest.mark.parametrize("call", DEPARTURES)
-def test_an_interrupt_in_the_recovery_leaves_the_blocks_here_or_gone(call, subject):
+def test_an_interrupted_departure_recovery_is_consistent(call, subject):
     tried, broken = interrupt_twice_at_random(
         lambda: Departure(SUBJECTS[subject], DEPARTURES[call]),
         lambda departure: getattr(departure, call)(),
@@ -189,8 +189,8 @@ def test_an_interrupt_in_the_recovery_leaves_the_blocks_here_or_gone(call, subje
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
-@pytest.mark.parametrize("call", ["take_room", "adopt", "leave"])
-def test_an_interrupt_in_the_recovery_leaves_an_arrival_that_can_be_dropped(call):
+@pytest.mark.parametrize("call", ["reserve", "adopt", "leave"])
+def test_an_interrupted_arrival_recovery_is_consistent(call):
     def check_arrival(arrival):
         arrival.site._recover()
         arrival.check()

@@ -1,7 +1,7 @@
-"""Random calls on two pools and migrations between them, broken off at any step, against a slow model.
+"""Random calls on two pools and migrations between them, aborted at any step, against a slow model.
 
-The model knows sequences as lists of numbers, which are written in their blocks. A migration is driven step
-by step as a migrator would, with leases on both sides.
+The model stores sequences as lists of the numbers written in their blocks. A migration runs step by step, as
+a migrator drives it, with leases on both sides.
 """
 
 import random
@@ -30,7 +30,7 @@ FOREVER = float("inf")
 
 
 class Side:
-    """A pool, its site, and what its sequences should hold."""
+    """A pool, its site, and the expected contents of its sequences."""
 
     def __init__(self, draw, device_id):
         self.evicted = []
@@ -48,11 +48,11 @@ class Side:
         self.contents = {}
 
     def list_frozen(self):
-        return set(self.pool.holdings.barred)
+        return set(self.pool.holdings.frozen)
 
 
 class Moving:
-    """One migration: its subject, what was selected, and how far it is."""
+    """One migration: its subject, its selection, and its progress."""
 
     def __init__(self, source, target, subject, is_move):
         self.source, self.target, self.subject, self.is_move = source, target, subject, is_move
@@ -62,10 +62,10 @@ class Moving:
             source.site.freeze(subject)
         self.lease = None
         if selection.blocks:
-            self.lease = source.site.leases.lend(selection.blocks, FOREVER, "the target")
-        self.room = None
-        self.room_lease = None
-        self.was_given_up = False
+            self.lease = source.site.leases.acquire(selection.blocks, FOREVER, "the target")
+        self.reservation = None
+        self.write_lease = None
+        self.has_departed = False
         self.numbers = [source.pool.storage.read_block(block.block_id)[0] for block in selection.blocks]
         self.holders = [NO_SEQUENCE] * len(selection.blocks)
         if isinstance(subject, SequenceSubject):
@@ -73,29 +73,30 @@ class Moving:
         elif isinstance(subject, BlocksSubject):
             infos = [source.pool.get_block_info(block_id) for block_id in subject.block_ids]
             self.holders = [info.sequence_id for info in infos]
-        self.steps = [self.take_room, self.read, self.insert, self.acknowledge, self.adopt]
+        self.steps = [self.reserve, self.read, self.insert, self.acknowledge, self.adopt]
 
-    def take_room(self):
+    def reserve(self):
         target = self.target
-        self.room = target.site.take_room(self.subject, self.selection.offered, self.selection.state)
-        missing = [self.room.blocks[at] for at in self.room.missing]
+        self.reservation = target.site.reserve(self.subject, self.selection.offered, self.selection.state)
+        missing = [self.reservation.blocks[at] for at in self.reservation.missing]
         if missing:
-            self.room_lease = target.site.leases.lend(missing, FOREVER, "the read", LeaseKind.WRITE)
+            self.write_lease = target.site.leases.acquire(missing, FOREVER, "the read", LeaseKind.WRITE)
 
     def read(self):
         moves = [
-            (self.selection.offered[at].block_id, self.room.blocks[at].block_id) for at in self.room.missing
+            (self.selection.offered[at].block_id, self.reservation.blocks[at].block_id)
+            for at in self.reservation.missing
         ]
         self.source.pool.storage.copy_to(self.target.pool.storage, moves)
 
     def insert(self):
-        if self.room_lease is not None:
-            self.room_lease.give_back()
-            self.room_lease = None
-        self.target.site.insert(self.room)
+        if self.write_lease is not None:
+            self.write_lease.release()
+            self.write_lease = None
+        self.target.site.insert(self.reservation)
 
     def acknowledge(self):
-        self.was_given_up = True
+        self.has_departed = True
         if self.is_move:
             self.source.site.release(self.subject, "the target")
             for holder, number in zip(self.holders, self.numbers, strict=True):
@@ -104,29 +105,29 @@ class Moving:
         self.give_lease_back()
 
     def adopt(self):
-        self.target.site.adopt(self.room)
+        self.target.site.adopt(self.reservation)
         for holder, number in zip(self.holders, self.numbers, strict=True):
             if holder != NO_SEQUENCE:
                 self.target.contents.setdefault(holder, []).append(number)
-        self.room = None
+        self.reservation = None
 
     def break_off(self):
-        """As when the next step has failed; after the source has given up its own there is no way back."""
-        if self.was_given_up:
+        """Abort as if the next step failed; not possible after the source has released its blocks."""
+        if self.has_departed:
             self.adopt()
             return
-        if self.room is not None:
-            if self.room_lease is not None:
-                self.room_lease.give_back()
-            self.target.site.leave(self.room)
-            self.room = None
+        if self.reservation is not None:
+            if self.write_lease is not None:
+                self.write_lease.release()
+            self.target.site.release_reservation(self.reservation)
+            self.reservation = None
         if self.is_move:
             self.source.site.thaw(self.subject)
         self.give_lease_back()
 
     def give_lease_back(self):
         if self.lease is not None:
-            self.lease.give_back()
+            self.lease.release()
             self.lease = None
 
     def go_on(self):
@@ -145,7 +146,7 @@ def compare(side):
 
 
 def call_pool(draw, side, next_number):
-    """One ordinary call, and what it makes of the model."""
+    """Make one ordinary call, and update the model."""
     pool, contents = side.pool, side.contents
     name = draw.choice(["allocate"] * 4 + ["free", "free_sequence", "fork", "pin", "cache", "defragment"])
     sequence_id = draw.choice([*contents, draw.randrange(6)])
@@ -179,7 +180,7 @@ def call_pool(draw, side, next_number):
             pool.pin(held[:1])
             pool.unpin(held[:1])
         elif name == "cache" and held:
-            # A block's hash stands for what is written in it.
+            # A block's hash identifies the number written in it.
             hashes = [hash_of(number) for number in contents[sequence_id]]
             pool.cache_prefix(sequence_id, hashes[: draw.randint(1, len(hashes))])
         elif name == "defragment":
@@ -210,7 +211,7 @@ def choose_subject(draw, side):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_two_pools_and_migrations_between_them_are_the_slow_model(seed):
+def test_two_migrating_pools_behave_like_the_slow_model(seed):
     draw = random.Random(seed)
     sides = [Side(draw, 0), Side(draw, 1)]
     movings = []
@@ -220,7 +221,7 @@ def test_two_pools_and_migrations_between_them_are_the_slow_model(seed):
         used = {number for side in sides for held in side.contents.values() for number in held}
         while True:
             counter[0] = counter[0] % 255 + 1
-            # A number that is cached somewhere still stands for its block.
+            # A number that is still cached identifies its block.
             if counter[0] not in used and not any(is_cached(side, counter[0]) for side in sides):
                 return counter[0]
 

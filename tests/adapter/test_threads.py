@@ -1,4 +1,4 @@
-"""Many threads on one pool, and on two that migrate to each other: nothing is lost, nothing is twice."""
+"""Many threads on one pool, and on two pools that migrate to each other: no block is lost or shared."""
 
 import random
 import sys
@@ -22,7 +22,7 @@ def _switch_often():
 
 
 def run_threads(work, num_threads=NUM_THREADS):
-    """Run `work(number)` in so many threads at once; raise what any of them raised."""
+    """Run `work(number)` in `num_threads` threads at once; raise any exception of them."""
     errors = []
     start = threading.Barrier(num_threads)
 
@@ -43,9 +43,9 @@ def run_threads(work, num_threads=NUM_THREADS):
         raise errors[0]
 
 
-def test_no_block_is_given_to_two_and_none_is_lost():
+def test_threads_never_share_or_lose_a_block():
     pool = make(60)
-    owner = [None] * 61  # who has it, written without a lock: only who got a block writes its place
+    owner = [None] * 61  # its holder, written without a lock: only the thread that got the block writes here
 
     def work(number):
         draw = random.Random(number)
@@ -60,11 +60,11 @@ def test_no_block_is_given_to_two_and_none_is_lost():
                 owner[block_id] = number
             mine += ids
             draw.shuffle(mine)
-            given_back = [mine.pop() for _ in range(draw.randint(0, len(mine)))]
-            for block_id in given_back:
+            freed = [mine.pop() for _ in range(draw.randint(0, len(mine)))]
+            for block_id in freed:
                 assert owner[block_id] == number
                 owner[block_id] = None
-            pool.free(given_back)
+            pool.free(freed)
         assert sorted(pool.blocks_of(number)) == sorted(mine)
         for block_id in mine:
             owner[block_id] = None
@@ -75,7 +75,7 @@ def test_no_block_is_given_to_two_and_none_is_lost():
     check(pool)
 
 
-def test_forks_pins_batches_and_compaction_go_together():
+def test_threads_can_fork_pin_batch_and_compact():
     pool = make(200, on_moved=lambda relocation: None, storage=make_storage(201))
 
     def work(number):
@@ -100,7 +100,7 @@ def test_forks_pins_batches_and_compaction_go_together():
     check(pool)
 
 
-def test_two_pools_migrate_to_each_other_without_waiting_for_ever():
+def test_two_pools_migrate_to_each_other_without_deadlock():
     pools = make(60, storage=make_storage(61)), make(60, device_id=1, storage=make_storage(61))
     pools[0].connect(pools[1])
 
@@ -120,7 +120,7 @@ def test_two_pools_migrate_to_each_other_without_waiting_for_ever():
         check(pool)
 
 
-def test_only_one_of_many_frees_a_block():
+def test_only_one_thread_frees_a_block():
     pool = make(50)
     ids = take(pool, 1, 50)
     freed = []

@@ -1,4 +1,4 @@
-"""A pool that `kv-pool serve` serves in a process of its own, from its first line to its last."""
+"""A `kv-pool serve` process for the time of a test."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def serving(*arguments, cwd):
-    """The process, when it has said where its socket is: `first_line`. Killed at the end if it still runs."""
+    """Yield the process once it has printed its `first_line`; kill it at the end if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kv_pool.cli.main", "serve", *arguments],
         cwd=cwd,

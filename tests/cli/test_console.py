@@ -1,4 +1,4 @@
-"""Output in any encoding, to readers that go away, in narrow terminals and in pipes."""
+"""Output in any encoding, to closed pipes, narrow terminals and files."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def print_to(width, is_terminal):
 
 
 @pytest.mark.parametrize("width", [20, 60, 80])
-def test_a_narrow_terminal_folds_words_and_keeps_names_and_numbers(width):
+def test_narrow_terminal_keeps_names_and_numbers_whole(width):
     printed = print_to(width, is_terminal=True)
     assert ROW[0] in printed
     assert ROW[1] in printed
@@ -79,7 +79,7 @@ def make_status(name):
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_a_watched_migration_keeps_its_id_and_phase_whole(width):
+def test_watched_migration_shows_id_and_phase_whole(width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(draw(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20, console))
     [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
@@ -87,8 +87,8 @@ def test_a_watched_migration_keeps_its_id_and_phase_whole(width):
     assert "…" not in row
 
 
-def test_a_watched_migration_is_whole_in_a_pipe():
-    """Its id was cut off, and its phase not there at all."""
+def test_watched_migration_is_shown_whole_in_a_pipe():
+    """The id used to be cut off, and the phase to be missing."""
     console = Console(file=io.StringIO(), width=60, force_terminal=False)
     statuses = iter([make_status("a-node-with-a-long-name")])
 
@@ -109,7 +109,7 @@ def test_a_watched_migration_is_whole_in_a_pipe():
     ]
 
 
-def test_markup_and_escapes_in_names_of_other_nodes_are_shown():
+def test_markup_and_escapes_in_node_names_are_shown():
     console = Console(file=io.StringIO(), width=120)
     print_table(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20), console)
     printed = console.file.getvalue()
@@ -122,7 +122,7 @@ HOSTILE = "漢[red]\x1b]0;title\x07\x9b2J\u202e.jsonl"
 
 
 @pytest.mark.parametrize("command", ["replay", "sweep"])
-def test_a_trace_with_markup_and_escapes_in_its_name_is_shown(folder, command):
+def test_markup_and_escapes_in_a_trace_name_are_shown(folder, command):
     (folder / "trace.jsonl").rename(folder / HOSTILE)
     done = kv_pool_command(command, HOSTILE, *SIZES, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
@@ -139,14 +139,14 @@ def test_a_trace_with_markup_and_escapes_in_its_name_is_shown(folder, command):
     "arguments",
     ["--help", "serve --help", "info", REPLAY, SWEEP],
 )
-def test_an_ascii_terminal_is_no_traceback(folder, arguments):
+def test_ascii_terminal_causes_no_traceback(folder, arguments):
     done = kv_pool_command(*arguments.split(), cwd=folder, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
 
 
 @pytest.mark.parametrize("command", ["stats", "defrag", "layout", "sequences"])
-def test_an_ascii_terminal_is_no_traceback_when_asking_a_pool(folder, command):
+def test_ascii_terminal_causes_no_traceback_in_pool_commands(folder, command):
     with serving("trace.jsonl", *SIZES, "--block-size", "8", "--socket", "here.sock", cwd=folder):
         done = kv_pool_command(command, "--socket", "here.sock", cwd=folder, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
@@ -154,7 +154,7 @@ def test_an_ascii_terminal_is_no_traceback_when_asking_a_pool(folder, command):
 
 
 @pytest.mark.parametrize("arguments", ["info", "--help", REPLAY])
-def test_a_reader_that_has_gone_is_no_traceback(folder, arguments):
+def test_closed_output_causes_no_traceback(folder, arguments):
     readable, writable = os.pipe()
     os.close(readable)
     done = subprocess.run(

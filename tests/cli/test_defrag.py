@@ -1,4 +1,4 @@
-"""`kv-pool defrag`: blocks move, and it says what that gave."""
+"""`kv-pool defrag`: moves and their report."""
 
 import json
 import re
@@ -32,17 +32,17 @@ def make_cached():
     return pool
 
 
-def test_people_read_moves_time_and_fragmentation_before_and_after(ask):
+def test_text_shows_moves_time_and_fragmentation(ask):
     lines = ask(make_scattered(run_length=5)).splitlines()
     assert lines[:2] == ["Defragmentation complete:", "  Moved Blocks: 2"]
     assert re.fullmatch(r"  Time: \d+\.\dms", lines[2])
     assert lines[3:] == ["  Fragmentation Rate: 100.0% → 0.0% (runs of 5)"]
 
 
-def test_programs_read_one_json_object(ask):
-    told = json.loads(ask(make_scattered(run_length=5), "--json"))
-    assert told.pop("time_ms") > 0
-    assert told == {
+def test_json_is_one_object(ask):
+    output = json.loads(ask(make_scattered(run_length=5), "--json"))
+    assert output.pop("time_ms") > 0
+    assert output == {
         "moved_blocks": 2,
         "fragmentation_rate_before": 1.0,
         "fragmentation_rate_after": 0.0,
@@ -50,11 +50,11 @@ def test_programs_read_one_json_object(ask):
     }
 
 
-def test_it_moves_no_more_than_it_may(ask):
+def test_max_moves_is_respected(ask):
     assert "Moved Blocks: 1\n" in ask(make_scattered(), "--max-moves", "1")
 
 
-def test_where_all_that_is_free_is_cached_blocks_change_places(ask):
+def test_blocks_are_exchanged_if_all_free_ones_are_cached(ask):
     pool = make_cached()
     assert draw(pool) == "*2*4*6*8*0"
     assert "Moved Blocks: 6\n" in ask(pool)
@@ -63,15 +63,15 @@ def test_where_all_that_is_free_is_cached_blocks_change_places(ask):
     assert "Nothing moved" not in ask(make_scattered())
 
 
-def test_where_nothing_moved_it_says_why(ask):
+def test_no_moves_are_explained(ask):
     said = ask(make_cached(), "--max-moves", "1")
-    assert "Nothing moved: two blocks that change places are two moves." in said
+    assert "Nothing moved: exchanging two blocks takes two moves." in said
     pool = make_cached()
     pool.pin([block_id for sequence_id in pool.list_sequences() for block_id in pool.blocks_of(sequence_id)])
-    assert "Nothing moved: all is packed, or held." in ask(pool)
+    assert "Nothing moved: the blocks are compact, or held in place." in ask(pool)
 
 
-def test_cached_blocks_go_where_they_may(ask):
+def test_max_evictions_allows_evicting_cached_blocks(ask):
     pool = make_cached()
     assert "Nothing moved" not in ask(pool, "--max-evictions", "5")
     assert pool.get_fragmentation_rate() < 0.5

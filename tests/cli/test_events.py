@@ -1,4 +1,4 @@
-"""`kv-pool events` as a user runs it, beside a publisher in this process."""
+"""`kv-pool events` as a user runs it, with a publisher in this process."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ def batch(*events):
     return ReceivedBatch(12, DecodedBatch(1.5, list(events), 0))
 
 
-def test_a_line_says_what_happened():
+def test_line_describes_its_event():
     assert texts(batch(STORED, REMOVED, AllBlocksCleared())) == [
         "      12 stored      2 blocks 00000000000000ff  after 0000000000000007  "
         "tokens 0 1 2 3 4 5 … (8)  adapter sql  group 1 GPU",
@@ -70,7 +70,7 @@ def test_a_line_says_what_happened():
         ({"kind": "stored", "group": 0}, []),
     ],
 )
-def test_lines_are_chosen(chosen, kinds):
+def test_filter_selects_lines(chosen, kinds):
     lines = make_lines(batch(STORED, REMOVED, AllBlocksCleared()), LineFilter(**chosen))
     assert [line.kind for line in lines] == kinds
 
@@ -105,7 +105,7 @@ def test_the_stream_is_printed_as_json(publisher, tmp_path):
     assert (second["kind"], second["block_hashes"]) == ("removed", [2])
 
 
-def test_the_mirror_shows_what_is_held(publisher, tmp_path):
+def test_mirror_shows_the_cached_blocks(publisher, tmp_path):
     life = LivingPool()
     for _ in range(30):
         publisher.publish(life.step())
@@ -116,7 +116,7 @@ def test_the_mirror_shows_what_is_held(publisher, tmp_path):
     assert publisher.endpoint in done.stdout
 
 
-def test_the_mirror_keeps_names_and_numbers_whole_at_80_columns_in_a_pipe(publisher, tmp_path):
+def test_mirror_in_a_pipe_keeps_names_and_numbers_whole(publisher, tmp_path):
     publisher.publish([BlockStored(list(range(123_456)), None, [], 4, None, "GPU", None)])
     places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
     done = kv_pool_command("events", *places, "--mirror", "--limit", "1", cwd=tmp_path, COLUMNS="80")
@@ -127,7 +127,7 @@ def test_the_mirror_keeps_names_and_numbers_whole_at_80_columns_in_a_pipe(publis
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_narrow_terminal_shows_the_first_columns_of_the_mirror_whole(width):
+def test_narrow_terminal_shows_the_first_mirror_columns_whole(width):
     endpoint = "tcp://10.0.0.1:5557"
     with KVEventSubscriber("ipc://nowhere") as subscriber:
         table = MirrorTable({endpoint: subscriber}, None, None, None, True)
@@ -141,9 +141,20 @@ def test_a_narrow_terminal_shows_the_first_columns_of_the_mirror_whole(width):
     assert ("restarts" in printed) == (width == 200)
 
 
+@pytest.mark.parametrize("replay", [None, "ipc://nowhere-replay"])
+def test_mirror_says_that_a_publisher_is_not_connected(replay):
+    """With a replay endpoint the table used to show the unanswered request instead."""
+    with KVEventSubscriber("ipc://nowhere", replay) as subscriber:
+        table = MirrorTable({"ipc://nowhere": subscriber}, None, None, None, True)
+        console = Console(file=io.StringIO(), width=200)
+        console.print(table.make_table())
+        assert subscriber.get_statistics().is_recovering == (replay is not None)
+    assert "│ not connected │" in console.file.getvalue()
+
+
 @pytest.mark.parametrize(("options", "num_held"), [([], 2), (["--no-count-copies"], 1)])
-def test_the_mirror_counts_copies_unless_told_not_to(tmp_path, options, num_held):
-    """Without a state a publisher announces each copy; the table used to show too few, with no way out."""
+def test_mirror_counts_copies_unless_disabled(tmp_path, options, num_held):
+    """A publisher without a state announces each copy; the table used to show too few blocks."""
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
     with ZMQEventPublisher(config) as publisher:
         stores = [BlockStored([1, 2], None, [], 4, None, "GPU", None)] * 2
@@ -157,8 +168,8 @@ HOSTILE = "[/x][red]\x1b]0;title\x07\x9b2J\u202e"
 
 
 @pytest.mark.parametrize("options", [[], ["--mirror"], ["--json"]])
-def test_strings_of_the_stream_do_not_reach_the_terminal_raw(publisher, tmp_path, options):
-    """A medium of `[/x]` used to end `--mirror` with a traceback, and escape sequences were obeyed."""
+def test_strings_of_the_stream_are_escaped(publisher, tmp_path, options):
+    """A medium of `[/x]` used to end `--mirror` with a traceback, and escape sequences to be executed."""
     publisher.publish([BlockStored([1], None, [], 4, None, HOSTILE, HOSTILE)])
     places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
     done = kv_pool_command("events", *places, *options, "--limit", "1", cwd=tmp_path)
@@ -171,8 +182,8 @@ def test_strings_of_the_stream_do_not_reach_the_terminal_raw(publisher, tmp_path
 
 
 @pytest.mark.parametrize("options", [[], ["--curve-secret-key", "reader.key_secret"]])
-def test_an_encrypted_stream_is_printed_with_keys(tmp_path, options):
-    """With the publisher's public key alone where everyone may read, or also with one's own."""
+def test_encrypted_stream_is_printed_with_keys(tmp_path, options):
+    """With only the publisher's public key if all subscribers are admitted, or also with own keys."""
     for name in ("server", "reader"):
         zmq.auth.create_certificates(tmp_path, name)
     config = PublisherConfig(
@@ -190,7 +201,7 @@ def test_an_encrypted_stream_is_printed_with_keys(tmp_path, options):
     assert done.stdout.startswith("       0 stored ")
 
 
-def test_a_publisher_that_connects_is_read_by_binding(tmp_path):
+def test_connecting_publisher_is_read_with_bind(tmp_path):
     command = [sys.executable, "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
     config = PublisherConfig(endpoint=f"ipc://{tmp_path}/here", bind=False, heartbeat_s=0.05)
     running = subprocess.Popen(
@@ -205,7 +216,7 @@ def test_a_publisher_that_connects_is_read_by_binding(tmp_path):
     assert "following" in shown
 
 
-def test_ctrl_c_ends_it_without_a_word(publisher):
+def test_ctrl_c_ends_it_silently(publisher):
     publisher.publish([STORED])
     command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint]
     running = subprocess.Popen(
@@ -223,7 +234,7 @@ def test_ctrl_c_ends_it_without_a_word(publisher):
 
 
 @pytest.mark.parametrize("options", [[], ["--mirror"]])
-def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
+def test_terminal_output_has_colours_and_rates(publisher, options):
     publisher.publish([STORED])
     near, far = pty.openpty()
     command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
@@ -241,7 +252,7 @@ def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
             assert select.select([near], [], [], 20)[0], shown
             shown += os.read(near, 65536)
         running.send_signal(signal.SIGINT)
-        # Read on, or it waits for the terminal; the end of it is an error on Linux.
+        # Keep reading, or the command blocks on the terminal, whose end is an error on Linux.
         with contextlib.suppress(OSError):
             while os.read(near, 65536):
                 pass
@@ -257,15 +268,15 @@ def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
         ("tcp://127.0.0.1:1 --kind moved", "one of stored, removed, cleared"),
         ("tcp://127.0.0.1:1 tcp://127.0.0.1:2 --replay tcp://127.0.0.1:3", "one for each, or none"),
         ("tcp://127.0.0.1:1 --mirror --json", "--mirror shows a table"),
-        ("tcp://127.0.0.1:1 --curve-secret-key mine.key_secret", "give the publisher's --curve-server-key"),
+        ("tcp://127.0.0.1:1 --curve-secret-key mine.key_secret", "pass the publisher's --curve-server-key"),
         ("tcp://127.0.0.1:1 --curve-server-key none.key", "server key none.key: "),
         (
             "tcp://127.0.0.1:1 --curve-server-key a.key --curve-server-key b.key",
-            "1 endpoints and 2 times --curve-server-key; give one for each, or one for all",
+            "1 endpoints and 2 times --curve-server-key; pass one for each, or one for all",
         ),
     ],
 )
-def test_what_can_not_be_meant_is_one_line(tmp_path, arguments, message):
+def test_invalid_options_are_one_line(tmp_path, arguments, message):
     done = kv_pool_command("events", *arguments.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr

@@ -1,4 +1,4 @@
-"""Text from outside reaches a terminal as text."""
+"""Text from outside is escaped before it reaches a terminal."""
 
 import io
 import json
@@ -29,30 +29,30 @@ def test_escaped_text_is_one_printable_line(text, shown):
     assert escape_text(text) == shown
 
 
-def test_no_character_of_unicode_passes_unprintable():
+def test_no_unprintable_character_is_kept():
     every = "".join(map(chr, range(0x110000)))
     escaped = escape_text(every, len(every))
     assert not {unicodedata.category(one) for one in escaped} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
-def test_long_text_is_cut_and_its_length_stated():
+def test_long_text_is_cut_and_shows_its_length():
     assert escape_text("x" * 10_000, 3) == "xxx... (10000 characters)"
     assert escape_text("x" * 10_000, 300) == "x" * 300 + "... (10000 characters)"
     assert len(escape_text("\x1b" * 10_000)) < 1000
 
 
-def test_messages_keep_their_lines():
+def test_messages_keep_their_line_ends():
     assert escape_lines("one\n\x1b[1mtwo\n") == "one\n\\x1b[1mtwo\n"
 
 
-def test_escaped_json_means_the_same():
+def test_escaped_json_decodes_to_the_same_value():
     value = {"medium": "".join(map(chr, [*range(0x300), 0x202E, 0xE0001, 0x1F642])), "number": 1}
     escaped = escape_json(json.dumps(value, ensure_ascii=False, indent=1))
     assert json.loads(escaped) == value
     assert all(line.isprintable() for line in escaped.split("\n"))
 
 
-def test_a_cell_is_not_read_as_markup():
+def test_cell_is_not_parsed_as_markup():
     console = Console(file=io.StringIO(), force_terminal=True, width=60)
     table = Table("medium")
     table.add_row(make_cell("[/x][red]\x1b]0;title\x07"))

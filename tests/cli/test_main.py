@@ -1,4 +1,4 @@
-"""The entry point: help, and what the user got wrong."""
+"""The entry point: help and user errors."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_help_names_the_sub_commands(tmp_path):
         ("sweep trace.jsonl --trace-block-size 8 --blocks 2,9 --jobs 1", "the smallest request needs 3"),
     ],
 )
-def test_what_the_user_got_wrong_is_one_line_and_status_2(folder, arguments, message):
+def test_user_errors_are_one_line_and_status_2(folder, arguments, message):
     done = kv_pool_command(*arguments.split(), cwd=folder)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -50,7 +50,7 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(folder, arguments, mes
     assert message in line
 
 
-def test_nothing_but_the_message_is_on_stderr(folder):
+def test_stderr_contains_only_the_message(folder):
     done = kv_pool_command("replay", "nowhere.jsonl", "--blocks", "10", cwd=folder)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -61,7 +61,7 @@ def test_nothing_but_the_message_is_on_stderr(folder):
     [
         (
             ".",
-            "this is a folder; give one of its files; traces that ship with kv_pool: ",
+            "this is a folder; give one of its files; bundled traces: ",
         ),
         ("-", "a trace is read more than once, so it cannot come from standard input or a pipe"),
         ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
@@ -71,7 +71,7 @@ def test_nothing_but_the_message_is_on_stderr(folder):
         ),
     ],
 )
-def test_what_is_no_trace_says_what_a_trace_is(folder, path, message):
+def test_invalid_trace_error_describes_a_trace(folder, path, message):
     (folder / "table.csv").write_text("timestamp,input_length\n0,24\n")
     done = kv_pool_command("replay", path, "--blocks", "10", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
@@ -79,7 +79,7 @@ def test_what_is_no_trace_says_what_a_trace_is(folder, path, message):
 
 
 @pytest.mark.parametrize("arguments", ["replay trace.jsonl", "serve trace.jsonl --socket here.sock"])
-def test_ten_billion_blocks_are_refused_before_they_take_all_memory(folder, arguments):
+def test_ten_billion_blocks_are_refused_at_once(folder, arguments):
     sizes = ("--trace-block-size", "8", "--blocks", "10000000000")
     done = kv_pool_command(*arguments.split(), *sizes, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
@@ -87,22 +87,24 @@ def test_ten_billion_blocks_are_refused_before_they_take_all_memory(folder, argu
     assert "GB are available" in done.stderr
 
 
-def test_preempt_swap_that_has_no_effect_is_an_error(folder):
+def test_preempt_swap_without_effect_is_an_error(folder):
     sizes = ("--trace-block-size", "8", "--blocks", "10")
     done = kv_pool_command("replay", "trace.jsonl", *sizes, "--preempt", "swap", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--preempt swap has no effect without --host-blocks" in done.stderr
 
 
-def test_the_version_and_the_command_as_a_module(tmp_path):
+def test_module_runs_as_the_command_and_shows_the_version(tmp_path):
     done = kv_pool_command("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"kv_pool {kv_pool.__version__}\n")
     module = [sys.executable, "-m", "kv_pool", "--version"]
-    told = subprocess.run(module, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=True)
-    assert told.stdout == done.stdout
+    report = subprocess.run(
+        module, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=True
+    )
+    assert report.stdout == done.stdout
 
 
-def test_without_typer_it_says_what_to_install_from_a_checkout(tmp_path):
+def test_missing_typer_error_says_what_to_install(tmp_path):
     code = "import sys; sys.modules['typer'] = None; from kv_pool.cli.main import main; main()"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
@@ -115,7 +117,7 @@ def test_without_typer_it_says_what_to_install_from_a_checkout(tmp_path):
 def test_a_shell_completes_sub_commands(tmp_path):
     asked = {"_KV_POOL_COMPLETE": "complete_bash", "COMP_WORDS": "kv-pool re", "COMP_CWORD": "1"}
     script = Path(sys.executable).with_name("kv-pool")
-    told = subprocess.run(
+    report = subprocess.run(
         [script],
         cwd=tmp_path,
         env={**os.environ, **asked},
@@ -124,32 +126,31 @@ def test_a_shell_completes_sub_commands(tmp_path):
         timeout=60,
         check=False,
     )
-    assert told.stdout.split() == ["replay"], told.stderr
+    assert report.stdout.split() == ["replay"], report.stderr
 
 
-def test_help_shows_brackets_models_and_no_type_for_flags(tmp_path):
+def test_help_shows_brackets_and_models_and_plain_flags(tmp_path):
     done = kv_pool_command("serve", "--help", cwd=tmp_path)
     assert (
-        "A TOML file with other nodes ([[peers]]) and what it costs to reach them ([links.rack])"
-        in done.stdout
+        "A TOML file that lists other nodes ([[peers]]) and the speed of links ([links.rack])" in done.stdout
     )
     assert "[OPTIONS] [TRACE]" in done.stdout
     assert "table [publisher]" in done.stdout
     for command in ("serve", "replay", "events", "migrate"):
         assert "bool" not in kv_pool_command(command, "--help", cwd=tmp_path).stdout
-    told = " ".join(kv_pool_command("replay", "--help", cwd=tmp_path).stdout.split())
-    assert all(model in told for model in MODELS)
+    report = " ".join(kv_pool_command("replay", "--help", cwd=tmp_path).stdout.split())
+    assert all(model in report for model in MODELS)
 
 
 WRONG_OPTIONS = [
-    ("replay trace.jsonl", "give the capacity either as --blocks or as --memory"),
-    ("replay trace.jsonl --blocks 10 --memory 1GiB", "give the capacity either as --blocks or as --memory"),
+    ("replay trace.jsonl", "pass the capacity either as --blocks or as --memory"),
+    ("replay trace.jsonl --blocks 10 --memory 1GiB", "pass the capacity either as --blocks or as --memory"),
     ("sweep trace.jsonl --blocks 10,many", "'many' is not a whole number"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG_OPTIONS)
-def test_options_that_can_not_be_meant_are_status_2_and_say_why(folder, arguments, message):
+def test_invalid_options_are_status_2_with_the_reason(folder, arguments, message):
     done = kv_pool_command(*arguments.split(), cwd=folder)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -157,7 +158,7 @@ def test_options_that_can_not_be_meant_are_status_2_and_say_why(folder, argument
     assert not (folder / "sweep.png").exists()
 
 
-def test_options_that_can_not_be_meant_are_one_line(folder):
+def test_invalid_options_are_one_line(folder):
     done = kv_pool_command("replay", "trace.jsonl", cwd=folder)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1

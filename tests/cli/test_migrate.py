@@ -42,7 +42,7 @@ def node(folder, name, trace, *options):
 
 @contextmanager
 def two_nodes(folder, *options_of_b):
-    """a is busy and knows b by the registry that a keeps."""
+    """Yield nodes a and b; a runs requests, and b has registered at a."""
     with ExitStack() as stack:
         a = stack.enter_context(node(folder, "a", "busy.jsonl"))
         options = ("--registry", a.address, *options_of_b)
@@ -57,18 +57,18 @@ def ask(folder, *arguments):
 
 def list_ids(name):
     with ControlClient(node=name) as client:
-        return [sequence.sequence_id for sequence in client.list_sequences().sequences]
+        return [sequence.sequence_id for sequence in client.describe_sequences().sequences]
 
 
 def wait_for_sequence(name, min_blocks=1):
     with ControlClient(node=name) as client:
         while True:
-            for sequence in client.list_sequences().sequences:
+            for sequence in client.describe_sequences().sequences:
                 if sequence.num_blocks >= min_blocks:
                     return sequence.sequence_id, sequence.num_blocks
 
 
-def test_the_target_is_found_and_the_backend_may_be_named(folder):
+def test_target_is_chosen_and_the_named_backend_used(folder):
     with two_nodes(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=2)
         done = ask(folder, "migrate", "--sequence-id", str(sequence_id), "--backend", "tcp", "--node", "a")
@@ -77,10 +77,10 @@ def test_the_target_is_found_and_the_backend_may_be_named(folder):
         sequence_id, _ = wait_for_sequence("b")
         refused = ask(folder, "migrate", "--sequence-id", str(sequence_id), "--backend", "x", "--node", "b")
         assert refused.returncode == 2
-        assert refused.stderr == "error: node b has no backend 'x'; it is read by tcp\n"
+        assert refused.stderr == "error: node b has no backend 'x'; it offers tcp\n"
 
 
-def test_a_running_sequence_moves_to_another_node_and_goes_on_there(folder):
+def test_moved_sequence_continues_on_its_new_node(folder):
     with two_nodes(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=4)
         arguments = ("--sequence-id", str(sequence_id), "--target-node", "b")
@@ -93,22 +93,22 @@ def test_a_running_sequence_moves_to_another_node_and_goes_on_there(folder):
         assert list_ids("a") == []
         assert wait_for_sequence("b", min_blocks=num_moved + 1)[0] == sequence_id
         for name, num_used in (("a", 0), ("b", num_moved)):
-            told = json.loads(ask(folder, "stats", "--node", name, "--json").stdout)
-            assert told["used_blocks"] >= num_used
-            assert (told["used_blocks"] == 0) == (num_used == 0)
+            report = json.loads(ask(folder, "stats", "--node", name, "--json").stdout)
+            assert report["used_blocks"] >= num_used
+            assert (report["used_blocks"] == 0) == (num_used == 0)
         for name, other, direction in (("a", "b", "out"), ("b", "a", "in")):
-            told = json.loads(ask(folder, "migration-status", "--node", name, "--json").stdout)
-            [status] = told["migrations"]
+            report = json.loads(ask(folder, "migration-status", "--node", name, "--json").stdout)
+            [status] = report["migrations"]
             assert (status["peer"], status["direction"], status["phase"]) == (other, direction, "done")
             assert status["num_bytes"] == num_moved * 4096
         table = ask(folder, "migration-status", "--node", "a").stdout
         assert re.search(rf"sequence {sequence_id} +done +move to b +{num_moved}/{num_moved} ", table), table
-        # And back again, to the node that the target knows by name.
+        # And back, to a node that the target knows by name.
         assert ask(folder, "migrate", "--node", "b", *arguments[:3], "a").returncode == 0
         assert list_ids("a") == [sequence_id]
 
 
-def test_a_copy_goes_on_at_both_nodes(folder):
+def test_copied_sequence_continues_on_both_nodes(folder):
     with two_nodes(folder):
         done = ask(folder, "migrate", "--sequence-id", "newest", "--target-node", "b", "--copy", "--json")
         assert json.loads(done.stdout)["phase"] == "done"
@@ -116,14 +116,14 @@ def test_a_copy_goes_on_at_both_nodes(folder):
         again = ask(folder, "migrate", "--sequence-id", "newest", "--target-node", "b", "--copy")
         assert again.returncode == 2
         assert "stays; node b did not take it: " in again.stderr
-        assert "holds blocks on device 0 already" in again.stderr
+        assert "already holds blocks on device 0" in again.stderr
 
 
-def test_nodes_find_each_other_by_a_registry(folder):
+def test_nodes_find_each_other_through_a_registry(folder):
     with two_nodes(folder) as (a, b):
         for name, other, address in (("a", "b", b.address), ("b", "a", a.address)):
-            told = json.loads(ask(folder, "peers", "--node", name, "--json").stdout)
-            [peer] = told["peers"]
+            report = json.loads(ask(folder, "peers", "--node", name, "--json").stdout)
+            [peer] = report["peers"]
             assert (peer["name"], peer["address"], peer["nearness"]) == (other, address, "host")
             assert peer["num_blocks"] == 2000
             assert peer["round_trip_ms"] > 0
@@ -136,13 +136,13 @@ def test_nodes_find_each_other_by_a_registry(folder):
         assert "knows 0 other nodes" in ask(folder, "peers").stdout
 
 
-def test_people_read_which_sequences_there_are(folder):
+def test_sequences_are_listed_as_text(folder):
     with node(folder, "a", "busy.jsonl"):
         sequence_id, _ = wait_for_sequence("a")
         assert re.search(rf" {sequence_id} +\d+ +0 +[\d.]+ s ago", ask(folder, "sequences").stdout)
 
 
-def test_what_can_not_migrate_is_one_line_and_status_2(folder):
+def test_impossible_migration_is_one_line_and_status_2(folder):
     (folder / "secret").write_text("another secret than the other nodes'")
     (folder / "secret").chmod(0o600)
     with (
@@ -154,16 +154,16 @@ def test_what_can_not_migrate_is_one_line_and_status_2(folder):
         with node(folder, "a", "busy.jsonl", *peers, "--peer", "gone=127.0.0.1:1"):
             sequence_id, _ = wait_for_sequence("a", min_blocks=4)
             for arguments, message in (
-                (f"{sequence_id} nobody", "no node 'nobody' is known; known are: c, d, e, gone"),
-                (f"{sequence_id} gone", "127.0.0.1:1: can not connect: Connection refused"),
-                (f"{sequence_id} c", "it does not accept our secret, or does not know it itself"),
-                (f"{sequence_id} d", "node d has no room for sequence"),
+                (f"{sequence_id} nobody", "node 'nobody' is unknown; known nodes: c, d, e, gone"),
+                (f"{sequence_id} gone", "127.0.0.1:1: cannot connect: Connection refused"),
+                (f"{sequence_id} c", "the node has another secret"),
+                (f"{sequence_id} d", "node d has too few free blocks for sequence"),
                 (f"{sequence_id} e", "block_bytes is 4096 here and 512 there"),
-                (f"{sequence_id} a", "no node 'a' is known"),
-                ("7 d", f"sequence 7 holds no blocks on node a; these do: {sequence_id}"),
-                ("x d", "'x' is no sequence of a GPUKVPool; give its number, or newest"),
-                (f"{sequence_id} d --max-rate fast", "'fast' is no rate; write it as 100MB/s"),
-                (f"{sequence_id} d --socket here.sock", "give either --socket or --node, not both"),
+                (f"{sequence_id} a", "node 'a' is unknown"),
+                ("7 d", f"sequence 7 has no blocks on node a; these have: {sequence_id}"),
+                ("x d", "'x' is not a sequence id of a GPUKVPool; give a number, or newest"),
+                (f"{sequence_id} d --max-rate fast", "'fast' is not a rate; write it as 100MB/s"),
+                (f"{sequence_id} d --socket here.sock", "pass either --socket or --node, not both"),
             ):
                 number, target, *more = arguments.split()
                 done = ask(
@@ -176,10 +176,10 @@ def test_what_can_not_migrate_is_one_line_and_status_2(folder):
             assert list_ids("a") == [sequence_id]
             table = ask(folder, "peers", "--node", "a").stdout
             assert re.search(r" c +\S+ +no answer", table)
-            assert "gone: 127.0.0.1:1: can not connect" in table
+            assert "gone: 127.0.0.1:1: cannot connect" in table
 
 
-def test_an_interrupted_migration_is_given_up(folder):
+def test_interrupted_migration_is_cancelled(folder):
     with two_nodes(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=12)
         arguments = ["--sequence-id", str(sequence_id), "--target-node", "b", "--max-rate", "4kB/s"]
@@ -192,35 +192,35 @@ def test_an_interrupted_migration_is_given_up(folder):
             encoding="utf-8",
         )
         with process, ControlClient(node="a") as client:
-            while not client.list_sequences().sequences[0].is_migrating:
+            while not client.describe_sequences().sequences[0].is_in_transit:
                 assert process.poll() is None, process.stderr.read()
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
             assert f"error: sequence {sequence_id} stays" in process.stderr.read()
-            while client.list_sequences().sequences[0].is_migrating:
+            while client.describe_sequences().sequences[0].is_in_transit:
                 pass
         assert list_ids("a") == [sequence_id]
         assert list_ids("b") == []
 
 
-def test_the_pool_that_is_meant(folder):
+def test_pool_is_chosen_by_node_or_socket(folder):
     with node(folder, "a", "busy.jsonl"):
         assert ask(folder, "stats").returncode == 0
         with node(folder, "b", "idle.jsonl"):
             done = ask(folder, "stats")
             assert done.returncode == 2
-            assert done.stderr == "error: several pools are served: a, b; say which one with --node\n"
+            assert done.stderr == "error: several pools are served: a, b; choose one with --node\n"
             with serving("idle.jsonl", *SIZES, cwd=folder):
                 assert "2000 of 8 tokens" in ask(folder, "stats").stdout
                 done = ask(folder, "migrate", "--sequence-id", "1", "--target-node", "b")
                 assert done.returncode == 2
-                assert "is no node, so nothing migrates" in done.stderr
+                assert "is not a node, so migration is not available" in done.stderr
     done = ask(folder, "stats", "--node", "nobody")
     assert done.returncode == 2
     assert f"no pool is served at {get_default_path('nobody')}" in done.stderr
 
 
-def test_the_secret_is_made_once_for_its_owner_only(folder):
+def test_secret_is_created_once_for_its_owner_only(folder):
     secret = folder / "kv_pool" / "secret"
     with node(folder, "a", "idle.jsonl"):
         made = secret.read_bytes()
@@ -230,26 +230,26 @@ def test_the_secret_is_made_once_for_its_owner_only(folder):
     secret.chmod(0o644)
     done = ask(folder, "serve", "idle.jsonl", "--name", "a", *SIZES)
     assert done.returncode == 2
-    assert "others than its owner can read or write this file" in done.stderr
+    assert "users other than the owner can read or write this file" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--listen 127.0.0.1:0", "listen is about a node"),
-        ("--peer b=127.0.0.1:1", "peer is about a node, and a node has a name; give name, too"),
-        ("--name a/b", "'a/b' is no name of a node"),
-        ("--name a --peer b", "'b' is no peer; say name=host:port"),
-        ("--name a --listen nowhere", "'nowhere' is no address of a node"),
-        ("--name a --nodes nowhere.toml", "nowhere.toml: can not read the topology"),
-        ("--name a --registry b", "no node 'b' is known"),
-        ("--name a --registry 127.0.0.1:1", "127.0.0.1:1: can not connect"),
-        ("--name a --secret-file nowhere", "nowhere: can not read the shared secret"),
+        ("--listen 127.0.0.1:0", "listen is an option of nodes"),
+        ("--peer b=127.0.0.1:1", "peer is an option of nodes, and a node needs a name; set name, too"),
+        ("--name a/b", "'a/b' is not a valid node name"),
+        ("--name a --peer b", "'b' is not a peer; write name=host:port"),
+        ("--name a --listen nowhere", "'nowhere' is not a node address"),
+        ("--name a --nodes nowhere.toml", "nowhere.toml: cannot read the topology"),
+        ("--name a --registry b", "node 'b' is unknown"),
+        ("--name a --registry 127.0.0.1:1", "127.0.0.1:1: cannot connect"),
+        ("--name a --secret-file nowhere", "nowhere: cannot read the shared secret"),
         ("--name a --block-bytes 0", "block_bytes: Expected `int` >= 1"),
-        ("--name a --max-rate 0", "a rate of '0' is no rate at all"),
+        ("--name a --max-rate 0", "the rate '0' is below 1 byte per second"),
     ],
 )
-def test_a_node_that_can_not_be_is_one_line_and_status_2(folder, arguments, message):
+def test_invalid_node_is_one_line_and_status_2(folder, arguments, message):
     done = ask(folder, "serve", "idle.jsonl", *SIZES, *arguments.split())
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()

@@ -1,4 +1,4 @@
-"""Memory and a model as options, to a capacity."""
+"""Capacity from memory and model options."""
 
 import pytest
 from replay.made_trace import record, write_trace
@@ -16,7 +16,7 @@ def trace(tmp_path):
 
 
 def find(trace, memory, *, block_size=None, model=None, dimensions=(0, 0, 0), dtype_bytes=2, groups="full"):
-    """Blocks, and bytes of each."""
+    """Return the number of blocks, and the bytes of each."""
     kv = find_kv(model, *dimensions, dtype_bytes)
     return find_capacity(trace, block_size, None, memory, kv, groups)
 
@@ -25,7 +25,7 @@ def count(trace, memory, **options):
     return find(trace, memory, **options)[0]
 
 
-def test_blocks_are_the_traces_own_unless_given(trace):
+def test_default_block_size_is_the_traces(trace):
     assert count(trace, "1GiB", model="llama-3-8b") == 2**30 // BLOCK_BYTES - 1
     assert count(trace, "1GiB", model="llama-3-8b", block_size=16) == 2**30 // (2 * BLOCK_BYTES) - 1
 
@@ -35,12 +35,12 @@ def test_blocks_of_token_id_traces_have_16_tokens(tmp_path):
     assert count(trace, "1GiB", model="llama-3-8b") == 2**30 // (16 * 131_072) - 1
 
 
-def test_dimensions_count_as_the_model_that_has_them(trace):
+def test_dimensions_equal_the_model_that_has_them(trace):
     assert count(trace, "1GiB", dimensions=(32, 8, 128)) == count(trace, "1GiB", model="llama-3-8b")
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3"])
-def test_elements_of_half_the_size_make_twice_the_blocks(trace, model):
+def test_elements_of_half_the_size_double_the_blocks(trace, model):
     whole = count(trace, "1GiB", model=model) + 1
     halved = count(trace, "1GiB", model=model, dtype_bytes=1) + 1
     assert halved // 2 == whole
@@ -51,28 +51,28 @@ def test_memory_needs_a_model_or_dimensions(trace):
         count(trace, "1GiB")
 
 
-def test_a_model_and_dimensions_are_one_too_many():
-    with pytest.raises(InvalidArgumentError, match=r"give either --model, or --num-layers, .* not both"):
+def test_model_and_dimensions_together_are_refused():
+    with pytest.raises(InvalidArgumentError, match=r"pass either --model, or --num-layers, .* not both"):
         find_kv("llama-3-8b", 32, 8, 128, 2)
 
 
 @pytest.mark.parametrize(("blocks", "memory"), [(None, None), (10, "1GiB")])
-def test_the_capacity_is_told_once(trace, blocks, memory):
+def test_capacity_is_either_blocks_or_memory(trace, blocks, memory):
     with pytest.raises(InvalidArgumentError, match="either as --blocks or as --memory"):
         find_capacity(trace, None, blocks, memory, find_kv("llama-3-8b", 0, 0, 0, 2), "full")
 
 
-def test_a_block_of_one_of_several_groups_is_so_many_times_smaller(trace):
+def test_groups_divide_the_bytes_of_a_block(trace):
     assert find(trace, "1GiB", model="llama-3-8b") == (1023, BLOCK_BYTES)
     hybrid = find(trace, "1GiB", model="llama-3-8b", groups="full,window:64")
     assert hybrid == (2047, BLOCK_BYTES // 2)
 
 
-def test_without_a_model_the_bytes_of_a_block_are_not_known(trace):
+def test_bytes_of_a_block_are_unknown_without_a_model(trace):
     assert find_capacity(trace, None, 10, None, None, "full") == (10, 0)
 
 
-def test_dimensions_that_are_left_out_are_an_error(trace):
+def test_missing_dimensions_are_an_error(trace):
     with pytest.raises(InvalidArgumentError, match="no KV"):
         count(trace, "1GiB", dimensions=(32, 0, 128))
 

@@ -1,4 +1,4 @@
-"""Files that results go to: checked before the work, and no result is lost for want of one."""
+"""Output files: checked before the work; results go to standard output if a file fails."""
 
 import json
 
@@ -11,7 +11,7 @@ SIZES = ("--trace-block-size", "8", "--blocks", "50")
 
 @pytest.fixture
 def folder(tmp_path):
-    # The second line is broken: what reads that far has begun the work.
+    # The second line is broken: an error about it shows that the work had started.
     write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3]), record(32, [1, 2, 4, 5])])
     write_trace(tmp_path / "broken.jsonl", [record(24, [1, 2, 3]), record(32, [1])])
     (tmp_path / "folder.png").mkdir()
@@ -23,39 +23,39 @@ def folder(tmp_path):
     [
         (
             "replay broken.jsonl --json nowhere/r.json",
-            "nowhere/r.json: can not write the report: there is no",
+            "nowhere/r.json: cannot write the report: there is no",
         ),
-        ("replay broken.jsonl --json folder.png", "folder.png: can not write the report: it is a folder"),
+        ("replay broken.jsonl --json folder.png", "folder.png: cannot write the report: it is a folder"),
         (
             "sweep broken.jsonl --json nowhere/r.json",
-            "nowhere/r.json: can not write the report: there is no",
+            "nowhere/r.json: cannot write the report: there is no",
         ),
         (
             "replay broken.jsonl --requests nowhere/r.jsonl",
-            "nowhere/r.jsonl: can not write the requests: No such file",
+            "nowhere/r.jsonl: cannot write the requests: No such file",
         ),
-        ("sweep broken.jsonl --png folder.png", "folder.png: can not write the picture: it is a folder"),
+        ("sweep broken.jsonl --png folder.png", "folder.png: cannot write the picture: it is a folder"),
         (
             "sweep broken.jsonl --png curve.xyz",
-            "curve.xyz: can not write the picture: its name has to end in",
+            "curve.xyz: cannot write the picture: its name must end in",
         ),
-        ("sweep broken.jsonl --png curve", "curve: can not write the picture: its name has to end in"),
+        ("sweep broken.jsonl --png curve", "curve: cannot write the picture: its name must end in"),
     ],
 )
-def test_an_output_that_can_not_be_written_stops_it_before_the_work(folder, arguments, message):
+def test_unwritable_output_is_refused_before_the_work(folder, arguments, message):
     done = kv_pool_command(*arguments.split(), *SIZES, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"error: {message}" in done.stderr
 
 
-def test_a_report_that_finds_no_room_on_disk_is_printed(folder):
+def test_report_is_printed_if_the_disk_is_full(folder):
     done = kv_pool_command("replay", "trace.jsonl", *SIZES, "--json", "/dev/full", cwd=folder)
     assert done.returncode == 2
     assert json.loads(done.stdout)["requests"] == 2
     assert "No space left on device; the report is on standard output instead" in done.stderr
 
 
-def test_a_disk_that_fills_while_requests_are_written_costs_no_result(folder):
+def test_full_disk_during_requests_output_keeps_the_result(folder):
     write_trace(folder / "long.jsonl", [record(16, [i, i + 1]) for i in range(400)])
     arguments = ("replay", "long.jsonl", *SIZES, "--requests", "/dev/full", "--json", "report.json")
     done = kv_pool_command(*arguments, cwd=folder)
@@ -63,18 +63,18 @@ def test_a_disk_that_fills_while_requests_are_written_costs_no_result(folder):
     assert "token hit rate" in done.stdout
     assert json.loads((folder / "report.json").read_text())["requests"] == 400
     assert done.stderr.splitlines() == [
-        "error: /dev/full: can not write the requests: No space left on device; the file is cut off, the "
-        "replay is whole"
+        "error: /dev/full: cannot write the requests: No space left on device; the file is truncated, the "
+        "replay is complete"
     ]
 
 
-def test_sweep_json_that_finds_no_room_on_disk_is_printed(folder):
+def test_sweep_json_is_printed_if_the_disk_is_full(folder):
     done = kv_pool_command("sweep", "trace.jsonl", *SIZES, "--json", "/dev/full", cwd=folder)
     assert done.returncode == 2
     assert [report["num_blocks"] for report in json.loads(done.stdout)] == [50]
 
 
-def test_a_second_sweep_does_not_overwrite_the_first_curve(folder):
+def test_second_sweep_does_not_overwrite_the_first_curve(folder):
     for name in ("sweep.png", "sweep-2.png", "sweep-3.png"):
         done = kv_pool_command("sweep", "trace.jsonl", *SIZES, cwd=folder)
         assert done.stdout.endswith(f"curve: {name}\n")

@@ -1,4 +1,4 @@
-"""`kv-pool replay`: the table, the file, and every way to give the capacity."""
+"""`kv-pool replay`: the table, the file, and the options for capacity."""
 
 import hashlib
 import json
@@ -34,12 +34,12 @@ def replay(folder, *options):
 
 
 def rows(stdout):
-    """The table's first two columns."""
+    """Return the first two columns of the table."""
     cells = [line.split("│") for line in stdout.splitlines() if line.startswith("│")]
     return {line[1].strip(): line[2].strip() for line in cells}
 
 
-def test_the_table_and_the_file_say_the_same(folder):
+def test_table_and_file_agree(folder):
     stdout, report = replay(folder, "--blocks", "20")
     assert "trace.gz through 20 blocks of 8 tokens" in stdout
     table = rows(stdout)
@@ -52,7 +52,7 @@ def test_the_table_and_the_file_say_the_same(folder):
     assert (report["blocks_hit"], report["blocks_looked_up"]) == (2, 9)
 
 
-def test_the_file_says_how_to_do_it_again(folder):
+def test_file_records_how_to_repeat_the_run(folder):
     _, report = replay(folder, "--blocks", "20", "--seed", "7")
     provenance = report["provenance"]
     assert provenance["command"][1:4] == ["replay", "trace.gz", "--trace-block-size"]
@@ -72,7 +72,7 @@ def test_the_trace_clock_shows_preemptions_and_time(folder):
     assert table["preempted"] == str(report["preempted"])
     assert "simulated time" in table
     # The first holds 3 blocks, 4 from 24 to 74. The second arrives at 5, shares two of them and has 2 more;
-    # at 40 it needs a third and loses them; from 74 to 82 it computes 8 tokens anew.
+    # at 40 it needs a third and loses them; from 74 to 82 it recomputes 8 tokens.
     assert report["preempted"] == 1
     assert report["simulated_ms"] == 82 + 90
     assert report["tokens_out"] == 14
@@ -80,13 +80,13 @@ def test_the_trace_clock_shows_preemptions_and_time(folder):
     assert report["settings"]["speedup"] == 2.0
 
 
-def test_capacity_may_be_the_memory_of_a_model(folder):
+def test_capacity_from_memory_and_a_model(folder):
     # 8 tokens of 131 072 bytes are 1 MiB; one block is the null block.
     _, report = replay(folder, "--memory", "1GiB", "--model", "llama-3-8b")
     assert report["num_blocks"] == 1023
 
 
-def test_capacity_may_be_the_memory_of_any_dimensions(folder):
+def test_capacity_from_memory_and_dimensions(folder):
     dimensions = ("--num-layers", "4", "--num-kv-heads", "2", "--head-size", "8", "--dtype-bytes", "1")
     _, report = replay(folder, "--memory", "16KiB", "--block-size", "4", *dimensions)
     assert report["block_size"] == 4
@@ -96,7 +96,7 @@ def test_capacity_may_be_the_memory_of_any_dimensions(folder):
 HYBRID = ("--groups", "full,window:16", "--chunk-tokens", "8")
 
 
-def test_groups_have_blocks_of_their_own_from_one_pool(folder):
+def test_groups_allocate_separate_blocks_from_one_pool(folder):
     stdout, report = replay(folder, "--blocks", "20", *HYBRID)
     assert "clock instant, full_blocks_cap, full,window:16, core" in stdout
     assert report["settings"]["groups"] == "full,window:16"
@@ -106,13 +106,13 @@ def test_groups_have_blocks_of_their_own_from_one_pool(folder):
     assert report["tokens_hit"] == 16
 
 
-def test_memory_is_shared_out_among_groups(folder):
+def test_memory_is_divided_among_groups(folder):
     _, report = replay(folder, "--memory", "1GiB", "--model", "llama-3-8b", *HYBRID)
     assert report["num_blocks"] == 2047
     assert report["settings"]["block_bytes"] == 2**19
 
 
-def test_preempted_requests_may_go_to_the_host(folder):
+def test_preempted_requests_are_swapped_to_the_host(folder):
     stdout, report = replay(
         folder,
         *("--blocks", "6", "--clock", "trace", "--prefill-rate", "1000", "--decode-rate", "100"),
@@ -135,8 +135,8 @@ def test_preempted_requests_may_go_to_the_host(folder):
 TWICE = [record(24, [1, 2, 3]), record(32, [4, 5, 6, 7], 0, 100), record(24, [1, 2, 3], 0, 200)]
 
 
-def test_what_the_pool_gave_up_is_read_back_from_tiers(folder):
-    # The second takes 3 and 2 from the first, tail first; the host has room for one, so 3 goes to disk.
+def test_evicted_blocks_are_onboarded_from_tiers(folder):
+    # The second takes 3 and 2 from the first, tail first; the host tier holds one block, so 3 goes to disk.
     write_trace(folder / "trace.gz", TWICE)
     stdout, report = replay(folder, "--blocks", "5", "--host-tier", "1", "--disk-tier", "9")
     table = rows(stdout)
@@ -149,7 +149,7 @@ def test_what_the_pool_gave_up_is_read_back_from_tiers(folder):
     assert report["tiers"][0]["bytes_moved"] == 0
 
 
-def test_reading_back_takes_time(folder):
+def test_onboarding_takes_time(folder):
     write_trace(folder / "trace.gz", TWICE)
     stdout, report = replay(
         folder,
@@ -163,10 +163,10 @@ def test_reading_back_takes_time(folder):
     assert (tier["blocks_written"], tier["blocks_read"]) == (7, 1)
     assert tier["bytes_moved"] == 8 * 2**20
     assert report["settings"]["disk_bytes_per_s"] == 1e6
-    assert "1 read back, 0.0 GB in all" in stdout
+    assert "1 onboarded, 0.0 GB in all" in stdout
 
 
-def test_conversations_and_system_prompts_may_be_kept(folder):
+def test_conversations_and_system_prompts_are_kept(folder):
     write_trace(folder / "trace.gz", [{**traced, "session_id": 1} for traced in TRACE])
     _, report = replay(folder, "--blocks", "20", "--keep-sessions", "60", "--keep-prefix", "8")
     assert report["settings"]["keep_session_s"] == 60
@@ -176,22 +176,22 @@ def test_conversations_and_system_prompts_may_be_kept(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--groups full,half", "'half' in groups 'full,half' is no group; write full, window:TOKENS"),
-        ("--groups mamba --chunk-tokens 4", "a step of 4 prompt tokens is too short; it has 8 or more"),
+        ("--groups full,half", "'half' in groups 'full,half' is not a group; write full, window:TOKENS"),
+        ("--groups mamba --chunk-tokens 4", "a step of 4 prompt tokens is too short; it needs at least 8"),
         ("--watermark 1", "watermark is 1.0; it is a share of the pool, 0 to below 1"),
         ("--host-blocks 9 --clock trace", "--host-blocks needs --model or dimensions"),
-        ("--host-blocks 9 --model llama-3-8b", "only with the trace clock there are some"),
+        ("--host-blocks 9 --model llama-3-8b", "which only the trace clock has"),
         ("--host-tier 9 --clock trace", "with the trace clock --host-tier and --disk-tier need --model"),
         ("--disk-tier 9 --tier-write never", "unknown tier_write 'never'; known are back, through"),
         ("--disk-rate slow", "'slow' is not a size"),
         ("--preempt never", "unknown preemption 'never'; known are cost, swap, recompute"),
         ("--copy-rate fast", "'fast' is not a size"),
-        ("--copy-rate 0GB", "copy_bytes_per_s is 0; it is above 0"),
+        ("--copy-rate 0GB", "copy_bytes_per_s is 0; it must be above 0"),
         ("--keep-sessions 60", "has no session_id"),
-        ("--model llama-3-8b --num-layers 3", "give either --model, or --num-layers"),
+        ("--model llama-3-8b --num-layers 3", "pass either --model, or --num-layers"),
     ],
 )
-def test_options_that_can_not_be_meant_are_one_line_and_status_2(folder, options, message):
+def test_invalid_options_are_one_line_and_status_2(folder, options, message):
     done = kv_pool_command(
         "replay", "trace.gz", "--trace-block-size", "8", "--blocks", "20", *options.split(), cwd=folder
     )
@@ -199,7 +199,7 @@ def test_options_that_can_not_be_meant_are_one_line_and_status_2(folder, options
     assert message in done.stderr
 
 
-def test_broken_lines_that_were_passed_over_are_shown(folder):
+def test_skipped_broken_lines_are_shown(folder):
     write_trace(folder / "trace.gz", [TRACE[0], "not json", TRACE[1], "{}"])
     stdout, report = replay(folder, "--blocks", "20", "--skip-broken")
     assert rows(stdout)["broken lines"] == "2"
@@ -207,7 +207,7 @@ def test_broken_lines_that_were_passed_over_are_shown(folder):
     assert (report["requests"], report["broken_lines"]) == (2, 2)
 
 
-def test_a_bundled_trace_goes_by_its_name(tmp_path):
+def test_bundled_trace_is_found_by_name(tmp_path):
     done = kv_pool_command(
         "replay", "mooncake_conversation", "--blocks", "1000", "--limit", "100", cwd=tmp_path
     )
@@ -217,7 +217,7 @@ def test_a_bundled_trace_goes_by_its_name(tmp_path):
     assert "late" not in rows(done.stdout)
 
 
-def test_runs_of_consecutive_ids_may_be_preferred(folder):
+def test_runs_of_consecutive_ids_are_preferred(folder):
     _, report = replay(folder, "--blocks", "20", "--runs")
     assert report["settings"]["runs"] is True
 
@@ -237,8 +237,8 @@ def test_its_events_can_be_read_while_it_runs(folder):
     with process:
         try:
             line = process.stdout.readline()
-            told = re.fullmatch(r"in a second terminal: kv-pool events (\S+) --replay (\S+)\n", line)
-            with KVEventSubscriber(*told.groups()) as subscriber:
+            output = re.fullmatch(r"in a second terminal: kv-pool events (\S+) --replay (\S+)\n", line)
+            with KVEventSubscriber(*output.groups()) as subscriber:
                 batches = list(islice((item for item in subscriber if isinstance(item, ReceivedBatch)), 4))
         finally:
             process.kill()
@@ -249,7 +249,7 @@ def test_its_events_can_be_read_while_it_runs(folder):
     assert stored == [[stored[0][0] + number] * 8 for number in range(len(stored))]
 
 
-def test_its_publisher_may_be_described_in_a_file(folder):
+def test_publisher_is_configured_by_a_file(folder):
     (folder / "publisher.toml").write_text(
         '[publisher]\nendpoint = "tcp://127.0.0.1:0"\nreplay_endpoint = "tcp://127.0.0.1:0"\n'
     )
@@ -262,14 +262,14 @@ def test_its_publisher_may_be_described_in_a_file(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--publish-config wrong.toml", "wrong.toml: [publisher]: unknown 'topics' for a publisher"),
-        ("--pace 3", "--pace is about events; give --publish, too"),
-        ("--publish tcp://127.0.0.1:0 --pace 0", "the pace is 0.0 requests a second; it is above 0"),
+        ("--publish-config wrong.toml", "wrong.toml: [publisher]: unknown key 'topics' for a publisher"),
+        ("--pace 3", "--pace is for events; pass --publish, too"),
+        ("--publish tcp://127.0.0.1:0 --pace 0", "the pace is 0.0 requests per second; it must be above 0"),
         ("--publish nowhere", "endpoint is 'nowhere'; write tcp://host:port"),
-        ("--publish-replay tcp://127.0.0.1:0", "publish_replay is about missed events; give publish, too"),
+        ("--publish-replay tcp://127.0.0.1:0", "publish_replay is for missed events; set publish, too"),
     ],
 )
-def test_events_that_can_not_be_published_are_one_line_and_status_2(folder, options, message):
+def test_unpublishable_events_are_one_line_and_status_2(folder, options, message):
     (folder / "wrong.toml").write_text('[publisher]\ntopics = "kv"\n')
     done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""`kv-pool sequences`: what people and programs read of sequences, requests and holds."""
+"""`kv-pool sequences`: tables and JSON of sequences, requests and holds."""
 
 import json
 import re
@@ -25,11 +25,11 @@ def ask(tmp_path):
 
 
 def list_rows(text):
-    """The cells of each row of a table."""
+    """Return the cells of each row of a table."""
     return [re.split("  +", line.strip()) for line in text.splitlines() if line.strip(" ─━")]
 
 
-def test_people_read_sequences_with_priority_and_last_access(ask):
+def test_sequences_show_priority_and_last_access(ask):
     pool = make()
     take(pool, 1, 3)
     take(pool, 2, 2, priority=1)
@@ -41,12 +41,12 @@ def test_people_read_sequences_with_priority_and_last_access(ask):
 
 
 @pytest.mark.parametrize("pool_class", [RunBlockPool, BlockPool])
-def test_people_read_requests_with_their_tokens_and_held_blocks(ask, pool_class):
+def test_requests_show_tokens_and_held_blocks(ask, pool_class):
     served = Served(pool_class)
     served.engine.start("chat [1]", make_prompt(1, 3))
     served.engine.start("chat 2", make_prompt(2))
     blocks = served.engine.manager.get_table("chat 2").blocks
-    with served.engine.pool.hold(blocks, "lent to a test"):
+    with served.engine.pool.hold(blocks, "leased to a test"):
         text = ask(served.face)
     assert list_rows(text) == [
         ["sequence", "blocks", "held in place", "tokens"],
@@ -55,28 +55,28 @@ def test_people_read_requests_with_their_tokens_and_held_blocks(ask, pool_class)
     ]
 
 
-def test_people_read_what_is_held_and_since_when(ask):
+def test_holds_show_blocks_and_ages(ask):
     pool = make()
     take(pool, 1, 3)
     blocks = pool.block_pool.blocks
     until = pool.block_pool.holds.clock() + 1000
-    pool.block_pool.hold(blocks[1:3], "lent to [node b]", until=until)
+    pool.block_pool.hold(blocks[1:3], "leased to [node b]", until=until)
     pool.pin([3])
-    titles, pinned, lent = list_rows(ask(pool, "--holds"))
+    titles, pinned, leased = list_rows(ask(pool, "--holds"))
     assert titles == ["blocks", "ids", "held for", "until", "held as"]
-    assert lent[:2] == ["2", "1, 2"]
-    assert lent[4] == "lent to [node b]"
-    assert re.fullmatch(r"in \d+\.\d s", lent[3])
-    assert pinned[:2] == ["1", "3"]  # the pool has had its hold for pins since it was made
+    assert leased[:2] == ["2", "1, 2"]
+    assert leased[4] == "leased to [node b]"
+    assert re.fullmatch(r"in \d+\.\d s", leased[3])
+    assert pinned[:2] == ["1", "3"]  # the pool's hold for pins is as old as the pool
     assert len(list_rows(ask(pool, "--block", "2"))) == 2
     assert ask(pool, "--block", "99", status=2) == "error: block 99 is not one of 1 to 10\n"
 
 
-def test_programs_read_one_json_object(ask):
+def test_json_is_one_object(ask):
     pool = make()
     take(pool, 1, 3)
-    with pool.block_pool.hold(pool.block_pool.blocks[1:3], "lent to a test"):
-        [told] = json.loads(ask(pool, "--json"))["sequences"]
-        assert (told["sequence_id"], told["num_blocks"], told["num_fixed_blocks"]) == (1, 3, 2)
+    with pool.block_pool.hold(pool.block_pool.blocks[1:3], "leased to a test"):
+        [report] = json.loads(ask(pool, "--json"))["sequences"]
+        assert (report["sequence_id"], report["num_blocks"], report["num_immovable_blocks"]) == (1, 3, 2)
         [hold] = json.loads(ask(pool, "--holds", "--json"))["holds"]
-        assert (hold["reason"], hold["num_blocks"], hold["remaining_s"]) == ("lent to a test", 2, None)
+        assert (hold["reason"], hold["num_blocks"], hold["remaining_s"]) == ("leased to a test", 2, None)

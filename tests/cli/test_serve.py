@@ -1,4 +1,4 @@
-"""`kv-pool serve`: it says where it listens, answers, and leaves nothing behind."""
+"""`kv-pool serve`: its first line, replies, events and clean end."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_its_first_line_says_where_and_how_to_ask(folder):
+def test_first_line_names_the_socket_and_a_command(folder):
     with serving(*SMALL, cwd=folder) as process:
         assert process.first_line == (
             f"a pool of 40 blocks of 8 tokens is served at {folder}/kv_pool/control.sock; "
@@ -42,7 +42,7 @@ def test_its_first_line_says_where_and_how_to_ask(folder):
             assert client.get_statistics().total_blocks == 40
 
 
-def test_a_manager_is_served_and_asked_as_a_pool_is(folder):
+def test_manager_is_served_like_a_pool(folder):
     with serving(*SMALL, "--manager", "--socket", "here.sock", cwd=folder):
         for command in ("stats", "layout", "sequences", "defrag"):
             done = kv_pool_command(command, "--json", "--socket", "here.sock", cwd=folder)
@@ -53,15 +53,15 @@ def test_a_manager_is_served_and_asked_as_a_pool_is(folder):
             assert all(one["priority"] is None for one in known.get("sequences", []))
 
 
-def test_another_socket_is_named_in_the_line(folder):
+def test_first_line_names_another_socket(folder):
     with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
         assert process.first_line.endswith("kv-pool stats --socket here.sock\n")
         done = kv_pool_command("stats", "--socket", "here.sock", "--json", cwd=folder)
         assert json.loads(done.stdout)["block_size"] == 8
 
 
-def test_a_mirror_of_its_events_holds_what_the_pool_holds(folder):
-    # The second hits a block of the first; the third comes when nobody looks any more.
+def test_mirror_of_the_events_equals_the_cached_blocks(folder):
+    # The second hits a block of the first; the third arrives after the test.
     records = [record(24, [1, 2, 3], 5, 0), record(16, [1, 4], 10, 1000), record(8, [9], 1, 9_000_000)]
     write_trace(folder / "trace.jsonl", records)
     publishing = ("--publish", "tcp://127.0.0.1:0", "--publish-replay", "tcp://127.0.0.1:0")
@@ -82,8 +82,8 @@ def test_a_mirror_of_its_events_holds_what_the_pool_holds(folder):
     assert mirror.find_prefix_of_tokens([1] * 8 + [2] * 8 + [7] * 8) == {"serve": 16}
 
 
-def test_it_publishes_with_the_preset_for_routers():
-    """Numbers from the clock, a heartbeat, replay and a state; routers were told of no restart."""
+def test_publisher_uses_the_preset_for_routers():
+    """Sequence numbers from the clock, a heartbeat, replay and a state; restarts used to go unnoticed."""
     port = "tcp://127.0.0.1:0"
     with open_publisher(port, port, None) as publisher:
         assert publisher.config == PublisherConfig.for_routers(endpoint=port, replay_endpoint=port)
@@ -92,12 +92,12 @@ def test_it_publishes_with_the_preset_for_routers():
             while len(numbers) < 2:  # heartbeats
                 numbers += [item.sequence for item in subscriber.poll(0.2) if isinstance(item, ReceivedBatch)]
     assert abs(numbers[0] / 1e6 - time.time()) < 100
-    assert publisher.statistics().num_empty_batches_sent > 0
+    assert publisher.get_statistics().num_empty_batches_sent > 0
 
 
 @pytest.mark.parametrize("is_named_in_its_file", [False, True])
-def test_its_publisher_may_be_described_in_a_file(folder, is_named_in_its_file):
-    """Encrypted and heard by its heartbeats; the command that it prints is the one that reads it."""
+def test_publisher_is_configured_by_a_file(folder, is_named_in_its_file):
+    """An encrypted stream with heartbeats; the printed command can read it."""
     for name in ("server", "reader"):
         zmq.auth.create_certificates(folder, name)
     (folder / "readers").mkdir()
@@ -105,7 +105,7 @@ def test_its_publisher_may_be_described_in_a_file(folder, is_named_in_its_file):
     (folder / "publisher.toml").write_text(
         """
         [publisher]
-        endpoint = "tcp://127.0.0.1:5557"        # the command line wins
+        endpoint = "tcp://127.0.0.1:5557"        # overridden by the command line
         replay_endpoint = "tcp://127.0.0.1:0"
         topic = "kv@pod@model"
         heartbeat_s = 0.05
@@ -127,12 +127,12 @@ def test_its_publisher_may_be_described_in_a_file(folder, is_named_in_its_file):
     assert reads.returncode == 0, reads.stderr
     assert {json.loads(line)["kind"] for line in reads.stdout.splitlines()} == {"stored"}
     assert beats.returncode == 0, beats.stderr
-    # The requests are over some time, and then there is one heartbeat after the other.
+    # After the last request only heartbeats arrive.
     assert re.search(r"\d in group 0 GPU", beats.stdout), beats.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_cleanly(folder, number):
+def test_signal_ends_it_cleanly(folder, number):
     with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
         assert (folder / "here.sock").exists()
         process.send_signal(number)
@@ -157,7 +157,7 @@ def test_the_bundled_trace_is_the_default(tmp_path):
             assert client.defragment(max_moves=5).moved_blocks <= 5
 
 
-def test_options_may_come_from_a_file_and_the_command_line_wins(folder):
+def test_command_line_overrides_options_of_a_file(folder):
     (folder / "serve.toml").write_text(
         'trace = "trace.jsonl"\ntrace_block_size = 8\nblocks = 30\nblock_size = 4\nsocket = "here.sock"\n'
     )
@@ -170,23 +170,23 @@ def test_options_may_come_from_a_file_and_the_command_line_wins(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--config nowhere.toml", "nowhere.toml: can not read the settings"),
+        ("--config nowhere.toml", "nowhere.toml: cannot read the settings"),
         ("--config wrong.toml", "wrong.toml: unknown key 'block'; known are trace, blocks, "),
         ("--blocks 0", "blocks: Expected `int` >= 1"),
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("trace.jsonl --trace-block-size 8 --blocks 2 --block-size 8", "the smallest request needs 4"),
-        (f"trace.jsonl --trace-block-size 8 --socket {'x' * 108}", "a socket's path has 10"),
-        ("trace.jsonl --trace-block-size 8 --socket trace.jsonl", "is no socket and stays as it is"),
+        (f"trace.jsonl --trace-block-size 8 --socket {'x' * 108}", "a socket's path has at most 10"),
+        ("trace.jsonl --trace-block-size 8 --socket trace.jsonl", "is not a socket and was left unchanged"),
         ("trace.jsonl --trace-block-size 8 --publish here", "endpoint is 'here'; write tcp://host:port"),
         (
             "trace.jsonl --trace-block-size 8 --publish-replay tcp://127.0.0.1:0",
-            "publish_replay is about missed events; give publish, too",
+            "publish_replay is for missed events; set publish, too",
         ),
-        ("trace.jsonl --publish-config nowhere.toml", "nowhere.toml: can not read the publisher's config"),
+        ("trace.jsonl --publish-config nowhere.toml", "nowhere.toml: cannot read the publisher's config"),
         ("trace.jsonl --publish-config wrong.toml", "wrong.toml: there is no table [publisher]"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_status_2(folder, arguments, message):
+def test_invalid_settings_are_one_line_and_status_2(folder, arguments, message):
     (folder / "wrong.toml").write_text("block = 10")
     done = kv_pool_command("serve", *arguments.split(), cwd=folder)
     assert done.returncode == 2
@@ -200,7 +200,7 @@ def test_what_cannot_be_served_is_one_line_and_status_2(folder, arguments, messa
     ("options", "status", "message"),
     [((), 0, ""), (("--publish", "tcp://127.0.0.1:0"), 2, "needs pyzmq: pip install '.[zmq]'")],
 )
-def test_pyzmq_is_needed_for_events_only(folder, options, status, message):
+def test_pyzmq_is_required_only_for_events(folder, options, status, message):
     arguments = ["kv-pool", "serve", *SMALL, "--socket", "here.sock", "--duration", "0.1", *options]
     code = (
         f"import sys; sys.modules['zmq'] = None; sys.argv = {arguments!r}\n"
@@ -213,14 +213,14 @@ def test_pyzmq_is_needed_for_events_only(folder, options, status, message):
     assert message in done.stderr
 
 
-def test_a_socket_that_is_served_already_is_one_line_and_status_2(folder):
+def test_socket_in_use_is_one_line_and_status_2(folder):
     with ControlServer(make(), folder / "here.sock"):
         done = kv_pool_command("serve", *SMALL, "--socket", "here.sock", cwd=folder)
     assert done.returncode == 2
     assert "a pool is served at here.sock already" in done.stderr
 
 
-def test_a_line_that_breaks_later_ends_it_with_status_2(folder):
+def test_later_broken_line_ends_it_with_status_2(folder):
     write_trace(folder / "trace.jsonl", [*[record(8, [at]) for at in range(1001)], "not json"])
     with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
         assert process.wait(60) == 2

@@ -1,4 +1,4 @@
-"""Commands offer what settings declare, and make the settings again from what is given."""
+"""Commands offer the options that settings declare, and create settings from their values."""
 
 import inspect
 from dataclasses import dataclass, field, fields
@@ -52,7 +52,7 @@ class Described:
 
 
 def call(order, *, found=(), **given):
-    """What a command that takes Settings is called with."""
+    """Return the arguments with which a command that takes `Settings` is called."""
     called = []
 
     @takes(Settings, order, **dict(found))
@@ -76,7 +76,7 @@ def names_of(settings_class):
     return {option.name or name for name, _, option in list_options(settings_class)}
 
 
-def test_settings_are_made_from_options_by_their_own_names():
+def test_settings_are_created_from_options_by_name():
     settings, own = call(
         "trace limit loud copy_rate own",
         found={"num_blocks": 7},
@@ -90,12 +90,12 @@ def test_settings_are_made_from_options_by_their_own_names():
     assert own == "mine"
 
 
-def test_options_that_are_not_given_have_the_defaults_of_the_settings():
+def test_absent_options_have_the_defaults_of_the_settings():
     settings, _ = call("trace limit loud copy_rate own", found={"num_blocks": 7}, trace="t")
     assert settings == Settings("t", 7)
 
 
-def test_options_that_a_command_does_not_offer_have_the_defaults_too():
+def test_options_not_offered_have_the_defaults():
     settings, own = call("own trace", found={"num_blocks": 7}, trace="t")
     assert (settings, own) == (Settings("t", 7), None)
 
@@ -105,7 +105,7 @@ def test_an_unreadable_value_is_refused():
         call("trace copy_rate own", found={"num_blocks": 7}, trace="t", copy_rate="fast")
 
 
-def test_the_order_of_the_help_is_the_given_one():
+def test_help_lists_options_in_the_given_order():
     @takes(Settings, "own copy_rate trace")
     def command(settings, own=None):
         raise AssertionError
@@ -113,12 +113,12 @@ def test_the_order_of_the_help_is_the_given_one():
     assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
 
 
-def test_a_name_in_the_order_that_nothing_declares_is_an_error():
+def test_unknown_name_in_the_order_is_an_error():
     with pytest.raises(KeyError, match="limt"):
         takes(Settings, "trace limt")(lambda settings: None)
 
 
-def test_settings_of_a_file_are_overridden_only_by_what_is_given():
+def test_only_given_options_override_a_file():
     called = []
 
     @takes_given(ServeSettings, "blocks peer config")

@@ -1,4 +1,4 @@
-"""Signals end every long command: at once, with its status, without residue; real processes and terminals."""
+"""Signals end every long command at once, with the right status and without leftovers; real processes."""
 
 import os
 import pty
@@ -23,7 +23,7 @@ SIZES = ("--block-size", "8", "--trace-block-size", "8")
 
 @pytest.fixture
 def folder(tmp_path):
-    # Requests that run for hours: on the trace clock they never get anywhere.
+    # Requests that run for hours on the trace clock.
     busy = [record(800, list(range(i, i + 100)), 300_000, 60_000 + i) for i in range(2_000)]
     write_trace(tmp_path / "busy.jsonl", busy)
     write_trace(tmp_path / "idle.jsonl", [record(8, [1], 1, 9_000_000)])
@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 @contextmanager
 def running(folder, *arguments, **options):
-    """The command in a session of its own; whatever is left of the session at the end is killed."""
+    """Run the command in its own session; kill what remains of the session at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kv_pool", *arguments],
         cwd=folder,
@@ -52,7 +52,7 @@ def running(folder, *arguments, **options):
 
 
 def list_session(session):
-    """The processes of a session that have not ended, zombies left out."""
+    """Return the processes of a session that still run, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -74,7 +74,7 @@ def wait_until(is_so, process):
 
 
 def wait_for_all(process):
-    """Wait, up to a bound, until nothing of the session runs."""
+    """Wait, up to a bound, until no process of the session runs."""
     deadline = os.times().elapsed + BOUND_S
     while left := list_session(process.pid):
         assert os.times().elapsed < deadline, "a process of the session goes on"
@@ -91,7 +91,7 @@ def count_cpu_ticks(pid):
 
 
 def is_computing(process, num_workers):
-    """Workers are more than the sweep's process and its resource tracker; half a second is past imports."""
+    """Return whether the workers compute: they have used half a second of CPU, more than imports take."""
     busy = [pid for pid in list_session(process.pid) if pid != process.pid and count_cpu_ticks(pid) > 60]
     return len(busy) >= num_workers
 
@@ -100,7 +100,7 @@ SWEEP = ("sweep", "busy.jsonl", *SIZES, "--blocks", "50000,60000,70000", "--cloc
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_to_a_sweep_ends_its_workers_too(folder, name):
+def test_signal_to_a_sweep_ends_its_workers(folder, name):
     with running(folder, *SWEEP) as process:
         wait_until(lambda: is_computing(process, 2), process)
         process.send_signal(getattr(signal, name))
@@ -129,14 +129,14 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(folder):
         wait_for_all(process)
 
 
-def test_workers_of_a_killed_sweep_do_not_go_on(folder):
+def test_workers_of_a_killed_sweep_end(folder):
     with running(folder, *SWEEP) as process:
         wait_until(lambda: is_computing(process, 2), process)
         process.kill()
         wait_for_all(process)
 
 
-def test_a_worker_that_is_killed_is_one_line(folder):
+def test_killed_worker_is_reported_in_one_line(folder):
     with running(folder, *SWEEP) as process:
         wait_until(lambda: is_computing(process, 2), process)
         workers = sorted(list_session(process.pid), key=count_cpu_ticks)
@@ -182,7 +182,7 @@ def test_a_signal_ends_every_long_command(folder, command, name):
 
 
 def has_handler(pid):
-    """Does the process catch SIGTERM? Python does so only where a handler was installed."""
+    """Return whether the process catches SIGTERM, which requires an installed handler."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -214,8 +214,8 @@ finally:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_command_that_cannot_end_is_ended_within_a_second(name):
-    """Whatever it cleans up, and whichever threads it has: `GRACE_S` after the signal it is gone."""
+def test_stuck_command_is_terminated_within_a_second(name):
+    """`GRACE_S` after the signal the process ends, whatever its cleanup and threads do."""
     command = [sys.executable, "-c", WILL_NOT_END]
     with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout.readline() == "ready\n"
@@ -225,10 +225,10 @@ def test_a_command_that_cannot_end_is_ended_within_a_second(name):
             assert process.wait(BOUND_S) == STATUS[name]
         finally:
             process.kill()
-        assert GRACE_S <= time.monotonic() - sent < 10 * GRACE_S  # the rest is for a busy machine
+        assert GRACE_S <= time.monotonic() - sent < 10 * GRACE_S  # the margin is for a busy machine
 
 
-def test_a_sighup_that_nohup_ignores_does_not_end_it(folder):
+def test_sighup_ignored_by_nohup_does_not_end_it(folder):
     ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-m", "kv_pool"]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with subprocess.Popen(
@@ -245,7 +245,7 @@ def test_a_sighup_that_nohup_ignores_does_not_end_it(folder):
 
 
 @pytest.mark.parametrize("command", ["replay", "sweep"])
-def test_ctrl_c_at_a_terminal_leaves_no_bar_and_shows_the_cursor(folder, command):
+def test_ctrl_c_removes_the_bar_and_shows_the_cursor(folder, command):
     arguments = SWEEP if command == "sweep" else LONG_COMMANDS[command]
     pid, terminal = pty.fork()
     if pid == 0:
@@ -258,7 +258,7 @@ def test_ctrl_c_at_a_terminal_leaves_no_bar_and_shows_the_cursor(folder, command
         assert select.select([terminal], [], [], BOUND_S)[0], shown
         try:
             shown += os.read(terminal, 10_000)
-        except OSError:  # how Linux says that nothing has the terminal open any more
+        except OSError:  # on Linux: no process has the terminal open any more
             break
         if not is_interrupted and shown.count(b"ing ") > 5:  # the bar was drawn several times
             is_interrupted = True

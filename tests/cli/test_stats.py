@@ -1,4 +1,4 @@
-"""`kv-pool stats`: what people and programs read of a running pool."""
+"""`kv-pool stats`: text and JSON of a running pool."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def ask(tmp_path):
     return run
 
 
-def test_people_read_counts_shares_and_latencies(ask):
+def test_text_shows_counts_shares_and_latencies(ask):
     pool = make_scattered(run_length=2)
     pool.pin([3])
     lines = ask(pool).splitlines()
@@ -49,7 +49,7 @@ def test_people_read_counts_shares_and_latencies(ask):
     assert len(lines) == 15
 
 
-def test_a_new_pool_has_no_latencies_yet(ask):
+def test_new_pool_has_no_latencies(ask):
     assert "Allocation Latency: not known yet, 0 calls" in ask(make())
 
 
@@ -61,16 +61,16 @@ def test_hits_are_shown_as_a_share(ask):
     assert "Prefix Cache: 2 of 4 blocks hit (50.0%), 0 evicted" in ask(pool)
 
 
-def test_programs_read_one_json_object(ask):
+def test_json_is_one_object(ask):
     pool = make_scattered(run_length=2)
-    told = json.loads(ask(pool, "--json"))
-    assert (told["used_blocks"], told["free_blocks"], told["utilization"]) == (5, 5, 0.5)
-    assert (told["fragmentation_rate"], told["run_length"]) == (1.0, 2)
-    assert told["allocation"]["num_calls"] == 10
+    report = json.loads(ask(pool, "--json"))
+    assert (report["used_blocks"], report["free_blocks"], report["utilization"]) == (5, 5, 0.5)
+    assert (report["fragmentation_rate"], report["run_length"]) == (1.0, 2)
+    assert report["allocation"]["num_calls"] == 10
 
 
 @pytest.mark.parametrize("command", ["stats", "defrag", "stats --json"])
-def test_without_a_pool_it_says_how_to_get_one(tmp_path, command):
+def test_without_a_pool_the_error_says_how_to_start_one(tmp_path, command):
     done = kv_pool_command(*command.split(), "--socket", "here.sock", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -81,7 +81,7 @@ def test_without_a_pool_it_says_how_to_get_one(tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ["stats", "stats --watch"])
-def test_a_folder_or_file_as_socket_is_named_as_such(tmp_path, command):
+def test_folder_or_file_as_socket_is_named_in_the_error(tmp_path, command):
     (tmp_path / "file").write_text("")
     for name, kind in ((".", "folder"), ("file", "file")):
         done = kv_pool_command(*command.split(), "--socket", name, cwd=tmp_path)
@@ -89,7 +89,7 @@ def test_a_folder_or_file_as_socket_is_named_as_such(tmp_path, command):
         assert f"error: no pool is served at {name}: this is a {kind}, not a socket." in done.stderr
 
 
-def test_a_watch_goes_on_showing_it(tmp_path):
+def test_watch_repeats_the_output(tmp_path):
     with ControlServer(make(), tmp_path / "here.sock"):
         watching = subprocess.Popen(
             [sys.executable, "-m", "kv_pool", "stats", "--watch", "--json", "--socket", "here.sock"],

@@ -20,7 +20,7 @@ def sweep(folder, *options):
     return kv_pool_command("sweep", "trace.jsonl", "--trace-block-size", "8", *options, cwd=folder)
 
 
-def test_groups_and_steps_are_those_of_a_replay(folder):
+def test_groups_and_steps_match_those_of_replay(folder):
     options = ("--blocks", "20", "--groups", "full,window:9", "--chunk-tokens", "8", "--watermark", "0.1")
     done = sweep(folder, *options, "--json", "sweep.json")
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_capacities_are_sorted_and_each_has_a_row(folder):
     assert [report["tokens_hit"] for report in reports] == [0, 16, 16]
 
 
-def test_a_tier_in_host_memory_is_swept_with_each_capacity(folder):
+def test_host_tier_is_combined_with_each_capacity(folder):
     write_trace(folder / "trace.jsonl", [*TRACE, *TRACE])
     done = sweep(folder, "--blocks", "4,5", "--host-tier", "9,0", "--json", "sweep.json")
     assert done.returncode == 0, done.stderr
@@ -73,19 +73,19 @@ def test_a_tier_in_host_memory_is_swept_with_each_capacity(folder):
         ("--host-tier some", "--host-tier: 'some' is not a whole number"),
         ("--disk-tier 1:2", "--disk-tier: '1:2' is not a range; write it as"),
         ("--host-tier 9 --clock trace", "--host-tier and --disk-tier need --model or dimensions"),
-        ("--memory 1GiB", "give the capacity either as --blocks or as --memory"),
-        ("--overlay nowhere.json", "nowhere.json: can not read the reports"),
+        ("--memory 1GiB", "pass the capacity either as --blocks or as --memory"),
+        ("--overlay nowhere.json", "nowhere.json: cannot read the reports"),
         ("--host-tier 9,-1", "--host-tier: '-1' is not a whole number"),
         ("--host-tier 9 --tier-write never", "unknown tier_write 'never'"),
     ],
 )
-def test_options_that_can_not_be_meant_are_one_line_and_status_2(folder, options, message):
+def test_invalid_options_are_one_line_and_status_2(folder, options, message):
     done = sweep(folder, "--blocks", "50", "--jobs", "1", *options.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
-def test_the_curve_is_drawn_where_asked(folder):
+def test_curve_is_drawn_to_the_named_file(folder):
     done = sweep(folder, "--blocks", "4,50", "--jobs", "1", "--png", "curve.png")
     assert done.returncode == 0, done.stderr
     assert "curve: curve.png" in done.stdout
@@ -93,7 +93,7 @@ def test_the_curve_is_drawn_where_asked(folder):
     assert not (folder / "sweep.png").exists()
 
 
-def test_capacities_may_be_ranges_of_memory_and_tiers_on_disk(folder):
+def test_capacities_from_ranges_of_memory_and_disk_tiers(folder):
     options = "--memory 3MiB:12MiB:log3 --num-layers 2 --num-kv-heads 4 --head-size 1024 --disk-tier 0,9"
     done = sweep(folder, *options.split(), "--jobs", "2", "--json", "sweep.json")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`kv-pool tiers`: what people and programs read of the tiers of a pool that is served."""
+"""`kv-pool tiers`: table and JSON of a served pool's tiers."""
 
 import json
 
@@ -20,18 +20,18 @@ def test_a_served_pool_shows_its_tiers(tmp_path):
             while not client.list_tiers().hit_blocks["STORAGE"]:
                 pass
         shown = kv_pool_command("tiers", "--socket", "here.sock", cwd=tmp_path).stdout
-        told = json.loads(kv_pool_command("tiers", "--socket", "here.sock", "--json", cwd=tmp_path).stdout)
-    assert [tier["medium"] for tier in told["tiers"]] == ["CPU", "STORAGE"]
-    assert [tier["capacity"] for tier in told["tiers"]] == [20, 100]
+        report = json.loads(kv_pool_command("tiers", "--socket", "here.sock", "--json", cwd=tmp_path).stdout)
+    assert [tier["medium"] for tier in report["tiers"]] == ["CPU", "STORAGE"]
+    assert [tier["capacity"] for tier in report["tiers"]] == [20, 100]
     assert "20 of 20" in shown
-    assert "blocks that requests began with: GPU " in shown
+    assert "hit blocks by medium: GPU " in shown
     with serving("trace.jsonl", *SIZES, "--socket", "here.sock", cwd=tmp_path):
         done = kv_pool_command("tiers", "--socket", "here.sock", cwd=tmp_path)
     assert done.returncode == 2
     assert "error: the pool at here.sock has no tiers" in done.stderr
 
 
-def test_a_folder_that_is_no_tier_is_one_line_and_status_2(tmp_path):
+def test_invalid_tier_folder_is_one_line_and_status_2(tmp_path):
     write_trace(tmp_path / "trace.jsonl", [record(8, [1], 1)])
     (tmp_path / "cold").write_text("a file")
     done = kv_pool_command("serve", "trace.jsonl", *SIZES, "--disk-tier", "cold", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""`kv-pool topology`: what this machine tells of itself."""
+"""`kv-pool topology`: NUMA nodes, accelerators and links."""
 
 import json
 import socket
@@ -9,7 +9,7 @@ from kv_pool.cli.topology import show
 from kv_pool.migration.machine import Accelerator, Machine, NumaNode
 
 
-def test_the_machine_is_shown_and_as_json_too(tmp_path):
+def test_machine_is_shown_as_text_and_json(tmp_path):
     done = kv_pool_command("topology", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f"host {socket.gethostname()}"
@@ -27,10 +27,10 @@ def test_nodes_accelerators_and_links_are_rows(capsys):
     assert gpu_line == "NVIDIA H100 0000:3b:00.0 0 80.0 GiB 2 to 0000:af:00.0, 4 to switch"
 
 
-def test_without_nvml_the_way_to_get_it_is_said(capsys):
+def test_missing_nvml_output_says_how_to_install_it(capsys):
     show(Machine("h1", [], [Accelerator("0000:3b:00.0", None, "NVIDIA")], has_nvml=False))
     shown = capsys.readouterr().out
-    assert "the system tells of no NUMA nodes" in shown
+    assert "the system reports no NUMA nodes" in shown
     assert "pip install 'kv_pool[nvml]'" in shown
     show(Machine("h1", [], [], has_nvml=False))
     assert "no accelerator" in capsys.readouterr().out

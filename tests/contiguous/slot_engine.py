@@ -1,4 +1,4 @@
-"""`SlotEngine`: what an engine keeps beside a pool, namely bytes by block id, and block tables of ids."""
+"""`SlotEngine`: an engine's bytes by block id and its block tables of ids."""
 
 from drawing import make_pool
 
@@ -6,13 +6,13 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 
 
 class CopyFailedError(Exception):
-    """The copy that was asked for did not happen, or only a part of it did."""
+    """Raised when a copy failed, wholly or in part."""
 
 
 class SlotEngine:
-    """Slots hold strings. `copy` works at once, or after `fail_after` moves not at all.
+    """Slots contain strings. `copy` copies at once, and fails after `fail_after` moves.
 
-    The moves of a call are made in some order, which no plan may rely on.
+    The moves of a call are copied in an arbitrary order, on which no plan may rely.
     """
 
     def __init__(self, pool):
@@ -40,7 +40,7 @@ class SlotEngine:
 
 
 def make_run_pool(picture, **options):
-    """As `make_pool`, a pool with a run index."""
+    """Like `make_pool`, but make a pool with a run index."""
     pool = make_pool(picture, RunBlockPool, **options)
     pool.rebuild_index()
     return pool

@@ -1,4 +1,4 @@
-"""`BuddySystem` against a model that looks at every chunk of every order."""
+"""`BuddySystem` against a model that checks every chunk of every order."""
 
 import random
 
@@ -12,7 +12,7 @@ EMPTY = 1
 
 
 def list_chunks(ages):
-    """Return the maximal free chunks as (first, order): all free, and their parent is not."""
+    """Return the maximal free chunks as (first, order): all ids free, but not all ids of their parent."""
     num_orders = len(ages).bit_length()
 
     def is_free(first, order):
@@ -34,11 +34,11 @@ def read_chunks(buddies, ages):
 
 
 def make_ages(text):
-    """Return the ages that a picture shows: a dot is in use, a digit an age."""
+    """Return the ages of a picture: a dot is in use, a digit an age."""
     return bytearray(0 if one == "." else int(one) for one in text.replace(" ", ""))
 
 
-def test_free_ids_make_the_largest_aligned_chunks():
+def test_free_ids_form_the_largest_aligned_chunks():
     ages = make_ages(".111 1111 1111 1111")
     assert read_chunks(BuddySystem(), ages) == {(1, 0), (2, 1), (4, 2), (8, 3)}
     ages = make_ages(".1.. 1111 .... 111.")
@@ -68,13 +68,13 @@ def test_a_chunk_splits_and_merges_with_its_buddy():
         (".111 1111 ...1 1111", 4, 1, 4),
         (".111 11.1 1111 1111", 4, 1, 8),  # no smaller chunk than 8 to 15
         (".... 9999 11.. 1111", 4, 2, 12),  # of equal chunks the one with the oldest content
-        (".... 9999 1111 1111", 4, 2, 8),  # a larger one, where the smaller ones are too young
+        (".... 9999 1111 1111", 4, 2, 8),  # a larger one if the smaller ones are too young
         (".... 9999 1111 1111", 4, 9, 4),
         (".... 9999 8888 7777", 4, 2, 12),  # the oldest of the young ones
         ("1... 1...", 2, 1, 0),
     ],
 )
-def test_a_run_comes_from_the_smallest_chunk_that_is_old_enough(picture, num_blocks, good_age, found):
+def test_a_run_comes_from_the_smallest_old_chunk(picture, num_blocks, good_age, found):
     ages = make_ages(picture)
     assert BuddySystem().find_run(num_blocks, ages, good_age, 255) == found
 
@@ -90,12 +90,12 @@ def test_a_run_comes_from_the_smallest_chunk_that_is_old_enough(picture, num_blo
         ("..99 9.99", 9, 4),
     ],
 )
-def test_a_single_block_comes_from_the_smallest_chunk_that_is_old_enough(picture, max_age, found):
+def test_a_single_block_comes_from_the_smallest_old_chunk(picture, max_age, found):
     assert BuddySystem().find_single(make_ages(picture), max_age) == found
 
 
 def run_life(seed, num_steps):
-    """Take and free ranges at random, and compare with the model at each look."""
+    """Take and free ranges at random, and compare with the model."""
     draw = random.Random(seed)
     ages = bytearray(draw.choice((1, 2, 15, 64, 100)))
     buddies = BuddySystem()
@@ -133,7 +133,7 @@ def test_chunks_agree_with_a_slow_model_for_long(seed):
 
 
 @pytest.mark.parametrize("num_blocks", [2, 100, 1_000])
-def test_everything_merges_again_after_any_life(num_blocks):
+def test_all_chunks_merge_after_everything_is_freed(num_blocks):
     draw = random.Random(num_blocks)
     ages = bytearray([0] + [EMPTY] * (num_blocks - 1))
     buddies = BuddySystem()
@@ -151,7 +151,7 @@ def test_everything_merges_again_after_any_life(num_blocks):
 
 
 class PoolLife:
-    """A pool that takes runs and single blocks, and frees them in any order."""
+    """Take runs and single blocks, and free them in any order."""
 
     def __init__(self, seed):
         self.draw = random.Random(seed)
@@ -167,7 +167,7 @@ class PoolLife:
         check_chunks(self.pool)
 
     def take_run(self):
-        """A run of a power of two is aligned while such a chunk is free; nothing beyond the run is taken."""
+        """A run of a power of two is aligned while such a chunk is free; no other block is taken."""
         order = self.draw.randrange(5)
         count = self.draw.randint(2**order // 2 + 1, 2**order)
         num_free = self.pool.get_num_free_blocks()
@@ -210,7 +210,7 @@ class PoolLife:
                 self.pool._insert_block_hash(b"hash %d" % self.num_cached, block, 4)
 
     def end(self):
-        """Free everything: the chunks are those of a pool from which nothing was ever taken."""
+        """After all blocks are freed, the chunks are those of a new pool."""
         for table in self.tables:
             self.pool.free_blocks(table)
         fresh = bytearray([0] + [EMPTY] * (self.pool.num_gpu_blocks - 1))
@@ -240,7 +240,7 @@ def test_a_pool_follows_runs_single_blocks_and_frees_for_long(seed):
     life.end()
 
 
-def test_runs_of_a_fresh_pool_are_aligned_and_share_what_is_left():
+def test_runs_of_a_fresh_pool_are_aligned():
     pool = GPUKVPool(64, 16)
     first = {}
     for number, count in enumerate((5, 4, 8, 16)):

@@ -1,4 +1,4 @@
-"""Moves are applied whole or not at all, and nothing but ids changes."""
+"""Moves are applied completely or not at all, and change only ids."""
 
 import pytest
 from contiguous.slot_engine import CopyFailedError, SlotEngine, make_run_pool
@@ -33,7 +33,7 @@ def make_engine(picture=PICTURE, **options):
     return pool, engine
 
 
-def test_a_moved_block_takes_the_other_id_and_keeps_everything_else():
+def test_a_moved_block_changes_only_its_id():
     pool, engine = make_engine(enable_kv_cache_events=True)
     shared, cached = blocks(pool, 4, 3)
     before, slots = invariants.Snapshot(pool), dict(engine.slots)
@@ -48,7 +48,7 @@ def test_a_moved_block_takes_the_other_id_and_keeps_everything_else():
     invariants.check_bytes(slots, engine.slots, planned)
 
 
-def test_tables_of_ids_are_remapped_by_one_look_up():
+def test_one_look_up_remaps_a_table_of_ids():
     pool, engine = make_engine()
     relocation = apply_moves(pool, moves((4, 2), (7, 8)), engine.copy)
     remap = relocation.make_remap()
@@ -56,14 +56,14 @@ def test_tables_of_ids_are_remapped_by_one_look_up():
     assert (str(remap.dtype), remap.shape) == ("int32", (9,))
 
 
-def test_no_moves_are_no_epoch_and_no_copy():
+def test_an_empty_plan_changes_nothing():
     pool, engine = make_engine()
     relocation = apply_moves(pool, [], engine.copy)
     assert (relocation.epoch, relocation.moves, engine.copies) == (0, [], [])
     assert relocation.make_remap().tolist() == list(range(9))
 
 
-def test_a_cached_target_is_evicted_before_it_is_copied_over():
+def test_a_cached_target_is_evicted_before_the_copy():
     pool, engine = make_engine(enable_kv_cache_events=True)
     apply_moves(pool, moves((5, 3)), engine.copy)
     assert len(pool.take_events()) == 1
@@ -71,7 +71,7 @@ def test_a_cached_target_is_evicted_before_it_is_copied_over():
     invariants.check(pool)
 
 
-# ---- C1 to C3: moves that may not be ---------------------------------------------------------------
+# ---- C1 to C3: invalid moves -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_cached_target_is_evicted_before_it_is_copied_over():
         ([(8, 2)], InvalidBlockError, "C3: block 8 is watched until its reuse"),
     ],
 )
-def test_a_move_that_may_not_be_moves_nothing(pairs, error, broken):
+def test_an_invalid_move_changes_nothing(pairs, error, broken):
     pool, engine = make_engine("free: 2 3* 6 | in use: 1* 4*x2 5 7 8")
     pool.hold(blocks(pool, 7), "held by a test")
     pool.hold(blocks(pool, 4), "held, and moved", movable=True)
@@ -110,7 +110,7 @@ def test_a_move_that_may_not_be_moves_nothing(pairs, error, broken):
     invariants.check_nothing_moved(before, pool)
 
 
-def test_blocks_of_a_hold_that_lets_them_move_keep_their_content_and_reference():
+def test_blocks_of_a_movable_hold_keep_content_and_reference():
     pool, engine = make_engine("free: 1 | in use: 2 3")
     hold = pool.hold(blocks(pool, 2), "a table", movable=True)
     moved = pool.blocks[2]
@@ -123,7 +123,7 @@ def test_blocks_of_a_hold_that_lets_them_move_keep_their_content_and_reference()
 # ---- C4 to C10: each broken once ---------------------------------------------------------------------
 
 
-def test_c4_a_copy_that_reaches_another_slot_is_noticed():
+def test_c4_a_copy_to_another_slot_is_detected():
     pool, engine = make_engine()
     slots = dict(engine.slots)
 
@@ -195,9 +195,9 @@ def forget_the_epoch(pool):
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_c5_to_c8_damage_after_a_move_is_noticed(damage, broken):
+def test_c5_to_c8_damage_after_a_move_is_detected(damage, broken):
     pool, engine = make_engine(enable_kv_cache_events=True)
-    cache(pool, pool.blocks[7], 4)  # a second copy of what block 4 holds
+    cache(pool, pool.blocks[7], 4)  # a second copy of block 4's content
     pool.cache_partial_block(make_request([b"more"]), pool.blocks[4], 4, 0, 4)
     pool.reuse_watchers[6] = ReuseWatcher(print, 0.0)
     before = invariants.Snapshot(pool)
@@ -209,7 +209,7 @@ def test_c5_to_c8_damage_after_a_move_is_noticed(damage, broken):
         invariants.check_relocation(before, pool, relocation)
 
 
-def test_c9_a_write_into_the_old_slot_that_overtakes_the_copy_is_noticed():
+def test_c9_a_write_that_overtakes_the_copy_is_detected():
     pool, engine = make_engine("free: 1 | in use: 2")
     queued = []  # the engine's stream: work in the order it was queued
 
@@ -233,7 +233,7 @@ def test_c9_a_write_into_the_old_slot_that_overtakes_the_copy_is_noticed():
 
 
 @pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
-def test_c10_a_copy_that_fails_at_any_point_moves_nothing(fail_after):
+def test_c10_a_failed_copy_moves_nothing(fail_after):
     pool, engine = make_engine(enable_kv_cache_events=True)
     before = invariants.Snapshot(pool)
     engine.fail_after = fail_after
@@ -244,7 +244,7 @@ def test_c10_a_copy_that_fails_at_any_point_moves_nothing(fail_after):
     assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
 
 
-def test_c10_ids_that_were_swapped_before_the_copy_are_noticed():
+def test_c10_ids_exchanged_before_the_copy_are_detected():
     pool, engine = make_engine()
     before = invariants.Snapshot(pool)
     engine.fail_after = 0
@@ -259,7 +259,7 @@ def test_c10_ids_that_were_swapped_before_the_copy_are_noticed():
 
 
 @pytest.mark.parametrize("pair", [[(4, 3), (3, 4)], [(3, 4), (4, 3)]], ids=str)
-def test_two_blocks_that_change_places_keep_everything_but_their_ids(pair):
+def test_an_exchange_changes_only_the_two_ids(pair):
     pool, engine = make_engine(enable_kv_cache_events=True)
     used, cached = blocks(pool, 4, 3)
     before, slots, planned = invariants.Snapshot(pool), dict(engine.slots), moves(*pair, (5, 2))
@@ -274,7 +274,7 @@ def test_two_blocks_that_change_places_keep_everything_but_their_ids(pair):
     assert pool.get_cached_block(hash_of(3), [0]) == [cached]
 
 
-def test_exchanges_are_copied_as_many_at_a_time_as_there_are_scratch_slots():
+def test_exchanges_are_copied_in_batches_of_scratch_slots():
     pool, engine = make_engine("free: 1* 2* 3* | in use: 4 5 6")
     planned = moves((4, 1), (1, 4), (5, 2), (2, 5), (6, 3), (3, 6))
     apply_moves(pool, planned, engine.copy, scratch_ids=[90, 91])
@@ -289,14 +289,14 @@ def test_exchanges_are_copied_as_many_at_a_time_as_there_are_scratch_slots():
     assert engine.read(pool.blocks[1:]) == ["slot/4", "slot/5", "slot/6", "slot/1", "slot/2", "slot/3"]
 
 
-def test_two_cached_blocks_may_change_places():
+def test_two_cached_blocks_can_be_exchanged():
     pool, engine = make_engine("free: 1* 2* | in use: 3")
     apply_moves(pool, moves((1, 2), (2, 1)), engine.copy)
     assert state(pool) == "free: 2* 1* | in use: 3"
     assert engine.read(pool.blocks[1:]) == ["slot/2", "slot/1", "slot/3"]
 
 
-def test_without_a_scratch_slot_nothing_changes_places():
+def test_without_a_scratch_slot_exchanges_are_refused():
     pool, engine = make_engine()
     before = invariants.Snapshot(pool)
     with pytest.raises(InvalidArgumentError, match="1 exchanges need a scratch slot"):
@@ -307,8 +307,8 @@ def test_without_a_scratch_slot_nothing_changes_places():
 
 
 @pytest.mark.parametrize("num_calls", range(7))
-def test_an_exchange_that_breaks_off_loses_at_most_what_was_cached(num_calls):
-    """Of two exchanges and a move the copies fail in turn; each block in use has its bytes in any case."""
+def test_a_failed_exchange_loses_at_most_cached_blocks(num_calls):
+    """The copies of two exchanges and a move fail in turn; each block in use keeps its bytes."""
     pool, engine = make_engine("free: 1* 2* 3 | in use: 4 5 6", enable_kv_cache_events=True)
     in_use, cached = blocks(pool, 4, 5, 6), blocks(pool, 1, 2)
     told = []
@@ -323,7 +323,7 @@ def test_an_exchange_that_breaks_off_loses_at_most_what_was_cached(num_calls):
         apply_moves(pool, moves((4, 1), (1, 4), (5, 2), (2, 5), (6, 3)), copy, on_moved=told.append)
     invariants.check(pool)
     assert engine.read(in_use) == ["slot/4", "slot/5", "slot/6"]
-    expected = {  # block ids of those in use, and how many of the cached have lost their content
+    expected = {  # ids of blocks in use, and the number of cached blocks that lost their content
         0: ([4, 5, 6], 0),
         1: ([4, 5, 3], 0),
         2: ([4, 5, 3], 1),
@@ -344,10 +344,10 @@ def test_an_exchange_that_breaks_off_loses_at_most_what_was_cached(num_calls):
     }
 
 
-# ---- what is kept by id elsewhere --------------------------------------------------------------------
+# ---- other data keyed by id --------------------------------------------------------------------------
 
 
-def test_the_oldest_of_several_copies_stays_the_one_that_is_found():
+def test_the_oldest_of_several_copies_is_still_found():
     pool = make_run_pool("free: 1 2 | in use: 3 4 5")
     for block in blocks(pool, 5, 4, 3):
         cache(pool, block, 7)
@@ -359,7 +359,7 @@ def test_the_oldest_of_several_copies_stays_the_one_that_is_found():
     invariants.check(pool)
 
 
-def test_a_watched_block_keeps_its_id_and_is_notified_of():
+def test_a_watched_block_keeps_its_id_and_its_watcher():
     pool, engine = make_engine("free: 1 | in use: 2 3")
     told = []
     watched = pool.blocks[2]
@@ -404,7 +404,7 @@ def test_a_manager_finds_the_same_prefix_before_and_after():
 # ---- packing, taking a run, shrinking ----------------------------------------------------------------
 
 
-def test_packing_brings_fragmentation_to_nothing_and_tells_each_round():
+def test_pack_removes_fragmentation_and_reports_rounds():
     pool, engine = make_engine("free: 1* 3 5 7* 9 | in use: 2 4 6 8 10")
     told = []
     relocations = pack(pool, engine.copy, on_moved=told.append)
@@ -415,7 +415,7 @@ def test_packing_brings_fragmentation_to_nothing_and_tells_each_round():
     assert pool.get_cached_block(hash_of(7), [0]) is not None
 
 
-def test_gathering_moves_no_more_than_the_goal_takes_and_tells_of_it():
+def test_gather_stops_at_the_goal_and_reports_moves():
     pool, engine = make_engine("free: 2 5 7 8 | in use: 1 3 4 6 9")
     told = []
     assert gather(pool, engine.copy, run_length=2, goal=0.5, on_moved=told.append).moves == []
@@ -426,7 +426,7 @@ def test_gathering_moves_no_more_than_the_goal_takes_and_tells_of_it():
     assert pool.get_fragmentation_rate(2) == 0
 
 
-def test_room_is_made_for_a_run_that_is_not_there():
+def test_a_missing_run_is_cleared():
     pool, engine = make_engine("free: 1 3 5 | in use: 2 4 6")
     told = []
     assert ids(take_run(pool, 2, engine.copy, told.append)) == [1, 2]
@@ -436,13 +436,13 @@ def test_room_is_made_for_a_run_that_is_not_there():
         take_run(pool, 2, engine.copy, told.append)
 
 
-def test_a_run_that_is_there_moves_nothing():
+def test_a_free_run_moves_nothing():
     pool, engine = make_engine("free: 1 2 | in use: 3")
     assert ids(take_run(pool, 2, engine.copy, print)) == [1, 2]
     assert (engine.copies, pool.epoch) == ([], 0)
 
 
-def test_held_blocks_can_leave_no_room_for_a_run():
+def test_held_blocks_can_prevent_a_run():
     pool, engine = make_engine("free: 1 3 | in use: 2")
     pool.hold(blocks(pool, 2), "held by a test")
     assert take_run(pool, 2, engine.copy, print) is None
@@ -453,8 +453,8 @@ def test_a_pool_shrinks_after_its_top_is_drained():
     pool, engine = make_engine("free: 1 2 5* | in use: 3 4* 6")
     kept = pool.blocks[6]
     relocation = shrink(pool, 2, engine.copy)
-    assert relocation.moves == [(6, 1), (5, 2)]
-    assert state(pool) == "free: 2* | in use: 1 3 4*"
+    assert relocation.moves == [(5, 1), (6, 2)]
+    assert state(pool) == "free: 1* | in use: 2 3 4*"
     assert engine.read([kept]) == ["slot/6"]
     assert pool.get_cached_block(hash_of(5), [0]) is not None
     invariants.check(pool)

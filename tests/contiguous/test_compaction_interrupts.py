@@ -1,8 +1,8 @@
-"""A compaction that a signal handler breaks off, once or twice: bytes and ids agree afterwards."""
+"""A compaction interrupted by a signal handler, once or twice: bytes and ids agree afterwards."""
 
 import random
 
-import numpy as np  # noqa: F401 (an import that is interrupted cannot be made again)
+import numpy as np  # noqa: F401 (an interrupted import cannot be repeated)
 import pytest
 from contiguous.slot_engine import SlotEngine, make_run_pool
 from drawing import ids
@@ -15,7 +15,7 @@ PICTURE = "free: 8* 1* 2* 3 9* | in use: 4*x2 5 6* 7"
 
 
 class Subject:
-    """A pool with its engine, and which content belongs to which block object."""
+    """A pool with its engine, and the content of each block object."""
 
     def __init__(self, picture=PICTURE):
         self.pool = make_run_pool(picture, enable_kv_cache_events=True)
@@ -47,7 +47,7 @@ class Subject:
         )
 
     def check(self):
-        """Blocks in use have their bytes, keys find their own; at most one batch of cached ones lost them."""
+        """Blocks in use keep their bytes, keys find theirs; at most one batch of cached blocks is lost."""
         pool = self.pool
         pool.get_new_blocks(0)
         invariants.check(pool)
@@ -65,13 +65,13 @@ class Subject:
         assert self.list_free() == self.queue
 
 
-def test_an_interrupt_at_any_moment_loses_no_block_in_use():
+def test_an_interrupt_loses_no_block_in_use():
     tried, broken = interrupt_everywhere(Subject, Subject.apply, Subject.check)
     assert tried > 30
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
-def test_after_an_interrupt_the_next_compaction_ends_it():
+def test_the_next_compaction_completes_an_interrupted_one():
     def check(subject):
         subject.check()
         subject.pool.take_events()
@@ -84,7 +84,7 @@ def test_after_an_interrupt_the_next_compaction_ends_it():
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
-def test_a_second_interrupt_in_the_recovery_loses_no_block_in_use():
+def test_an_interrupted_recovery_loses_no_block_in_use():
     tried, broken = interrupt_twice_at_random(
         Subject, Subject.apply, Subject.check, random.Random(7), num_pairs=300
     )
@@ -93,7 +93,7 @@ def test_a_second_interrupt_in_the_recovery_loses_no_block_in_use():
 
 
 @pytest.mark.slow
-def test_two_interrupts_at_any_moments_lose_no_block_in_use():
+def test_two_interrupts_lose_no_block_in_use():
     def watch(subject, second):
         rebuild = subject.pool.rebuild_index
 

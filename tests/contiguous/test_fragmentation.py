@@ -1,4 +1,4 @@
-"""The formulas, on runs that can be counted by hand."""
+"""The formulas, applied to runs counted by hand."""
 
 import random
 
@@ -18,7 +18,7 @@ from kv_pool.contiguous.fragmentation import (
     ("run_lengths", "run_length", "share"),
     [([], 4, 0), ([1, 2, 5], 1, 0), ([4, 4], 4, 0), ([3, 3], 4, 1), ([5, 3], 4, 0.5), ([9, 3], 4, 1 / 3)],
 )
-def test_the_unusable_share_is_what_no_run_of_that_length_covers(run_lengths, run_length, share):
+def test_unusable_share_counts_blocks_outside_runs(run_lengths, run_length, share):
     assert get_unusable_share(run_lengths, run_length) == pytest.approx(share)
 
 
@@ -31,7 +31,7 @@ def test_an_unfragmented_pool_has_rate_0_at_any_fill(run_length):
 @pytest.mark.parametrize(
     ("run_lengths", "run_length", "rate"),
     [
-        ([15], 16, 0),  # one run of 8 is possible, and is there; U(16) is 1
+        ([15], 16, 0),  # one run of 8 is possible, and exists; U(16) is 1
         ([5, 5, 5], 16, 1),
         ([8, 7], 16, 0),
         ([15, 15, 1], 16, 1),
@@ -40,13 +40,13 @@ def test_an_unfragmented_pool_has_rate_0_at_any_fill(run_length):
         ([16, 144, 15, 1], 16, 1 / 11),
     ],
 )
-def test_the_rate_is_the_share_of_possible_runs_that_are_not_there(run_lengths, run_length, rate):
+def test_the_rate_is_the_share_of_missing_runs(run_lengths, run_length, rate):
     assert get_fragmentation_rate(run_lengths, run_length) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_the_rate_is_what_a_count_block_by_block_finds(seed):
-    """Runs are counted by walking over the free blocks, and over as many in one piece."""
+def test_the_rate_equals_a_count_block_by_block(seed):
+    """Count runs by walking over the free blocks, and over as many consecutive ones."""
 
     def count(picture, length):
         found = at = 0
@@ -71,7 +71,7 @@ def test_the_rate_is_what_a_count_block_by_block_finds(seed):
 
 
 @pytest.mark.parametrize(("run_lengths", "loss"), [([], 0), ([7], 0), ([4, 4], 0.5), ([1, 2, 1], 0.5)])
-def test_the_largest_run_loss_is_what_lies_outside_the_largest_run(run_lengths, loss):
+def test_largest_run_loss_is_the_share_outside_it(run_lengths, loss):
     assert get_largest_run_loss(run_lengths) == pytest.approx(loss)
 
 
@@ -79,11 +79,11 @@ def test_the_largest_run_loss_is_what_lies_outside_the_largest_run(run_lengths, 
     ("run_lengths", "run_length", "index"),
     [([], 4, 0), ([1] * 40, 4, 1 - 11 / 40), ([3], 4, 0), ([2, 2], 4, 0)],
 )
-def test_the_failure_index_tells_scattered_from_too_few(run_lengths, run_length, index):
+def test_failure_index_separates_fragmented_from_full(run_lengths, run_length, index):
     assert get_failure_index(run_lengths, run_length) == pytest.approx(index)
 
 
 @pytest.mark.parametrize("formula", [get_unusable_share, get_fragmentation_rate, get_failure_index])
-def test_a_run_without_blocks_is_refused(formula):
+def test_a_run_length_of_0_is_refused(formula):
     with pytest.raises(InvalidArgumentError, match="run_length is 0"):
         formula([1], 0)

@@ -1,4 +1,4 @@
-"""Each of F1 to F3 is broken by hand, and its check names it. C1 to C10: test_compaction.py."""
+"""Each of F1 to F3 is violated in turn, and its check detects it. C1 to C10: test_compaction.py."""
 
 import pytest
 from contiguous.slot_engine import make_run_pool
@@ -6,8 +6,8 @@ from drawing import blocks
 
 from kv_pool import CorruptedPoolError
 from kv_pool.contiguous import invariants
-from kv_pool.contiguous.ages import KEPT
-from kv_pool.core.eviction_order import Placement
+from kv_pool.contiguous.ages import RETAINED
+from kv_pool.core.eviction_order import BandPolicy
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
 
@@ -37,17 +37,17 @@ def see_the_future(pool):
 
 
 def keep_a_block_of_the_default_band(pool):
-    pool.run_index.ages[2] = KEPT
+    pool.run_index.ages[2] = RETAINED
 
 
 def keep_nothing_of_a_higher_band(pool):
-    pool.open_bands(Placement())
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 1), 1)
     pool.run_index.ages[1] = pool.run_index.now
 
 
 def merge_bands_behind_the_index(pool):
-    pool.open_bands(Placement())
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 1), 1)
     pool.eviction_order.merge()
 
@@ -81,7 +81,7 @@ def take_behind_the_chunks(pool):
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_the_check_bites(damage, broken):
+def test_each_damage_is_detected(damage, broken):
     pool = make_run_pool(PICTURE)
     pool.run_index.placement = "buddy"
     invariants.check(pool)

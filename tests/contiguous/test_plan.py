@@ -1,4 +1,4 @@
-"""Which moves are planned: none too many, none that may not be."""
+"""Plans contain no unnecessary and no invalid moves."""
 
 import itertools
 import random
@@ -13,11 +13,11 @@ from kv_pool.contiguous.compaction import apply_moves
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.eviction_order import Placement
+from kv_pool.core.eviction_order import BandPolicy
 
 
 def make_random_pool(rng, num_blocks, cached_share=0.3):
-    """Some blocks in use, some cached, some empty, in no order."""
+    """Make a pool with blocks in use, cached and empty, in random order."""
     pool = RunBlockPool(num_blocks, True, 4)
     held = pool.get_new_blocks(num_blocks - 1)
     for block in held:
@@ -34,7 +34,7 @@ def in_use(pool):
 
 
 def hold_some(rng, pool, share):
-    """Hold blocks of a random pool, some of them by a hold that lets them move; return the ids that stay."""
+    """Hold blocks of a random pool, some with a movable hold; return the ids of the others."""
     some = [block for block in pool.blocks[1:] if block.ref_cnt and rng.random() < share]
     pool.hold(some, "held by a test")
     pool.hold(
@@ -52,17 +52,17 @@ def test_a_packed_pool_needs_no_moves():
     assert plan_pack(make_run_pool("free: 3 4* 5 | in use: 1 2")) == []
 
 
-def test_blocks_in_use_go_from_the_highest_ids_to_the_lowest_empty_ones():
+def test_pack_moves_the_highest_blocks_to_the_lowest_slots():
     pool = make_run_pool("free: 1 3 5 | in use: 2 4 6 7")
     assert plan_pack(pool) == [(6, 1), (7, 3)]
 
 
-def test_blocks_that_lie_side_by_side_go_side_by_side():
+def test_neighbours_stay_neighbours():
     pool = make_run_pool("free: 1 2 4 5 6 | in use: 3 7 8 9 10")
     assert plan_pack(pool) == [(7, 1), (8, 2), (9, 4), (10, 5)]
 
 
-def test_cached_blocks_give_way_first_and_their_place_is_taken_next():
+def test_cached_blocks_move_away_first():
     pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
     engine = SlotEngine(pool)
     for moves in ([(1, 5)], [(4, 1)], [(2, 4)], [(3, 2)], []):
@@ -71,14 +71,14 @@ def test_cached_blocks_give_way_first_and_their_place_is_taken_next():
     assert state(pool) == "free: 5* 4* 3 | in use: 1 2"
 
 
-def test_where_too_little_is_empty_the_others_change_places_in_the_same_round():
+def test_blocks_without_an_empty_slot_are_exchanged():
     pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
     assert plan_pack(pool) == [(1, 5), (4, 2), (2, 4)]
     apply_moves(pool, plan_pack(pool), SlotEngine(pool).copy)
     assert plan_pack(pool) == [(3, 1)]
 
 
-def test_with_a_full_cache_blocks_in_use_and_cached_ones_change_places():
+def test_in_a_full_cache_pack_exchanges_blocks():
     pool = make_run_pool("free: 2* 1* 5* | in use: 3 4 6")
     assert plan_pack(pool) == [(4, 1), (1, 4), (6, 2), (2, 6)]
     assert plan_pack(pool, max_moves=3) == [(6, 1), (1, 6)]
@@ -86,13 +86,13 @@ def test_with_a_full_cache_blocks_in_use_and_cached_ones_change_places():
     assert plan_pack(pool, exchanges=False) == []
 
 
-def test_with_a_full_cache_what_may_be_evicted_makes_room():
+def test_in_a_full_cache_max_evictions_are_overwritten():
     pool = make_run_pool("free: 2* 1* | in use: 3")
     assert plan_pack(pool, max_evictions=2) == [(3, 1)]
     assert plan_pack(pool, max_evictions=1) == [(1, 2)]
 
 
-def test_held_and_watched_blocks_stay_and_nothing_goes_over_them():
+def test_held_and_watched_blocks_stay_intact():
     pool = make_run_pool("free: 2 | in use: 1 3 4")
     pool.hold(blocks(pool, 4), "held by a test")
     pool.unpin_blocks(blocks(pool, 1), print)
@@ -105,9 +105,9 @@ def test_blocks_of_a_movable_hold_move():
     assert plan_pack(pool) == [(3, 1), (4, 2)]
 
 
-def test_blocks_above_the_default_band_are_not_overwritten_by_packing():
+def test_pack_does_not_overwrite_higher_bands():
     pool = make_run_pool("free: 1* 2* | in use: 3")
-    pool.open_bands(Placement())
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 1), 1)
     assert state(pool) == "free: 2* 1* | in use: 3"
     assert plan_pack(pool, max_evictions=2) == [(1, 2)]
@@ -116,9 +116,9 @@ def test_blocks_above_the_default_band_are_not_overwritten_by_packing():
     assert plan_pack(pool, max_evictions=2) == [(3, 1), (1, 3)]
 
 
-def test_blocks_of_bands_that_were_merged_are_overwritten_as_others():
+def test_blocks_of_merged_bands_are_overwritten():
     pool = make_run_pool("free: 1* 2* | in use: 3")
-    pool.open_bands(Placement())
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 1, 2), 100)
     assert plan_pack(pool, max_evictions=2, exchanges=False) == []
     pool.merge_bands()
@@ -126,20 +126,20 @@ def test_blocks_of_bands_that_were_merged_are_overwritten_as_others():
     invariants.check(pool)
 
 
-def test_content_that_somebody_waits_for_is_not_overwritten():
+def test_pending_content_is_not_overwritten():
     pool = make_run_pool("free: 2 | in use: 1 3")
     pool.unpin_blocks(blocks(pool, 1), print)
     assert plan_pack(pool) == [(3, 2)]
     assert plan_pack(pool, max_evictions=5) == [(3, 2)]
 
 
-def test_a_plan_can_be_bounded():
+def test_max_moves_limits_a_plan():
     pool = make_run_pool("free: 1 2 3 | in use: 4 5 6")
     assert plan_pack(pool, max_moves=2) == [(5, 1), (6, 2)]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_pack_of_a_pool_without_cache_is_the_least_number_of_moves(seed):
+def test_pack_without_cache_takes_the_fewest_moves(seed):
     rng = random.Random(seed)
     pool = make_random_pool(rng, rng.randrange(4, 10), cached_share=0)
     held = hold_some(rng, pool, 0.2)
@@ -168,19 +168,19 @@ def count_free_windows(pool, length):
     return sum(all(ages[first : first + length]) for first in range(0, len(ages), length))
 
 
-def test_the_emptiest_window_makes_way_into_the_fullest():
+def test_gather_clears_the_emptiest_into_the_fullest_window():
     pool = make_run_pool("free: 5 6 7 9 12 15 | in use: 1 2 3 4 8 10 11 13 14")
     assert plan_gather(pool, 4) == [(4, 9)]
 
 
-def test_no_more_windows_are_cleared_than_the_goal_takes():
+def test_gather_clears_no_more_windows_than_needed():
     pool = make_run_pool("free: 5 6 7 9 10 11 13 14 15 | in use: 1 2 3 4 8 12")
     assert len(plan_gather(pool, 4, goal=0.0)) == 2
     assert len(plan_gather(pool, 4, goal=0.6)) == 1
     assert plan_gather(pool, 4, goal=1.0) == []
 
 
-def test_a_pool_that_cannot_have_a_run_is_left_alone():
+def test_a_pool_too_small_for_a_run_is_left_alone():
     assert plan_gather(make_run_pool("free: 1 3 5 | in use: 2 4 6 7 8 9 10 11"), 4) == []
 
 
@@ -192,35 +192,35 @@ def test_a_window_with_a_held_block_stays():
     assert [move.source for move in plan_gather(pool, 4)] == [8]
 
 
-def test_where_nothing_is_empty_the_oldest_content_in_full_windows_goes_and_only_so_much():
+def test_gather_overwrites_the_oldest_content_up_to_a_limit():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
     assert plan_gather(pool, 4, exchanges=False) == []
     assert plan_gather(pool, 4, max_evictions=2) == [(8, 2)]
-    pool.open_bands(Placement())
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 2), 1)
     assert plan_gather(pool, 4, max_evictions=2) == [(8, 6)]
 
 
-def test_where_nothing_is_empty_gathering_exchanges_blocks_of_the_fullest_windows():
+def test_in_a_full_cache_gather_exchanges_blocks():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
     assert plan_gather(pool, 4) == [(8, 6), (6, 8)]
     assert plan_gather(pool, 4, max_moves=1) == []
 
 
-def test_what_somebody_waits_for_is_not_overwritten_by_gathering():
+def test_gather_does_not_overwrite_pending_content():
     pool = make_run_pool("free: 9* 10* 11* | in use: 1 2 3 4 5 6 7 8 12 13 14 15")
     pool.unpin_blocks(blocks(pool, 13), print)
     assert plan_gather(pool, 4, max_evictions=5) == []
 
 
-def test_a_window_has_a_block_at_least():
+def test_a_window_of_0_blocks_is_refused():
     with pytest.raises(InvalidArgumentError, match="run_length is 0"):
         plan_gather(make_run_pool("free: 1"), 0)
 
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("max_moves", [1, 5, None])
-def test_gathering_leaves_one_window_half_full_and_moves_less_than_a_pack(seed, max_moves):
+def test_gather_moves_fewer_blocks_than_pack(seed, max_moves):
     rng = random.Random(seed)
     length = rng.choice([2, 4, 5])
     pool = make_random_pool(rng, length * rng.randrange(6, 30), cached_share=0)
@@ -232,7 +232,7 @@ def test_gathering_leaves_one_window_half_full_and_moves_less_than_a_pack(seed, 
         check_moves(pool, moves)
         pool.swap_block_ids(moves)
         num_moved += len(moves)
-    # Besides one window, that of the null block may have room left.
+    # Besides one window, that of the null block may have empty slots left.
     assert num_free - length * count_free_windows(pool, length) <= 2 * (length - 1)
     assert num_moved <= num_packed
 
@@ -240,19 +240,19 @@ def test_gathering_leaves_one_window_half_full_and_moves_less_than_a_pack(seed, 
 # ---- clear a run ---------------------------------------------------------------------------------
 
 
-def test_the_window_with_least_in_use_is_cleared():
+def test_the_window_with_fewest_blocks_in_use_is_cleared():
     pool = make_run_pool("free: 1 4 5 7 | in use: 2 3 6 8")
     assert plan_clear_run(pool, 3) == (3, [(3, 1)])
 
 
-def test_cached_blocks_move_out_too_while_there_is_room():
+def test_cached_blocks_move_out_while_slots_are_empty():
     pool = make_run_pool("free: 2* 4 5 | in use: 1 3 6 7")
     assert plan_clear_run(pool, 2) == (4, [])
     pool = make_run_pool("free: 5* 1 2 4 | in use: 3 6")
     assert plan_clear_run(pool, 3) == (1, [(3, 4)])
 
 
-def test_where_nothing_is_empty_blocks_go_over_what_is_evicted_next():
+def test_in_a_full_cache_the_next_blocks_are_overwritten():
     pool = make_run_pool("free: 4* 1* | in use: 2 3")
     assert plan_clear_run(pool, 2) == (1, [(2, 4)])
 
@@ -265,16 +265,33 @@ def test_a_window_with_a_held_block_is_never_cleared():
     assert plan_clear_run(pool, 3) is None
 
 
-def test_a_window_with_content_of_higher_bands_costs_more_and_can_be_spared():
-    pool = make_run_pool("free: 1* 3* 5* | in use: 2 4 6")
-    assert plan_clear_run(pool, 2).first_block_id == 1
-    pool.open_bands(Placement())
+def test_higher_bands_make_a_window_cost_more():
+    pool = make_run_pool("free: 1* 3* 5* 7* | in use: 2 4 6")
+    assert plan_clear_run(pool, 2) == (1, [(2, 3)])
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 1, 3), 7)
-    assert plan_clear_run(pool, 2) == (4, [(4, 1)])
-    assert plan_clear_run(pool, 2, spares_kept=True) is None
+    assert plan_clear_run(pool, 2) == (4, [(4, 7)])
+    assert plan_clear_run(pool, 2, avoids_retained=True) == (4, [(4, 7)])
+    assert plan_clear_run(pool, 3).first_block_id == 5
+    assert plan_clear_run(pool, 3, avoids_retained=True) is None
 
 
-def test_no_window_can_be_cleared_without_room_outside():
+def test_a_run_in_a_full_cache_evicts_only_the_next_blocks():
+    pool = make_run_pool("free: 7* 4* 1* 2* 3* | in use: 5 6")
+    assert plan_clear_run(pool, 2) == (3, [(3, 7)])
+    pool = make_run_pool("free: 3* 6* 5* 1* | in use: 2 4 7")
+    assert plan_clear_run(pool, 2) == (5, [(5, 3)])
+    assert plan_clear_run(pool, 2, max_moves=0) == (5, [])
+    assert plan_clear_run(pool, 3) == (3, [(4, 6)])
+    pool = make_run_pool("free: 6* 1* 3* | in use: 2 4 5")
+    assert plan_clear_run(pool, 3) == (1, [(2, 6)])
+    hold = pool.hold(blocks(pool, 6), "held by a test")
+    assert plan_clear_run(pool, 2) == (1, [(2, 3)])
+    hold.release()
+    assert plan_clear_run(make_run_pool("free: 1* 3* | in use: 2"), 2, max_moves=0) is None
+
+
+def test_no_window_can_be_cleared_without_slots_outside():
     assert plan_clear_run(make_run_pool("free: 1 | in use: 2 3"), 2) is None
     assert plan_clear_run(make_run_pool("free: 1"), 5) is None
     with pytest.raises(InvalidArgumentError):
@@ -300,22 +317,24 @@ def test_after_its_moves_a_cleared_window_is_free(seed):
 # ---- drain ---------------------------------------------------------------------------------------
 
 
-def test_what_is_in_use_goes_below_the_bar():
+def test_blocks_in_use_move_below_the_bar():
     pool = make_run_pool("free: 1 3 6 | in use: 2 4 5")
     assert plan_drain(pool, 3) == [(4, 1), (5, 3)]
 
 
-def test_cached_blocks_go_into_what_is_left_last_used_first():
+def test_cached_blocks_move_unless_they_are_evicted_next():
     pool = make_run_pool("free: 1 2 5* 6* | in use: 3 4")
     assert plan_drain(pool, 3) == [(4, 1), (6, 2)]
 
 
-def test_blocks_in_use_go_over_cached_ones_where_nothing_is_empty():
+def test_drain_overwrites_the_next_blocks_of_a_full_cache():
     pool = make_run_pool("free: 2* 1* 4* | in use: 3 5")
-    assert plan_drain(pool, 2) == [(5, 2)]
+    assert plan_drain(pool, 2) == [(4, 1), (5, 2)]
+    pool = make_run_pool("free: 4* 1* 2* | in use: 3 5")
+    assert plan_drain(pool, 2) == [(5, 1)]
 
 
-def test_what_does_not_fit_below_is_not_drained():
+def test_a_drain_that_does_not_fit_is_refused():
     pool = make_run_pool("free: 1 4 | in use: 2 3 5 6")
     with pytest.raises(OutOfBlocksError, match="2 blocks are in use among the highest 3, 1 are free below"):
         plan_drain(pool, 3)

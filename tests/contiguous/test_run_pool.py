@@ -1,4 +1,4 @@
-"""A pool that hands out consecutive ids."""
+"""A pool that allocates consecutive ids."""
 
 import random
 import re
@@ -15,7 +15,7 @@ from kv_pool.core.pool_state import ReuseWatcher
 # ---- runs on request -----------------------------------------------------------------------------
 
 
-def test_a_run_is_consecutive_and_nothing_beyond_it_is_taken():
+def test_a_run_is_consecutive_and_exact():
     pool = make_run_pool("free: 1 2 3 4 5 6 7 8")
     assert ids(pool.get_new_run(3)) == [4, 5, 6]
     assert pool.get_num_free_blocks() == 5
@@ -28,7 +28,7 @@ def test_aligned_slots_come_first_among_equally_old_ones():
         assert ids(pool.get_new_run(num_blocks))[0] % slot == 0
 
 
-def test_neighbours_that_are_freed_make_a_run_again():
+def test_freed_neighbours_form_a_run_again():
     pool = make_run_pool("free: | in use: 1 2 3 4")
     pool.free_blocks(blocks(pool, 2, 4, 1))
     assert pool.get_new_run(3) is None
@@ -36,18 +36,18 @@ def test_neighbours_that_are_freed_make_a_run_again():
     assert ids(pool.get_new_run(4)) == [1, 2, 3, 4]
 
 
-def test_of_two_runs_the_one_is_taken_whose_youngest_block_was_used_longest_ago():
+def test_the_run_with_the_oldest_content_is_taken():
     pool = make_run_pool("free: 1* 4* 5* 2* | in use: 3 6")
     assert ids(pool.get_new_run(2)) == [4, 5]
     assert state(pool) == "free: 1* 2* | in use: 3 4 5 6"
 
 
-def test_an_empty_run_goes_before_a_cached_one_wherever_it_is_in_the_queue():
+def test_an_empty_run_is_taken_before_a_cached_one():
     pool = make_run_pool("free: 1* 2* 4 5 | in use: 3")
     assert ids(pool.get_new_run(2)) == [4, 5]
 
 
-def test_the_oldest_run_is_found_far_behind_the_front_of_the_queue():
+def test_the_oldest_run_is_found_anywhere_in_the_queue():
     singles = range(2, 200, 2)
     picture = " ".join(f"{block_id}*" for block_id in singles)
     used = " ".join(str(block_id) for block_id in range(1, 200, 2))
@@ -55,8 +55,27 @@ def test_the_oldest_run_is_found_far_behind_the_front_of_the_queue():
     assert ids(pool.get_new_run(2)) == [202, 203]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failed_search_does_not_affect_the_next_one(seed):
+    pools = []
+    for _ in range(2):
+        rng = random.Random(seed)
+        pool = RunBlockPool(120, True, 4, placement="oldest")
+        pool.free_blocks([block for block in pool.get_new_blocks(119) if rng.random() < 0.6])
+        for _ in range(rng.randrange(8)):  # where the next search begins
+            pool.get_new_run(2)
+        pools.append(pool)
+    longest = max(pools[0].list_free_runs())
+    assert pools[0].get_new_run(longest + 1) is None
+    for _ in range(3):
+        first, second = (pool.get_new_run(2) for pool in pools)
+        assert first is not None
+        assert second is not None
+        assert ids(first) == ids(second)
+
+
 def list_places(ages, length, hand):
-    """Where a run of `length` may lie, as the search goes: each run's aligned slots, then its ends."""
+    """Yield possible places of a run in search order: each free run's aligned slots, then its ends."""
     slot = 1 << (length - 1).bit_length()
     places = []
     for start, end in ((hand, len(ages)), (1, hand + length - 1)):
@@ -68,7 +87,7 @@ def list_places(ages, length, hand):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_of_the_first_16_places_none_would_have_cost_less_recent_content(seed):
+def test_the_run_is_the_oldest_of_the_first_16_places(seed):
     rng = random.Random(seed)
     pool = RunBlockPool(rng.randrange(20, 80), True, 4)
     held = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -92,25 +111,25 @@ def test_of_the_first_16_places_none_would_have_cost_less_recent_content(seed):
     invariants.check(pool)
 
 
-def test_scattered_free_blocks_are_an_answer_and_change_nothing():
+def test_fragmented_free_blocks_give_none():
     picture = "free: 1 3* 5 | in use: 2 4"
     pool = make_run_pool(picture)
     assert pool.get_new_run(2) is None
     assert state(pool) == picture
 
 
-def test_a_run_longer_than_what_is_free_is_refused():
+def test_a_run_longer_than_the_free_blocks_is_refused():
     pool = make_run_pool("free: 1 2 | in use: 3")
     with pytest.raises(OutOfBlocksError, match="a run of 3 blocks, 2 are free of 3"):
         pool.get_new_run(3)
 
 
-def test_a_run_of_none_is_empty():
+def test_a_run_of_0_blocks_is_empty():
     assert make_run_pool("free: 1").get_new_run(0) == []
 
 
 @pytest.mark.parametrize(("count", "error"), [(-1, InvalidArgumentError), ("2", InvalidTypeError)])
-def test_a_length_that_can_not_be_meant_is_refused(count, error):
+def test_an_invalid_length_is_refused(count, error):
     with pytest.raises(error):
         make_run_pool("free: 1 2").get_new_run(count)
 
@@ -122,7 +141,7 @@ def test_taking_a_cached_run_evicts_it():
     assert sum(pool.get_cached_block(hash_of(n), [0]) is not None for n in (1, 2, 3)) == 1
 
 
-def test_a_large_pool_is_searched_a_part_at_a_time():
+def test_a_large_pool_is_searched_in_parts():
     pool = RunBlockPool(300_001, True, 16, early_share=0.0)
     held = pool.get_new_blocks(300_000)
     pool.free_blocks(held[1:280_000:2] + held[290_000:290_004])
@@ -134,12 +153,12 @@ def test_a_large_pool_is_searched_a_part_at_a_time():
 # ---- runs preferred ------------------------------------------------------------------------------
 
 
-def test_blocks_come_in_runs_from_what_is_old():
+def test_old_blocks_are_taken_in_runs():
     pool = make_run_pool("free: 5 9 3 4 1 7 | in use: 2 6 8")
     assert ids(pool.get_new_blocks(3)) == [3, 4, 5]
 
 
-def test_a_young_block_is_not_evicted_for_the_sake_of_a_run():
+def test_a_young_block_is_not_evicted_for_a_run():
     pool = RunBlockPool(101, True, 4, early_share=0.1)
     held = pool.get_new_blocks(100)
     for block in held:
@@ -151,7 +170,7 @@ def test_a_young_block_is_not_evicted_for_the_sake_of_a_run():
     assert max(order.index(block) for block in taken) < 20
 
 
-def test_what_does_not_come_in_runs_is_taken_in_eviction_order():
+def test_other_blocks_are_taken_in_eviction_order():
     singles = " ".join(f"{block_id}*" for block_id in range(19, 0, -2))
     pool = make_run_pool(f"free: {singles} | in use: " + " ".join(map(str, range(2, 20, 2))))
     assert ids(pool.get_new_blocks(3)) == [15, 17, 19]
@@ -164,7 +183,7 @@ def test_a_sequence_grows_into_the_ids_after_it():
     assert state(pool) == "free: 3 | in use: 1 2 4 5 6"
 
 
-def test_a_sequence_does_not_grow_into_what_was_used_lately():
+def test_a_sequence_does_not_grow_into_recent_content():
     pool = RunBlockPool(12, True, 4, early_share=0.1)
     held = pool.get_new_blocks(11)
     for block in held:
@@ -175,7 +194,7 @@ def test_a_sequence_does_not_grow_into_what_was_used_lately():
 
 
 @pytest.mark.parametrize("call", ["get_new_blocks", "get_new_blocks_after"])
-def test_asking_for_more_than_is_free_changes_nothing(call):
+def test_a_request_for_too_many_blocks_changes_nothing(call):
     picture = "free: 1 2 | in use: 3"
     pool = make_run_pool(picture)
     arguments = [pool.blocks[3]] if call == "get_new_blocks_after" else []
@@ -194,7 +213,7 @@ def test_a_share_outside_0_to_1_is_refused(share):
 # ---- the index -----------------------------------------------------------------------------------
 
 
-def test_a_watcher_that_raises_leaves_pool_and_index_in_agreement():
+def test_a_raising_watcher_keeps_pool_and_index_consistent():
     pool = make_run_pool("free: 3 4 | in use: 1* 2")
 
     def refuse(block):
@@ -207,7 +226,7 @@ def test_a_watcher_that_raises_leaves_pool_and_index_in_agreement():
     invariants.check(pool)
 
 
-def test_content_that_somebody_waits_for_counts_as_used():
+def test_pending_content_counts_as_used():
     pool = make_run_pool("free: 1 2 3* | in use: 4 5")
     pool.unpin_blocks(blocks(pool, 4, 5), print)
     assert ids(pool.get_new_run(2)) == [1, 2]
@@ -215,7 +234,7 @@ def test_content_that_somebody_waits_for_counts_as_used():
     assert pool.run_index.ages[4] > 1
 
 
-def test_a_queue_that_was_edited_by_hand_is_noticed_when_a_run_is_taken():
+def test_a_directly_changed_queue_is_detected():
     pool = make_run_pool("free: 1 2 3 4")
     taken = pool.free_block_queue.popleft_n(2)
     for block in taken:
@@ -235,7 +254,7 @@ def test_bare_and_foreign_blocks_are_not_in_the_index():
     assert ids(pool.get_new_blocks(4)) == [4, 1, 2, 3]
 
 
-def test_evicting_and_resetting_make_blocks_worth_nothing():
+def test_evicted_and_reset_blocks_count_as_empty():
     pool = make_run_pool("free: 1* 2* 3* | in use: 4*")
     pool.evict_blocks(iter([2, 4]))
     assert list(pool.run_index.ages)[2:] == [1, pool.run_index.ages[3], 0]
@@ -247,7 +266,7 @@ def test_evicting_and_resetting_make_blocks_worth_nothing():
 
 
 @pytest.mark.parametrize("num_blocks", [4, 40, 400])
-def test_ages_stay_in_order_when_they_are_moved_down(num_blocks):
+def test_renumbering_keeps_ages_in_order(num_blocks):
     pool = RunBlockPool(num_blocks, True, 4)
     rng = random.Random(num_blocks)
     for number in range(2_000):
@@ -263,7 +282,7 @@ def test_ages_stay_in_order_when_they_are_moved_down(num_blocks):
 # ---- counting ------------------------------------------------------------------------------------
 
 
-def test_runs_and_fragmentation_are_counted_over_maximal_free_runs():
+def test_runs_and_fragmentation_use_maximal_free_runs():
     pool = make_run_pool("free: 1 2* 3 5 7 8 | in use: 4 6")
     assert pool.list_free_runs() == [3, 1, 2]
     assert [pool.count_runs(length) for length in (1, 2, 3, 4)] == [6, 2, 1, 0]
@@ -274,10 +293,10 @@ def test_runs_and_fragmentation_are_counted_over_maximal_free_runs():
         pool.count_runs(0)
 
 
-# ---- other sizes ---------------------------------------------------------------------------------
+# ---- resizing ------------------------------------------------------------------------------------
 
 
-def test_a_pool_grows_by_free_blocks_that_are_next():
+def test_new_blocks_of_a_grown_pool_are_taken_next():
     pool = make_run_pool("free: 1* | in use: 2")
     pool.grow(2)
     assert state(pool) == "free: 3 4 1* | in use: 2"
@@ -287,7 +306,7 @@ def test_a_pool_grows_by_free_blocks_that_are_next():
         pool.grow(-1)
 
 
-def test_a_pool_shrinks_by_free_blocks_that_are_evicted():
+def test_shrink_evicts_the_removed_blocks():
     pool = make_run_pool("free: 1* 4* 3 | in use: 2", enable_kv_cache_events=True)
     told = []
     pool.reuse_watchers[3] = ReuseWatcher(told.append, 0.0)
@@ -301,7 +320,7 @@ def test_a_pool_shrinks_by_free_blocks_that_are_evicted():
         pool.touch([removed])
 
 
-def test_a_pool_does_not_shrink_by_blocks_in_use():
+def test_blocks_in_use_cannot_be_removed():
     pool = make_run_pool("free: 1* 4* 3 | in use: 2")
     with pytest.raises(InvalidBlockError, match="block 2 is in use"):
         pool.shrink(3)

@@ -1,4 +1,4 @@
-"""Random lives of a pool with runs: invariants after each step, bytes and hits after each move."""
+"""Random operations on a pool with runs: invariants after each step, bytes and hits after each move."""
 
 import random
 from collections import Counter
@@ -24,14 +24,14 @@ NUM_HASHES = 60
 
 
 class UnpreferringPool(RunBlockPool):
-    """Has an index, and is never asked for a run."""
+    """A pool with an index, used without requests for runs."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, early_share=0.0, **options)
 
 
 class Life:
-    """A pool, an engine, and what the engine wrote, by block object."""
+    """A pool, an engine, and the content that the engine wrote, by block object."""
 
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
@@ -89,7 +89,7 @@ class Life:
         )
 
     def live(self):
-        """Blocks whose bytes matter: in use, findable, or waited for."""
+        """Return the blocks whose bytes matter: in use, cached, or watched."""
         watched = self.pool.reuse_watchers
         return [
             block
@@ -167,7 +167,7 @@ class Life:
             self.tables.append(found)
 
     def duplicate(self):
-        """A second copy of what is cached already."""
+        """Cache a second copy of cached content."""
         bare = [block for table in self.tables for block in table if block.block_hash is None]
         cached = [block for block in self.pool.blocks if block.block_hash is not None]
         if bare and cached and self.pool.enable_caching:
@@ -188,7 +188,7 @@ class Life:
         assert self.engine.slots[block.block_id] == self.content[block]
 
     def hold(self):
-        """Hold a table, which may be freed meanwhile, or what is found."""
+        """Hold a table, which may be freed meanwhile, or a found prefix."""
         table = self.some_table()
         if table:
             self.holds.append(self.pool.hold(table, "held by a test"))
@@ -217,13 +217,13 @@ class Life:
     # ---- moves -----------------------------------------------------------------------------------
 
     def hits(self):
-        """Every prefix that can be found, with the block object and what it reads."""
+        """Return every cached prefix with its block object and its bytes."""
         keys = self.pool.cached_block_hash_to_block._cache
         found = {key: self.pool.cached_block_hash_to_block.get_one_block(key) for key in keys}
         return {key: (block, self.engine.slots[block.block_id]) for key, block in found.items()}
 
     def move(self, act):
-        """Tables of ids are remapped by what the move tells, and agree with the objects afterwards."""
+        """Remap tables of ids by the relocation, and check that they agree with the objects."""
         by_id = [ids(table) for table in self.tables]
 
         def remap(relocation):
@@ -293,7 +293,7 @@ class Life:
         else:
             count = self.rng.randrange(min(4, self.pool.num_gpu_blocks))
             top = set(range(self.pool.num_gpu_blocks - count, self.pool.num_gpu_blocks))
-            if top.isdisjoint(self.pool.holds.list_fixed_ids()):
+            if top.isdisjoint(self.pool.holds.list_immovable_ids()):
                 self.move(lambda remap: self.shrink(count, remap))
             else:
                 with pytest.raises(InvalidBlockError, match="it cannot be drained"):
@@ -310,11 +310,11 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_random_life_keeps_bytes_hits_and_invariants(seed):
+def test_random_operations_keep_bytes_hits_and_invariants(seed):
     life = Life(seed)
     for _ in range(NUM_STEPS):
         life.step()
-    for _ in range(NUM_STEPS):  # few lives move nothing before
+    for _ in range(NUM_STEPS):  # few runs have moved no block by now
         if not life.num_moved:
             life.step()
     if life.pool.num_gpu_blocks > 10:
@@ -322,7 +322,7 @@ def test_a_random_life_keeps_bytes_hits_and_invariants(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_pool_that_is_never_asked_for_runs_behaves_as_a_block_pool(seed):
+def test_without_runs_it_behaves_like_a_block_pool(seed):
     schedule = PoolSchedule(seed)
     classes = {name: getattr(kv_pool, name) for name in kv_pool.__all__}
     plain = PoolSide(kv_pool, schedule.options)

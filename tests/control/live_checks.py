@@ -8,7 +8,7 @@ from kv_pool.migration.pool_site import PoolSite
 
 
 def check(pool):
-    """The invariants of the pool, whichever it is."""
+    """Check the invariants of either kind of pool."""
     if isinstance(pool, GPUKVPool):
         made_pool.check(pool)
     else:
@@ -16,12 +16,12 @@ def check(pool):
 
 
 def list_held(replay):
-    """How many blocks each request holds, in the order in which they got them."""
+    """Return the number of blocks of each request, in order of admission."""
     return {int(one.sequence_id): one.num_blocks for one in replay.pool.describe_sequences().sequences}
 
 
 def list_ids(replay, number):
-    """The ids of a request's blocks."""
+    """Return the ids of a request's blocks."""
     if isinstance(replay.pool, GPUKVPool):
         return replay.pool.blocks_of(number)
     return replay.pool.manager.get_block_ids(str(number))
@@ -32,7 +32,7 @@ def count_free(replay):
 
 
 def make_site(replay):
-    """A site of migrations over the replay's pool."""
+    """Return a migration site over the replay's pool."""
     if isinstance(replay.pool, GPUKVPool):
         return made_pool.make_site(replay.pool, owner=replay)
     return PoolSite(replay.pool.get_sequences(), owner=replay)

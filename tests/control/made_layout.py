@@ -1,4 +1,4 @@
-"""Small layouts, of small pools and written down by hand."""
+"""Small layouts, from pools or drawn by hand."""
 
 from adapter.made_pool import make, take
 
@@ -9,12 +9,12 @@ STATES = {
     ".": BlockState.EMPTY,
     "*": BlockState.CACHED,
     "#": BlockState.IN_USE,
-    "P": BlockState.PINNED,
+    "P": BlockState.IMMOVABLE,
 }
 
 
 def write_layout(drawn, run_length=4, device_id=0):
-    """`0 ##-#P *.`: a character a block from block 0 on, blanks aside; `-` joins those on both sides."""
+    """Return the layout drawn as `0 ##-#P *.`, one character per block; `-` joins its neighbours."""
     states, joins, join = bytearray(), bytearray(), 0
     for character in drawn.replace(" ", ""):
         if character == "-":
@@ -28,7 +28,7 @@ def write_layout(drawn, run_length=4, device_id=0):
 
 
 def make_sixteen():
-    """Every kind of cell: 1-3, 4, 5-6, 12 and 14 in use, 5 pinned; 7, 8 and 13 cached; the others empty."""
+    """Return a pool with every kind of cell: 1-6, 12, 14 in use; 5 pinned; 7, 8, 13 cached; rest empty."""
     pool = make(16, run_length=3)
     for sequence_id, num_blocks in enumerate([3, 1, 2, 2, 3, 1, 1, 1, 2], start=1):
         take(pool, sequence_id, num_blocks)

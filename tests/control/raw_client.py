@@ -1,4 +1,4 @@
-"""Bytes over a control socket, as no client of ours would send them."""
+"""Arbitrary bytes over a control socket."""
 
 import json
 import select
@@ -6,7 +6,7 @@ import socket
 
 
 class RawClient:
-    """Sends whatever it is told to, and reads replies as lines."""
+    """A client that sends any bytes and reads replies as lines."""
 
     def __init__(self, path):
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -28,13 +28,13 @@ class RawClient:
         self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_hang_up(self):
-        """Read nothing, and return when the server has hung up."""
+        """Wait, without reading, until the server has closed the connection."""
         poll = select.poll()
         poll.register(self._socket, 0)
-        assert poll.poll(30_000), "the server did not hang up"
+        assert poll.poll(30_000), "the server did not close the connection"
 
     def read(self):
-        """The next reply, or None when the server has hung up."""
+        """Return the next reply, or None if the server has closed the connection."""
         line = self._lines.readline()
         return json.loads(line) if line else None
 

@@ -1,9 +1,9 @@
-"""Bytes that follow from a block's name."""
+"""Bytes derived from a block's name."""
 
 from kv_pool.control.block_contents import BlockContents
 
 
-def test_each_name_has_bytes_of_its_own_and_what_is_wrong_is_found():
+def test_each_name_has_its_own_bytes_and_wrong_bytes_are_found():
     contents = BlockContents(5, 100)
     contents.write([1, 2, 3], [b"a", b"b", b"a"])
     storage = contents.storage

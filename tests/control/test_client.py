@@ -1,4 +1,4 @@
-"""What a client says when there is nobody to talk to."""
+"""Errors of a client without a working server."""
 
 import socket
 import threading
@@ -18,24 +18,24 @@ def path(tmp_path):
     return tmp_path / "c.sock"
 
 
-def test_no_socket_is_an_error_that_says_how_to_get_one(path):
+def test_missing_socket_error_says_how_to_start_a_server(path):
     with pytest.raises(ControlError, match=f"there is no such socket. {START_ONE}"):
         ControlClient(path)
 
 
-def test_a_socket_without_a_server_is_an_error_that_says_how_to_get_one(path):
+def test_dead_socket_error_says_how_to_start_a_server(path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-    with pytest.raises(ControlError, match=f"nobody listens there any more. {START_ONE}"):
+    with pytest.raises(ControlError, match=f"no server listens on it any more. {START_ONE}"):
         ControlClient(path)
 
 
-def test_a_socket_of_somebody_else_is_an_error_that_says_so(path):
-    assert "to the user who started it" in describe_failure(path, PermissionError(13, "Permission denied"))
+def test_socket_of_another_user_is_refused_with_the_reason(path):
+    assert "to the user that started it" in describe_failure(path, PermissionError(13, "Permission denied"))
 
 
 class _Listener:
-    """Answers the first command that comes with these bytes, and hangs up."""
+    """A server that answers the first command with these bytes and closes the connection."""
 
     def __init__(self, path, answer):
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -63,14 +63,14 @@ class _Listener:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"", "hung up; was it stopped?"),
-        (b'{"result": {"total_', "hung up; was it stopped?"),
-        (b"HTTP/1.1 200 OK\r\n", "the answer is not one of this version of kv_pool"),
-        (b'{"result": {}}\n', "the answer is not one of this version of kv_pool"),
+        (b"", "closed the connection; was it stopped?"),
+        (b'{"result": {"total_', "closed the connection; was it stopped?"),
+        (b"HTTP/1.1 200 OK\r\n", "the reply is not one of this version of kv_pool"),
+        (b'{"result": {}}\n', "the reply is not one of this version of kv_pool"),
         (b'{"error": "OutOfBlocksError", "message": "asked for 3"}\n', "asked for 3"),
     ],
 )
-def test_an_answer_that_is_none_is_an_error_that_says_so(path, answer, message):
+def test_invalid_reply_is_refused_with_the_reason(path, answer, message):
     with (
         _Listener(path, answer),
         ControlClient(path) as client,
@@ -79,27 +79,27 @@ def test_an_answer_that_is_none_is_an_error_that_says_so(path, answer, message):
         client.get_statistics()
 
 
-def test_no_answer_is_an_error_after_a_while(path):
+def test_missing_reply_is_an_error_after_the_timeout(path):
     with (
         _Listener(path, None),
         ControlClient(path, timeout_s=0.1) as client,
-        pytest.raises(ControlError, match=r"did not answer within 0.1 s; does its engine hold it"),
+        pytest.raises(ControlError, match=r"did not answer within 0.1 s; does its engine hold the lock"),
     ):
         client.get_statistics()
 
 
-def test_a_server_that_stopped_in_between_is_an_error_that_says_so(path):
+def test_server_stopped_between_commands_is_an_error(path):
     server = ControlServer(make(), path)
     server.start()
     with ControlClient(path) as client:
         client.get_statistics()
         server.stop()
-        with pytest.raises(ControlError, match="hung up"):
+        with pytest.raises(ControlError, match="closed the connection"):
             client.get_statistics()
 
 
-def test_a_late_reply_is_not_taken_for_that_of_the_next_command(path):
-    """After Ctrl-C, or a timeout, the reply of the command that was given up may still come."""
+def test_late_reply_is_not_used_for_the_next_command(path):
+    """After Ctrl-C or a timeout, the reply to the cancelled command may still arrive."""
     engine = threading.Lock()
     server = ControlServer(make(total_blocks=10), path, guard=engine)
     with server, ControlClient(path, timeout_s=1.0) as client:

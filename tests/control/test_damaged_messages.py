@@ -1,4 +1,4 @@
-"""Lines over the control socket that are none of ours: typed errors, in both directions."""
+"""Damaged lines over the control socket are typed errors in both directions."""
 
 import random
 from contextlib import suppress
@@ -42,7 +42,7 @@ def spoil(rng, line):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_lines_that_are_no_commands_or_replies_are_typed_errors(seed):
+def test_damaged_commands_and_replies_are_typed_errors(seed):
     rng = random.Random(seed)
     for _ in range(100):
         with suppress(KVPoolError):
@@ -51,17 +51,17 @@ def test_lines_that_are_no_commands_or_replies_are_typed_errors(seed):
             decode_reply(spoil(rng, rng.choice(REPLIES)), rng.choice([DefragReport, SequenceList]))
 
 
-def test_text_that_has_no_form_in_json_is_a_typed_error_and_breaks_no_reply():
-    with pytest.raises(InvalidArgumentError, match="can not be sent"):
+def test_text_that_json_cannot_represent_is_a_typed_error():
+    with pytest.raises(InvalidArgumentError, match="cannot be sent"):
         encode_command(CancelCommand("\ud800"))
-    with pytest.raises(InvalidArgumentError, match="the reply can not be sent"):
+    with pytest.raises(InvalidArgumentError, match="the reply cannot be sent"):
         encode_result(SequenceList([SequenceReport("\ud800", 2, 1, 0.5, False)]))
     with pytest.raises(ControlError, match=r"no \\ud800 here"):
         decode_reply(encode_error(ControlError("no \ud800 here")), DefragReport)
 
 
 @pytest.mark.parametrize("start", [b'{"command": "tiers", "x": ', b'{"command": '])
-def test_nested_lists_are_no_command(start):
+def test_deeply_nested_lists_are_refused(start):
     assert isinstance(decode_command(b'{"command": "tiers"}'), TiersCommand)
     with pytest.raises(ControlError, match="a command is one line of JSON"):
         decode_command(start + b"[" * 3000)

@@ -1,4 +1,4 @@
-"""From blocks to cells: which kind each is, what goes on from the one before, what is counted."""
+"""From blocks to cells: kinds, joined cells, legend counts."""
 
 import random
 
@@ -35,11 +35,11 @@ def draw_cells(drawn, max_cells=100, **options):
     return draw(make_cells(write_layout(drawn, **options), max_cells))
 
 
-def test_free_runs_are_told_apart_from_shorter_stretches():
+def test_free_runs_differ_from_shorter_stretches():
     assert draw_cells("0 .... # ... # *.*. # **", run_length=4) == "0_-_-_-_#...%=-_-=-_#::"
 
 
-def test_a_free_run_may_be_longer_than_it_must():
+def test_free_run_may_be_longer_than_the_run_length():
     assert draw_cells("0 ..... # .", run_length=3) == "0_-_-_-_-_#."
 
 
@@ -51,14 +51,14 @@ def test_a_pinned_block_belongs_to_its_run():
     assert draw_cells("0 #-P-# P-#") == "0#-P-#P-%"
 
 
-def test_a_pool_with_more_blocks_than_cells_has_several_in_a_cell():
+def test_large_pool_has_several_blocks_per_cell():
     cells = make_cells(write_layout("0" + "." * 16), 8)
     assert cells.blocks_per_cell == 4
     assert draw(cells) == "_-_-_-_-_"
 
 
 @pytest.mark.parametrize(("num_blocks", "blocks_per_cell"), [(7, 1), (8, 2), (15, 2), (16, 4), (31, 4)])
-def test_cells_are_as_small_as_there_is_room(num_blocks, blocks_per_cell):
+def test_cells_have_as_few_blocks_as_possible(num_blocks, blocks_per_cell):
     cells = make_cells(write_layout("0" + "." * num_blocks), 8)
     assert cells.blocks_per_cell == blocks_per_cell
     assert len(cells.kinds) <= 8
@@ -76,7 +76,7 @@ def test_cells_are_as_small_as_there_is_room(num_blocks, blocks_per_cell):
         ("0...", "."),
     ],
 )
-def test_a_cell_shows_what_most_of_its_blocks_are(drawn, shown):
+def test_cell_shows_the_kind_of_most_of_its_blocks(drawn, shown):
     assert draw_cells(drawn, max_cells=1) == shown
 
 
@@ -85,24 +85,24 @@ def test_one_pinned_block_among_a_million_is_visible():
     drawn[777_777] = ord("P")
     cells = make_cells(write_layout("0" + drawn.decode()), 16_384)
     assert cells.blocks_per_cell == 64
-    assert cells.kinds.tolist().count(CellKind.PINNED) == 1
-    assert cells.kinds[777_778 // 64] == CellKind.PINNED
+    assert cells.kinds.tolist().count(CellKind.IMMOVABLE) == 1
+    assert cells.kinds[777_778 // 64] == CellKind.IMMOVABLE
 
 
-def test_cells_are_joined_where_the_blocks_at_their_border_are():
+def test_cells_are_joined_if_the_blocks_at_their_border_are():
     assert draw_cells("0#-#-# -#-#-#-# # #-#-#", max_cells=3) == "#-#%"
     assert draw_cells("0### #-#-#-# #...", max_cells=3) == "#%."
 
 
-def test_cells_are_not_joined_by_blocks_that_they_do_not_show():
+def test_cells_are_not_joined_by_blocks_they_do_not_show():
     assert draw_cells("0..#-#...", max_cells=2) == ".."
 
 
-def test_a_cell_that_is_free_lies_in_a_run_if_most_of_its_free_blocks_do():
+def test_free_cell_is_a_run_if_most_of_its_free_blocks_are():
     assert draw_cells("0.#. #... ....", max_cells=3, run_length=4) == "._-_"
 
 
-def test_no_cells_are_refused():
+def test_max_cells_below_1_is_refused():
     with pytest.raises(InvalidArgumentError, match="max_cells is 0; a memory map has at least 1 cell"):
         make_cells(write_layout("0."), 0)
 
@@ -117,27 +117,27 @@ def test_the_legend_counts_blocks():
         ("empty, in free runs of 3 or more", 3, "18.8%"),
         ("empty, in shorter free stretches", 2, "12.5%"),
         ("the null block, id 0", 1, ""),
-        ("held by several sequences", 2, "12.5%"),
+        ("shared by several sequences", 2, "12.5%"),
     ]
 
 
-def test_the_legend_of_larger_cells_counts_blocks_all_the_same_but_has_no_null_block():
+def test_legend_of_larger_cells_counts_blocks_without_null_block():
     layout = make_sixteen().get_layout()
     of_blocks = [line for line in list_legend(layout) if line.kinds != (CellKind.NULL,)]
     assert list_legend(layout, max_cells=5) == of_blocks
 
 
-def test_the_legend_leaves_out_what_there_is_none_of():
+def test_legend_leaves_out_absent_kinds():
     legend = list_legend(write_layout("0...."))
     assert [line.words for line in legend] == ["empty, in free runs of 4 or more", "the null block, id 0"]
 
 
-def test_a_share_too_small_for_a_digit_is_not_called_zero():
+def test_tiny_share_is_not_shown_as_zero():
     legend = list_legend(write_layout("0P" + "." * 9_999))
     assert [line.percent for line in legend] == ["< 0.1%", "100.0%", ""]
 
 
-def test_a_layout_says_in_words_what_it_shows():
+def test_layout_is_described_in_words():
     layout = write_layout("0 #-#-# #-# ... # ....", run_length=4, device_id=2)
     assert describe_pool(layout) == "13 blocks of 16 tokens on device 2"
     assert describe_use(layout) == "46.2% in use, 53.8% free, fragmentation 0.0% (runs of 4)"
@@ -148,7 +148,7 @@ def test_a_layout_says_in_words_what_it_shows():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_kinds_and_counts_are_those_of_a_slow_scan(seed):
+def test_kinds_and_counts_match_a_slow_scan(seed):
     dice = random.Random(seed)
     drawn = "0" + "".join(dice.choice("..**##P") * dice.randint(1, 6) for _ in range(20))
     run_length = dice.randint(1, 8)

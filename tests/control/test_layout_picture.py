@@ -1,4 +1,4 @@
-"""The memory map as a file: the picture's pixels, and what an SVG says."""
+"""The memory map as a file: the pixels of a picture, and the texts of an SVG."""
 
 import sys
 from xml.etree import ElementTree
@@ -16,7 +16,7 @@ WHITE = "#FFFFFF"
 
 
 def draw_pixels(layout, tmp_path):
-    """Rows of colours as COLOURS writes them."""
+    """Return a function (x, y) -> colour, as `COLOURS` writes it."""
     path = tmp_path / "map.png"
     draw_layout(layout, str(path))
     pixels = np.round(image.imread(path)[:, :, :3] * 255).astype(int)
@@ -34,7 +34,7 @@ def read_groups(path):
     return sorted(name for name in names if name.startswith("cells-"))
 
 
-def test_each_block_is_painted_as_what_it_is(tmp_path):
+def test_each_block_has_the_colour_of_its_kind(tmp_path):
     layout = make_sixteen().get_layout()
     colour_at = draw_pixels(layout, tmp_path)
     grid = make_grid(17)
@@ -46,7 +46,7 @@ def test_each_block_is_painted_as_what_it_is(tmp_path):
         assert colour_at(x + grid.cell_size - 1, y + grid.cell_size - 1) == COLOURS[kind], f"block {cell}"
 
 
-def test_there_is_a_gap_before_each_run_and_none_inside(tmp_path):
+def test_gaps_separate_runs_and_not_blocks_of_a_run(tmp_path):
     colour_at = draw_pixels(write_layout("0 #-# #-P-# . # .... # # #", run_length=4), tmp_path)
     grid = make_grid(15)
     gaps = []
@@ -57,7 +57,7 @@ def test_there_is_a_gap_before_each_run_and_none_inside(tmp_path):
     assert "".join("| "[not gap] for gap in gaps) == "|| |  |||   |||"
 
 
-def test_one_pinned_block_among_a_million_is_seen(tmp_path):
+def test_one_pinned_block_among_a_million_is_drawn(tmp_path):
     drawn = bytearray(b"#" * 1_000_000)
     drawn[777_776] = ord("P")
     colour_at = draw_pixels(write_layout("0" + drawn.decode()), tmp_path)
@@ -65,11 +65,11 @@ def test_one_pinned_block_among_a_million_is_seen(tmp_path):
     grid = make_grid(-(-1_000_001 // 64))
     x, y = grid.find_corner(cell)
     middle = grid.cell_size // 2
-    assert colour_at(x + middle, y + middle) == COLOURS[CellKind.PINNED]
-    assert colour_at(x + middle - grid.cell_size, y + middle) != COLOURS[CellKind.PINNED]
+    assert colour_at(x + middle, y + middle) == COLOURS[CellKind.IMMOVABLE]
+    assert colour_at(x + middle - grid.cell_size, y + middle) != COLOURS[CellKind.IMMOVABLE]
 
 
-def test_an_svg_says_how_many_blocks_are_what(tmp_path):
+def test_svg_contains_the_counts_of_each_kind(tmp_path):
     path = tmp_path / "map.svg"
     draw_layout(make_sixteen().get_layout(), str(path))
     texts = read_texts(path)
@@ -86,7 +86,7 @@ def test_an_svg_says_how_many_blocks_are_what(tmp_path):
         *("empty, in free runs of 3 or more", "3", "18.8%"),
         *("empty, in shorter free stretches", "2", "12.5%"),
         *("the null block, id 0", "1"),
-        *("held by several sequences", "2", "12.5%"),
+        *("shared by several sequences", "2", "12.5%"),
     ]
     assert texts[-3:] == [
         "runs of sequences: 5, 1.6 blocks long on average",
@@ -95,20 +95,20 @@ def test_an_svg_says_how_many_blocks_are_what(tmp_path):
     ]
 
 
-def test_the_cells_of_an_svg_are_grouped_by_what_they_are(tmp_path):
+def test_cells_of_an_svg_are_grouped_by_kind(tmp_path):
     path = tmp_path / "map.svg"
     draw_layout(write_layout("0 #-# # P *... #"), str(path))
     assert read_groups(path) == [
         "cells-cached-run",
         "cells-empty-run",
+        "cells-immovable",
         "cells-in-use",
         "cells-in-use-next",
         "cells-null",
-        "cells-pinned",
     ]
 
 
-def test_an_svg_of_the_same_layout_is_the_same(tmp_path):
+def test_same_layout_gives_the_same_svg(tmp_path):
     paths = [tmp_path / "first.svg", tmp_path / "second.svg"]
     for path in paths:
         draw_layout(make_sixteen().get_layout(), str(path))
@@ -116,7 +116,7 @@ def test_an_svg_of_the_same_layout_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("num_blocks", "remark"), [(16_384, "one block"), (16_385, "2 blocks")])
-def test_a_cell_is_one_block_as_long_as_the_picture_has_room(tmp_path, num_blocks, remark):
+def test_a_cell_is_one_block_if_the_picture_is_large_enough(tmp_path, num_blocks, remark):
     assert num_blocks + 1 <= MAX_CELLS or remark != "one block"
     path = tmp_path / "map.svg"
     draw_layout(write_layout("0" + "#" * num_blocks), str(path))
@@ -124,7 +124,7 @@ def test_a_cell_is_one_block_as_long_as_the_picture_has_room(tmp_path, num_block
 
 
 @pytest.mark.parametrize("num_cells", [2, 3, 17, 100, 1_001, 4_097, 10_001, MAX_CELLS])
-def test_rows_are_a_power_of_two_and_rather_wide_than_high(num_cells):
+def test_rows_are_a_power_of_two_and_the_map_is_wide(num_cells):
     grid = make_grid(num_cells)
     assert grid.num_columns.bit_count() == 1
     assert grid.num_rows <= grid.num_columns + 1
@@ -134,12 +134,12 @@ def test_rows_are_a_power_of_two_and_rather_wide_than_high(num_cells):
 
 
 @pytest.mark.parametrize("name", ["nowhere/map.png", "map.xyz"])
-def test_a_picture_that_can_not_be_written_is_an_error(tmp_path, name):
-    with pytest.raises(DrawingError, match=f"{name}: can not write the picture"):
+def test_unwritable_picture_is_an_error(tmp_path, name):
+    with pytest.raises(DrawingError, match=f"{name}: cannot write the picture"):
         draw_layout(write_layout("0."), str(tmp_path / name))
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_matplotlib_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DrawingError, match=r"pip install '\.\[lab\]'"):
         draw_layout(write_layout("0."), str(tmp_path / "map.png"))

@@ -1,4 +1,4 @@
-"""The memory map in a terminal: what is printed, sign by sign and colour by colour."""
+"""The memory map in a terminal: printed signs and colours."""
 
 import io
 
@@ -20,11 +20,11 @@ def print_to_string(layout, num_columns=None, encoding="utf-8", **options):
 
 
 def get_map(printed):
-    """The lines between the title and the legend."""
+    """Return the lines between the title and the legend."""
     return printed.split("\n\n")[1].splitlines()
 
 
-def test_without_colours_there_is_a_sign_for_everything():
+def test_without_colours_each_kind_has_a_sign():
     assert print_to_string(make_sixteen().get_layout()) == (
         "16 blocks of 4 tokens on device 0\n"
         "50.0% in use, 50.0% free, fragmentation 50.0% (runs of 3)\n"
@@ -38,25 +38,25 @@ def test_without_colours_there_is_a_sign_for_everything():
         "_  empty, in free runs of 3 or more               3    18.8%\n"
         ".  empty, in shorter free stretches               2    12.5%\n"
         "0  the null block, id 0                           1\n"
-        "   held by several sequences                      2    12.5%\n"
+        "   shared by several sequences                    2    12.5%\n"
         "\n"
         "runs of sequences: 5, 1.6 blocks long on average\n"
         "one cell = one block\n"
     )
 
 
-def test_rows_say_which_id_they_begin_with():
+def test_rows_begin_with_their_first_id():
     printed = print_to_string(make_sixteen().get_layout(), num_columns=8)
     assert get_map(printed) == [" 0 0███▓P█=", " 8 =___▓:█.", "16 ."]
 
 
-def test_where_only_ascii_can_be_printed_all_signs_are_ascii():
+def test_signs_are_ascii_on_an_ascii_console():
     printed = print_to_string(make_sixteen().get_layout(), num_columns=8, encoding="ascii")
     assert get_map(printed) == [" 0 0###%P#=", " 8 =___%:#.", "16 ."]
     assert "\n#% in use " in printed
 
 
-def test_with_colours_a_line_has_two_rows():
+def test_painted_line_has_two_rows():
     text = make_text(make_sixteen().get_layout(), Look.PAINTED, num_columns=8, num_lines=10)
     assert get_map(text.plain) == [" 0 ▀▀▀▀▀▀▀▀", "16 ▀"]
     first = text.plain.index("▀")
@@ -87,7 +87,7 @@ def paints(signs):
         ({"force_terminal": False, "color_system": "auto"}, Look.SIGNS),
     ],
 )
-def test_colours_are_for_terminals_that_have_enough_of_them(options, look):
+def test_colours_need_a_terminal_with_enough_of_them(options, look):
     stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
     assert choose_look(Console(file=stream, **options)) is look
 
@@ -120,11 +120,11 @@ def test_a_large_screen_shows_each_of_ten_thousand_blocks():
     assert "one cell = one block" in printed
 
 
-def test_a_row_is_as_wide_as_asked_even_where_it_does_not_fit():
+def test_row_has_the_requested_width_even_if_it_does_not_fit():
     printed = print_to_string(write_layout("0" + "#" * 999), num_columns=100)
     assert get_map(printed)[:2] == ["  0 0" + "█▓" * 49 + "█", "100 " + "▓█" * 50]
 
 
-def test_no_cells_in_a_row_are_refused():
+def test_num_columns_below_1_is_refused():
     with pytest.raises(InvalidArgumentError):
         print_to_string(write_layout("0."), num_columns=0)

@@ -1,4 +1,4 @@
-"""Requests of a live replay that go to another one in mid-course, and their bytes."""
+"""Running requests of a live replay that migrate to another one, and their bytes."""
 
 import random
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from control.live_checks import check, count_free, list_held, list_ids, make_sit
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.adapter.offload_hook import OffloadHook
+from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.control.live_replay import STEP_S, LiveReplay, find_first_number
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
@@ -19,12 +19,12 @@ from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.replay.settings import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
-# The next round of the trace begins a second after its last request.
+# The trace repeats one second after its last request.
 LAST = record(8, [99], 1, 1_000_000)
 
 
 class Keeping(NullEventPublisher):
-    """Keeps the events."""
+    """A publisher that keeps the events."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def make_pair(tmp_path, request):
 ONE = find_first_number("a")
 
 
-def test_a_request_goes_on_where_it_has_come_to(make_pair):
+def test_migrated_request_continues_on_its_new_node(make_pair):
     pair = make_pair([record(20, [1, 2, 3], 50)])
     pair.run_for(2)  # 0.02 s to compute its prompt, then 10 tokens a second
     num_blocks = len(list_ids(pair.replays["a"], ONE))
@@ -103,15 +103,15 @@ def test_a_request_goes_on_where_it_has_come_to(make_pair):
     assert pair.count("b") == (1, 0)
     pair.run_for(0.5)
     assert pair.count("b") == (0, 1)
-    assert pair.replays["a"].get_progress().num_given_up == 1
-    assert pair.replays["b"].get_progress().num_taken_over == 1
+    assert pair.replays["a"].get_progress().num_moved_out == 1
+    assert pair.replays["b"].get_progress().num_moved_in == 1
     assert count_free(pair.replays["b"]) == 20
 
 
-def test_requests_move_to_the_other_replay_while_too_few_blocks_are_free_and_end_there(make_pair):
+def test_requests_move_while_too_few_blocks_are_free_and_finish(make_pair):
     pair = make_pair([record(20, [1, 2, 3], 50), record(20, [4, 5, 6], 50)])
     pair.run_for(2)
-    hook = OffloadHook()
+    hook = MigrationHook()
     hook.use(pair.replays["a"].pool, pair.nodes["a"])
     num_free = count_free(pair.replays["a"])
     assert hook.keep_free(num_free) == 0
@@ -121,7 +121,7 @@ def test_requests_move_to_the_other_replay_while_too_few_blocks_are_free_and_end
     assert (pair.count("a"), pair.count("b")) == ((0, 1), (0, 1))
 
 
-def test_a_prompt_that_is_being_computed_takes_as_long_as_it_would_have(make_pair):
+def test_prefill_takes_the_same_time_after_a_migration(make_pair):
     pair = make_pair([record(80, list(range(10)), 1)])
     pair.now += 0.04
     pair.replays["a"].step()  # computed in 0.08 s
@@ -132,7 +132,7 @@ def test_a_prompt_that_is_being_computed_takes_as_long_as_it_would_have(make_pai
     assert pair.count("b") == (0, 1)
 
 
-def test_a_request_on_its_way_does_nothing_and_does_not_catch_up_when_it_stays(make_pair):
+def test_suspended_request_generates_nothing(make_pair):
     pair = make_pair([record(8, [1], 100)])
     pair.run_for(1.0)
     site = pair.nodes["a"].site
@@ -149,7 +149,7 @@ def test_a_request_on_its_way_does_nothing_and_does_not_catch_up_when_it_stays(m
     assert len(list_ids(pair.replays["a"], ONE)) > len(held)
 
 
-def test_a_request_that_grows_waits_while_others_are_on_their_way(make_pair):
+def test_growing_request_waits_while_others_migrate(make_pair):
     pair = make_pair([record(16, [1, 2], 60), record(16, [3, 4], 60)], blocks=10)
     pair.run_for(0.5)
     site = pair.nodes["a"].site
@@ -163,7 +163,7 @@ def test_a_request_that_grows_waits_while_others_are_on_their_way(make_pair):
     assert pair.count("a") == (0, 2)
 
 
-def test_a_copy_goes_on_at_both(make_pair):
+def test_copied_request_continues_on_both_nodes(make_pair):
     pair = make_pair([record(16, [1, 2], 20)])
     pair.run_for(1.0)
     pair.migrate(ONE, is_move=False)
@@ -171,7 +171,7 @@ def test_a_copy_goes_on_at_both(make_pair):
     assert pair.count("a") == pair.count("b") == (0, 1)
 
 
-def test_a_request_that_loses_its_blocks_there_begins_anew_there(make_pair):
+def test_request_evicted_after_migration_restarts_there(make_pair):
     pair = make_pair([record(16, [1, 2], 30)], [record(32, [11, 12, 13, 14], 40)], blocks_of_b=10)
     pair.run_for(1.0)
     pair.migrate(ONE)
@@ -180,7 +180,7 @@ def test_a_request_that_loses_its_blocks_there_begins_anew_there(make_pair):
     assert pair.count("b") == (0, 2)
 
 
-def test_what_came_is_told_with_its_tokens_and_hit_by_others(make_pair):
+def test_migrated_blocks_are_published_with_tokens_and_hit(make_pair):
     pair = make_pair([record(24, [1, 2, 3], 20)], [record(24, [1, 2, 3], 20, 5000)])
     pair.run_for(1.0)
     pair.migrate(ONE)
@@ -191,7 +191,7 @@ def test_what_came_is_told_with_its_tokens_and_hit_by_others(make_pair):
     assert list_ids(pair.replays["b"], find_first_number("b"))[:2] == came[:2]
 
 
-def test_wrong_bytes_are_noticed(make_pair):
+def test_wrong_bytes_are_detected(make_pair):
     pair = make_pair([record(24, [1, 2, 3], 20)])
     pair.run_for(0.5)
     storage = pair.nodes["a"].site.storage
@@ -199,12 +199,12 @@ def test_wrong_bytes_are_noticed(make_pair):
     storage.write_block(block_id, bytes(storage.block_bytes))
     new_ids = pair.migrate(ONE)
     with pytest.raises(
-        CorruptedPoolError, match=rf"the blocks \[{new_ids[1]}\] do not hold what they should"
+        CorruptedPoolError, match=rf"the bytes of blocks \[{new_ids[1]}\] do not match their hashes"
     ):
         pair.replays["b"].step()
 
 
-def test_what_can_not_go_on_there_stays(make_pair):
+def test_request_that_the_target_cannot_continue_stays(make_pair):
     pair = make_pair([record(16, [1, 2], 60), record(16, [4, 5], 3)], blocks_of_b=8)
     pair.run_for(0.2)
     with pytest.raises(InvalidArgumentError, match=f"sequence {ONE} will need 10 blocks, the pool has 8"):
@@ -227,7 +227,7 @@ def test_what_can_not_go_on_there_stays(make_pair):
     assert pair.count("a") == (0, 2)
 
 
-def test_nodes_of_different_names_have_requests_of_different_numbers():
+def test_nodes_with_different_names_have_different_request_ids():
     names = [f"node-{number}" for number in range(20)]
     numbers = {find_first_number(name) for name in names}
     assert len(numbers) == 20
@@ -235,7 +235,7 @@ def test_nodes_of_different_names_have_requests_of_different_numbers():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_migrates_when_each_request_ends_once_with_the_right_bytes(make_pair, seed):
+def test_random_migrations_finish_each_request_once_and_intact(make_pair, seed):
     draw = random.Random(seed)
     records = {}
     for name in ("a", "b"):
@@ -255,7 +255,7 @@ def test_whatever_migrates_when_each_request_ends_once_with_the_right_bytes(make
                 pair.migrate(draw.choice(running), source, target)
                 num_moved += 1
             except (PoolExhaustedError, InvalidArgumentError):
-                pass  # no room, or it waits there
+                pass  # too few free blocks, or the request waits there
     pair.run_for(60)
     assert num_moved > 5
     assert sum(pair.count(name)[1] for name in ("a", "b")) == 50

@@ -1,4 +1,4 @@
-"""A live replay, step by step on a clock of its own: what it holds, generates, evicts and moves."""
+"""A live replay on a test clock: allocation, generation, eviction, compaction, events."""
 
 import random
 import threading
@@ -10,7 +10,7 @@ from events.pool_map import pool_map
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import GPUKVPool, InvalidArgumentError
-from kv_pool.control.live_replay import STEP_S, LiveReplay, read_for_ever
+from kv_pool.control.live_replay import STEP_S, LiveReplay, repeat_requests
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.events.mirror import PrefixMirror
@@ -58,7 +58,7 @@ def count(replay):
 
 
 class Mirroring(NullEventPublisher):
-    """Keeps what a reader knows of an exact stream."""
+    """A publisher that keeps the blocks that a subscriber of an exact stream would know."""
 
     def __init__(self):
         super().__init__()
@@ -70,11 +70,11 @@ class Mirroring(NullEventPublisher):
         self.mirror.apply("here", self.state.apply(events))
 
 
-# The next round of the trace begins a second after its last request.
+# The trace repeats one second after its last request.
 LAST = record(8, [99], 1, 1_000_000)
 
 
-def test_a_request_takes_its_blocks_grows_and_gives_them_back(make_replay):
+def test_request_allocates_grows_and_releases_its_blocks(make_replay):
     replay = make_replay([record(16, [1, 2], 20), LAST], blocks=10)
     replay.run_for(STEP_S)
     assert count(replay) == (0, 1, 0)
@@ -86,7 +86,7 @@ def test_a_request_takes_its_blocks_grows_and_gives_them_back(make_replay):
     assert count_free(replay) == 10
 
 
-def test_a_prompt_that_was_seen_is_hit_but_for_its_last_token(make_replay):
+def test_repeated_prompt_is_hit_except_for_its_last_token(make_replay):
     replay = make_replay([record(16, [1, 2], 1, 0), record(16, [1, 2], 1, 1000), LAST], blocks=10)
     replay.run_for(0.9)
     assert count(replay) == (0, 0, 1)
@@ -98,7 +98,7 @@ def test_a_prompt_that_was_seen_is_hit_but_for_its_last_token(make_replay):
     replay.run_for(0.15)
     layout = replay.pool.get_layout()
     assert list_held(replay) == {2: 2}
-    # The first block is the first request's; its second one stays cached beside the new one.
+    # The first block is the first request's. Its second block stays cached beside the new one.
     first, second = [block_id for block_id, holders in enumerate(layout.holders) if holders]
     assert len(cached) == 2
     assert len(cached & {first, second}) == 1
@@ -107,7 +107,7 @@ def test_a_prompt_that_was_seen_is_hit_but_for_its_last_token(make_replay):
     }
 
 
-def test_requests_wait_for_blocks_and_begin_in_the_order_they_came(make_replay):
+def test_requests_wait_for_blocks_and_start_in_order_of_arrival(make_replay):
     records = [record(32, [at, at + 1, at + 2, at + 3], 5) for at in (10, 20, 30)]
     replay = make_replay([*records, LAST], blocks=8)
     replay.run_for(STEP_S)
@@ -117,7 +117,7 @@ def test_requests_wait_for_blocks_and_begin_in_the_order_they_came(make_replay):
     assert count(replay) == (0, 0, 3)
 
 
-def test_a_request_that_grows_evicts_another_which_begins_anew(make_replay):
+def test_growing_request_evicts_another_which_restarts(make_replay):
     records = [record(24, [1, 2, 3], 30), record(16, [4, 5], 30)]
     replay = make_replay([*records, LAST], blocks=7)
     replay.run_for(3)
@@ -128,20 +128,20 @@ def test_a_request_that_grows_evicts_another_which_begins_anew(make_replay):
     assert count(replay) == (0, 0, 2)
 
 
-def test_the_trace_begins_anew_with_requests_of_their_own(make_replay):
+def test_repeated_trace_has_new_request_ids(make_replay):
     replay = make_replay([record(16, [1, 2], 1, 0), record(8, [3], 1, 500)], blocks=10)
     replay.run_for(4.45)  # rounds begin at 0, 1.5 and 3
     assert count(replay) == (0, 0, 6)
 
 
-def test_requests_come_faster_when_told_so(make_replay):
+def test_speedup_makes_requests_arrive_faster(make_replay):
     rates = EngineRates(1000, 10, speedup=10)
     replay = make_replay([record(16, [1, 2], 1, 0), record(8, [3], 1, 9_000), LAST], rates, blocks=10)
     replay.run_for(1.2)
     assert count(replay) == (0, 0, 2)
 
 
-def test_requests_without_timestamps_are_held_back_not_piled_up(make_replay):
+def test_requests_without_timestamps_do_not_pile_up(make_replay):
     replay = make_replay([record(16, [1, 2], 1)] * 300, blocks=10)
     replay.run_for(0.5)
     waiting, running, finished = count(replay)
@@ -159,7 +159,7 @@ def test_scattered_blocks_are_compacted_within_a_budget(make_replay):
     assert statistics.moved_blocks == statistics.epoch == replay.defragmenter.num_moves
 
 
-def test_a_busy_pool_stays_whole(make_replay):
+def test_busy_pool_keeps_its_invariants(make_replay):
     records = [
         record(8 * (1 + at % 5), list(range(at, at + 1 + at % 5)), 3 * at % 40, 40 * at) for at in range(60)
     ]
@@ -169,7 +169,7 @@ def test_a_busy_pool_stays_whole(make_replay):
     assert replay.pool.get_statistics().moved_blocks > 0
 
 
-def test_running_goes_on_until_it_is_told_to_stop(tmp_path):
+def test_run_continues_until_stop_is_set(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(16, [1, 2], 1)])
     replay = LiveReplay(ServeSettings(trace=str(path), blocks=10, block_size=8, trace_block_size=8))
     stop = threading.Event()
@@ -180,7 +180,7 @@ def test_running_goes_on_until_it_is_told_to_stop(tmp_path):
     assert not thread.is_alive()
 
 
-def test_a_trace_of_which_nothing_fits_is_an_error(tmp_path):
+def test_trace_without_fitting_requests_is_an_error(tmp_path):
     path = write_trace(
         tmp_path / "trace.jsonl", [record(80, list(range(10)), 1), record(90, list(range(12)), 1)]
     )
@@ -188,33 +188,33 @@ def test_a_trace_of_which_nothing_fits_is_an_error(tmp_path):
         LiveReplay(ServeSettings(trace=str(path), blocks=5, block_size=8, trace_block_size=8))
 
 
-def test_requests_for_ever_have_ids_of_their_own_and_come_in_order(tmp_path):
+def test_endless_requests_have_unique_ids_and_arrive_in_order(tmp_path):
     path = write_trace(
         tmp_path / "trace.jsonl", [record(16, [1, 2], 1, 0), record(8, [3], 1, 20), record(8, [3])]
     )
-    requests = list(islice(read_for_ever(Trace(path, block_size=8), 8, 10), 7))
+    requests = list(islice(repeat_requests(Trace(path, block_size=8), 8, 10), 7))
     assert [request.request_id for request in requests] == ["1", "2", "3", "4", "5", "6", "7"]
     assert [request.arrival_ms for request in requests] == [0, 20, 20, 1020, 1040, 1040, 2040]
     assert requests[3].block_hashes == requests[0].block_hashes
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_each_step_its_events_tell_what_the_pool_holds(make_replay, seed):
+def test_events_match_the_cached_blocks_after_each_step(make_replay, seed):
     records = make_random_records(random.Random(seed), 60, 8, partial_ids=True)
     publisher = Mirroring()
     replay = make_replay(records, publisher=publisher, blocks=24, defrag_threshold=0.05, defrag_interval=0)
-    told = set()
+    published = set()
     for _ in range(200):
         replay.run_for(STEP_S)
-        held = publisher.mirror.state_of("here")
+        held = publisher.mirror.get_blocks("here")
         assert held == pool_map(replay.pool.block_pool)
-        told |= held
+        published |= held
     assert replay.pool.get_statistics().evicted_blocks > 0
     assert replay.pool.get_statistics().moved_blocks > 0
-    assert len(told) > 24
+    assert len(published) > 24
 
 
-def test_without_a_publisher_no_events_pile_up(make_replay):
+def test_without_a_publisher_no_events_are_queued(make_replay):
     replay = make_replay([record(16, [1, 2], 20), LAST], blocks=10)
     replay.run_for(1.0)
     assert not replay.pool.block_pool.kv_event_queue

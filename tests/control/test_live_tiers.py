@@ -1,4 +1,4 @@
-"""A live replay whose blocks have colder homes: what comes back, and that it is what went."""
+"""A live replay with lower tiers: onboarded blocks and their bytes."""
 
 import functools
 import random
@@ -17,7 +17,7 @@ from kv_pool.replay.settings import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 LAST = record(8, [99], 1, 1_000_000)
-# The first one again, when others have had all the blocks.
+# The first prompt again, after others have used all blocks.
 AGAIN = [
     record(40, [1, 2, 3, 4, 5], 2, 0),
     *[
@@ -36,7 +36,7 @@ def replaying(request):
 
 @contextmanager
 def run_replay(folder, records, **settings):
-    """A live replay, and how to run it for so many seconds."""
+    """Yield a live replay, and a function that runs it for a number of seconds."""
     path = write_trace(folder / "trace.jsonl", records)
     settings = {"blocks": 12, "block_size": 8, "trace_block_size": 8, "block_bytes": 64, **settings}
     now = [100.0]
@@ -54,17 +54,17 @@ def run_replay(folder, records, **settings):
         replay.tiers.close()
 
 
-def test_a_prompt_that_the_pool_has_lost_comes_back_from_memory(replaying, tmp_path):
+def test_evicted_prompt_is_onboarded_from_host_memory(replaying, tmp_path):
     with replaying(tmp_path, AGAIN, host_tier=50) as (replay, run):
         run(8)
         assert replay.get_progress().num_finished == 5
         report = replay.tiers.get_report()
-        # Its last block is computed anew, as an engine computes the last token.
+        # Its last block is recomputed, as an engine computes the last token.
         assert report.hit_blocks == {"GPU": 0, "CPU": 4}
         assert (report.tiers[0].num_read, report.num_dropped) == (4, 0)
 
 
-def test_what_memory_has_no_room_for_comes_back_from_disk_also_after_a_restart(replaying, tmp_path):
+def test_overflow_is_onboarded_from_disk_even_after_a_restart(replaying, tmp_path):
     cold = {"host_tier": 2, "disk_tier": str(tmp_path / "cold"), "disk_tier_blocks": 100}
     with replaying(tmp_path, AGAIN, **cold) as (replay, run):
         run(8)
@@ -81,7 +81,7 @@ def test_what_memory_has_no_room_for_comes_back_from_disk_also_after_a_restart(r
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_busy_pool_with_tiers_has_the_right_bytes(replaying, tmp_path, seed):
+def test_busy_pool_with_tiers_has_correct_bytes(replaying, tmp_path, seed):
     draw = random.Random(seed)
     records = make_random_records(draw, 60, 8, partial_ids=True)
     records = [{**one, "timestamp": 200 * at, "output_length": 12} for at, one in enumerate(records)]
@@ -103,7 +103,7 @@ def test_a_busy_pool_with_tiers_has_the_right_bytes(replaying, tmp_path, seed):
         assert replay.pool.get_statistics().moved_blocks > 0
 
 
-def test_a_running_pool_tells_of_its_tiers(replaying, tmp_path):
+def test_running_pool_reports_its_tiers(replaying, tmp_path):
     with (
         replaying(tmp_path, AGAIN, host_tier=50) as (replay, run),
         ControlServer(replay.pool, tmp_path / "here.sock", tiers=replay.tiers.get_report),

@@ -1,4 +1,4 @@
-"""Commands and replies: what goes in comes out, and what is none says what would be one."""
+"""Commands and replies: encoding, decoding, and errors for invalid lines."""
 
 import pytest
 
@@ -42,7 +42,7 @@ REPORT = DefragReport(127, 3.2, 0.085, 0.021, 16)
         PeersCommand(),
     ],
 )
-def test_a_command_comes_out_as_it_went_in(command):
+def test_command_survives_encoding_and_decoding(command):
     line = encode_command(command)
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
@@ -67,34 +67,34 @@ def test_a_command_comes_out_as_it_went_in(command):
         (b'{"command": "st\xff\xfe"}\n', "a command is one line of JSON such as"),
     ],
 )
-def test_what_is_no_command_says_why(line, message):
+def test_invalid_command_error_says_why(line, message):
     with pytest.raises(ControlError, match=message):
         decode_command(line)
 
 
-def test_a_result_comes_out_as_it_went_in():
+def test_result_survives_encoding_and_decoding():
     assert decode_reply(encode_result(REPORT), DefragReport) == REPORT
 
 
 @pytest.mark.parametrize("kind", [ControlError, CopyFailedError, InvalidArgumentError])
-def test_an_error_of_ours_comes_out_as_itself(kind):
+def test_kv_pool_error_keeps_its_class(kind):
     with pytest.raises(kind, match="what went wrong") as raised:
         decode_reply(encode_error(kind("what went wrong")), DefragReport)
     assert type(raised.value) is kind
 
 
-def test_another_error_comes_out_as_a_control_error():
+def test_foreign_error_becomes_a_control_error():
     with pytest.raises(ControlError, match="the pool raised ZeroDivisionError: by nothing"):
         decode_reply(encode_error(ZeroDivisionError("by nothing")), DefragReport)
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "annotations", "Nonsense"])
-def test_an_error_of_an_unknown_name_comes_out_as_a_control_error(name):
+def test_error_with_an_unknown_name_becomes_a_control_error(name):
     with pytest.raises(ControlError, match="why"):
         decode_reply(b'{"error": "%s", "message": "why"}\n' % name.encode(), DefragReport)
 
 
 @pytest.mark.parametrize("line", [b"hello\n", b"[]\n", b"{}\n", b'{"result": {"moved_blocks": "many"}}\n'])
-def test_what_is_no_reply_says_that_another_version_may_be_served(line):
+def test_invalid_reply_error_mentions_another_version(line):
     with pytest.raises(ControlError, match="another version"):
         decode_reply(line, DefragReport)

@@ -1,4 +1,4 @@
-"""Settings: the command line wins over the file, the file over the defaults; what is wrong is named."""
+"""Settings: the command line overrides the file, the file the defaults; errors name the setting."""
 
 import pytest
 
@@ -17,17 +17,17 @@ def config(tmp_path):
     return write
 
 
-def test_without_anything_it_is_the_defaults():
+def test_settings_without_options_are_the_defaults():
     assert read_settings(None, {"blocks": None, "socket": None}) == ServeSettings()
 
 
-def test_the_file_wins_over_the_defaults(config):
+def test_file_overrides_the_defaults(config):
     settings = read_settings(config("blocks = 500\ndefrag_threshold = 0.25\nspeedup = 2\n"), {})
     assert (settings.blocks, settings.defrag_threshold, settings.speedup) == (500, 0.25, 2.0)
     assert settings.block_size == ServeSettings().block_size
 
 
-def test_the_command_line_wins_over_the_file(config):
+def test_command_line_overrides_the_file(config):
     settings = read_settings(config("blocks = 500\nblock_size = 16\n"), {"blocks": 900, "block_size": None})
     assert (settings.blocks, settings.block_size) == (900, 16)
 
@@ -57,7 +57,7 @@ def test_every_option_can_be_in_the_file(config):
         secret_file = "secret"
         backend = ["tcp", "nixl"]
         max_rate = "1MB/s"
-        offload_threshold = 12
+        migration_threshold = 12
         network = "n1"
         rack = "r1"
         host = "h1"
@@ -93,7 +93,7 @@ def test_every_option_can_be_in_the_file(config):
         secret_file="secret",
         backend=["tcp", "nixl"],
         max_rate="1MB/s",
-        offload_threshold=12,
+        migration_threshold=12,
         network="n1",
         rack="r1",
         host="h1",
@@ -115,10 +115,10 @@ def test_every_option_can_be_in_the_file(config):
         ("blocks = 0", "serve.toml: blocks: Expected `int` >= 1"),
         ('blocks = "many"', "serve.toml: blocks: Expected `int`, got `str`"),
         ("defrag_threshold = 1.5", "serve.toml: defrag_threshold: Expected `float` <= 1"),
-        ("blocks =", "serve.toml: this is no TOML"),
+        ("blocks =", "serve.toml: this is not TOML"),
     ],
 )
-def test_what_cannot_be_meant_in_the_file_is_an_error_that_names_it(config, text, message):
+def test_invalid_setting_in_the_file_is_named_in_the_error(config, text, message):
     with pytest.raises(InvalidArgumentError, match=message):
         read_settings(config(text), {"blocks": 10})
 
@@ -136,17 +136,17 @@ def test_what_cannot_be_meant_in_the_file_is_an_error_that_names_it(config, text
         ("duration", 0.0),
     ],
 )
-def test_what_cannot_be_meant_on_the_command_line_is_an_error_that_names_it(name, value):
+def test_invalid_option_is_named_in_the_error(name, value):
     with pytest.raises(InvalidArgumentError, match=f"^{name}: Expected"):
         read_settings(None, {name: value})
 
 
-def test_a_file_that_is_not_there_is_an_error_that_says_so():
-    with pytest.raises(InvalidArgumentError, match=r"nowhere.toml: can not read the settings: No such file"):
+def test_missing_settings_file_is_an_error():
+    with pytest.raises(InvalidArgumentError, match=r"nowhere.toml: cannot read the settings: No such file"):
         read_settings("nowhere.toml", {})
 
 
-def test_sizes_have_the_names_of_an_engines_options_too(config):
+def test_sizes_accept_the_names_of_engine_options(config):
     settings = read_settings(config("kv_pool_size = 500\nkv_block_size = 16\n"), {})
     assert (settings.blocks, settings.block_size) == (500, 16)
     with pytest.raises(
@@ -155,13 +155,13 @@ def test_sizes_have_the_names_of_an_engines_options_too(config):
         read_settings(config("blocks = 500\nkv_pool_size = 500\n"), {})
 
 
-def test_a_pool_that_is_not_to_be_compacted_never_is(config):
+def test_disabled_defragmentation_never_compacts(config):
     assert read_settings(config("defrag_threshold = 0.2\n"), {}).compaction_threshold == 0.2
     settings = read_settings(config("defrag_threshold = 0.2\nenable_defragmentation = false\n"), {})
     assert settings.compaction_threshold == 1.0
 
 
-def test_an_engines_pool_is_made_from_the_same_file(config):
+def test_engine_pool_is_created_from_the_same_file(config):
     path = config("kv_pool_size = 500\nkv_block_size = 16\nrun_length = 8\ndefrag_interval = 0\n")
     pool, defragmenter = open_pool(path, device_id=3)
     assert (pool.total_blocks, pool.block_size, pool.run_length, pool.device_id) == (500, 16, 8, 3)
@@ -173,7 +173,7 @@ def test_an_engines_pool_is_made_from_the_same_file(config):
     while defragmenter.step():
         pass
     assert pool.get_fragmentation_rate() < before
-    # What comes next evicts the sequence that was used least recently.
+    # The next allocation evicts the least recently used sequence.
     pool.allocate(BlockAllocationRequest(num_blocks=252, sequence_id=1000))
     assert 1 not in pool.list_sequences()
     with pytest.raises(InvalidArgumentError, match="unknown key 'kv_pool_sizes'"):

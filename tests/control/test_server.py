@@ -1,4 +1,4 @@
-"""A real server on a real socket: what it answers, whom it lets in, what it survives."""
+"""A real server on a real socket: replies, access, failures."""
 
 import errno
 import fcntl
@@ -35,25 +35,25 @@ def is_stats(reply):
     return reply["result"]["total_blocks"] == 10
 
 
-# ---- what it answers ---------------------------------------------------------------------------------
+# ---- replies -----------------------------------------------------------------------------------------
 
 
-def test_statistics_come_over_the_socket_as_the_pool_tells_them(path):
+def test_statistics_over_the_socket_equal_the_pools(path):
     pool = make()
     take(pool, 1, 3)
     with ControlServer(pool, path), ControlClient(path) as client:
-        told = client.get_statistics()
-        assert told.used_blocks == 3
-        assert told == pool.get_statistics()
+        output = client.get_statistics()
+        assert output.used_blocks == 3
+        assert output == pool.get_statistics()
 
 
-def test_the_layout_comes_over_the_socket_as_the_pool_tells_it(path):
+def test_layout_over_the_socket_equals_the_pools(path):
     pool = make_scattered()
     with ControlServer(pool, path), ControlClient(path) as client:
         assert client.get_layout() == pool.get_layout()
 
 
-def test_compaction_over_the_socket_moves_blocks_and_says_what_it_gave(path):
+def test_compaction_over_the_socket_moves_blocks_and_reports(path):
     pool = make_scattered(run_length=5)
     assert draw(pool) == "1.2.3.4.5."
     with ControlServer(pool, path), ControlClient(path) as client:
@@ -66,13 +66,13 @@ def test_compaction_over_the_socket_moves_blocks_and_says_what_it_gave(path):
     check(pool)
 
 
-def test_compaction_stops_after_so_many_moves_and_goes_on_when_asked_again(path):
+def test_compaction_stops_at_max_moves_and_continues_if_repeated(path):
     pool = make_scattered()
     with ControlServer(pool, path), ControlClient(path) as client:
         assert [client.defragment(max_moves=1).moved_blocks for _ in range(3)] == [1, 1, 0]
 
 
-def test_a_pool_whose_cache_is_full_is_compacted_without_evictions(path):
+def test_full_cache_is_compacted_without_evictions(path):
     pool = make()
     for sequence_id in range(1, 11):
         take(pool, sequence_id, 1)
@@ -88,7 +88,7 @@ def test_a_pool_whose_cache_is_full_is_compacted_without_evictions(path):
     check(pool)
 
 
-def test_a_compaction_over_the_socket_may_evict_what_it_is_told(path):
+def test_compaction_over_the_socket_evicts_up_to_max_evictions(path):
     pool = make()
     for sequence_id in range(1, 11):
         take(pool, sequence_id, 1)
@@ -101,7 +101,7 @@ def test_a_compaction_over_the_socket_may_evict_what_it_is_told(path):
     check(pool)
 
 
-def test_a_pool_answers_and_compacts_while_its_engine_allocates(path):
+def test_pool_replies_and_compacts_while_its_engine_allocates(path):
     pool = make(60, on_moved=lambda relocation: None)
     is_over = threading.Event()
     errors = []
@@ -127,7 +127,7 @@ def test_a_pool_answers_and_compacts_while_its_engine_allocates(path):
                 assert client.get_statistics().used_blocks % 7 == 0
                 layout = client.get_layout()
                 assert sum(layout.holders) == 60 - layout.num_free
-                assert all(one.num_blocks == 7 for one in client.list_sequences().sequences)
+                assert all(one.num_blocks == 7 for one in client.describe_sequences().sequences)
                 client.defragment(max_moves=4)
     finally:
         is_over.set()
@@ -147,7 +147,7 @@ def test_the_guard_is_held_during_a_command(path):
     assert not guard.locked()
 
 
-def test_several_commands_go_over_one_connection(path):
+def test_one_connection_carries_several_commands(path):
     with ControlServer(make(), path), RawClient(path) as client:
         assert all(is_stats(client.ask(STATS)) for _ in range(3))
         client.send(STATS + STATS)
@@ -155,7 +155,7 @@ def test_several_commands_go_over_one_connection(path):
         assert is_stats(client.read())
 
 
-def test_a_command_without_an_end_of_line_counts_when_nothing_follows(path):
+def test_last_command_needs_no_end_of_line(path):
     with ControlServer(make(), path), RawClient(path) as client:
         client.send(STATS.strip())
         client.end_sending()
@@ -163,7 +163,7 @@ def test_a_command_without_an_end_of_line_counts_when_nothing_follows(path):
         assert client.read() is None
 
 
-def test_a_server_that_gets_no_thread_leaves_no_socket(path):
+def test_server_without_a_thread_leaves_no_socket(path):
     server = ControlServer(make(), path)
     with no_new_threads(), pytest.raises(OutOfThreadsError):
         server.start()
@@ -173,7 +173,7 @@ def test_a_server_that_gets_no_thread_leaves_no_socket(path):
 
 
 def start_without_handles(path):
-    """In a child: the server's loop gets no file handle. Prints what became of it, before and after."""
+    """Start a server in a child without free file descriptors; print the outcome."""
     server = ControlServer(make(), path)
     last = os.open("/dev/null", os.O_RDONLY)
     os.close(last)
@@ -188,25 +188,25 @@ def start_without_handles(path):
         print(client.get_statistics().total_blocks)
 
 
-def test_a_server_whose_loop_gets_no_handle_is_an_error(path):
-    """`start` returned as if all were well, and nothing answered."""
+def test_server_without_a_file_descriptor_is_an_error(path):
+    """`start` used to return as if it had succeeded, and the server did not reply."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from control.test_server import start_without_handles\nstart_without_handles(sys.argv[2])"
     )
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent.parent), str(path)],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    first, second = told.stdout.splitlines()
-    assert "can not serve there" in first
+    first, second = output.stdout.splitlines()
+    assert "cannot serve there" in first
     assert os.strerror(errno.EMFILE) in first
     assert second == "10"
 
 
-# ---- who is let in -----------------------------------------------------------------------------------
+# ---- access ------------------------------------------------------------------------------------------
 
 
 def test_the_socket_is_open_to_its_owner_only(tmp_path):
@@ -227,13 +227,13 @@ def test_the_default_path_is_where_clients_look(tmp_path, monkeypatch):
         assert client.get_statistics().total_blocks == 10
 
 
-def test_the_socket_is_gone_when_the_server_has_stopped(path):
+def test_stopping_removes_the_socket(path):
     with ControlServer(make(), path):
         pass
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_socket_that_somebody_listens_on_is_not_taken_over(path):
+def test_socket_of_a_running_server_is_not_replaced(path):
     with ControlServer(make(), path):
         with pytest.raises(ControlError, match=r"is served at .* already"):
             ControlServer(make(20), path).start()
@@ -241,7 +241,7 @@ def test_a_socket_that_somebody_listens_on_is_not_taken_over(path):
             assert client.get_statistics().total_blocks == 10
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced(path):
+def test_dead_socket_is_replaced(path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     assert path.exists()
@@ -249,7 +249,7 @@ def test_a_socket_that_nobody_listens_on_is_replaced(path):
         assert client.get_statistics().total_blocks == 10
 
 
-def test_a_socket_that_a_killed_process_left_is_replaced(path):
+def test_socket_of_a_killed_process_is_replaced(path):
     code = (
         "import os, sys; from kv_pool import GPUKVPool; from kv_pool.control import ControlServer; "
         "ControlServer(GPUKVPool(5, 4), sys.argv[1]).start(); os._exit(1)"
@@ -260,8 +260,8 @@ def test_a_socket_that_a_killed_process_left_is_replaced(path):
         assert client.get_statistics().total_blocks == 10
 
 
-def test_a_lock_that_another_user_may_hold_on_the_folder_blocks_nothing(path):
-    """A server in a world-writable folder waited for it for ever, and noticed no signal."""
+def test_lock_on_the_folder_does_not_block_the_server(path):
+    """A server in a world-writable folder used to wait for the lock for ever and to ignore signals."""
     path.parent.chmod(0o1777)
     folder = os.open(path.parent, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
@@ -270,7 +270,7 @@ def test_a_lock_that_another_user_may_hold_on_the_folder_blocks_nothing(path):
     os.close(folder)
 
 
-def test_a_lock_file_of_another_user_is_an_error(path):
+def test_lock_file_of_another_user_is_refused(path):
     if os.getuid():
         pytest.skip("only root gives files away")
     lock = path.with_name(".c.sock.lock")
@@ -281,7 +281,7 @@ def test_a_lock_file_of_another_user_is_an_error(path):
     assert not path.exists()
 
 
-def test_a_held_lock_is_tried_again_until_the_time_is_over(path):
+def test_held_lock_is_retried_until_the_timeout(path):
     now_s = 0.0
 
     def sleep(seconds):
@@ -290,7 +290,7 @@ def test_a_held_lock_is_tried_again_until_the_time_is_over(path):
 
     with (
         lock_socket(path, 0),
-        pytest.raises(ControlError, match="another server of yours holds it"),
+        pytest.raises(ControlError, match="another server of yours holds this lock"),
         lock_socket(path, 5.0, lambda: now_s, sleep),
     ):
         raise AssertionError("two hold it")
@@ -299,14 +299,14 @@ def test_a_held_lock_is_tried_again_until_the_time_is_over(path):
         pass
 
 
-def test_a_lock_of_ones_own_is_waited_for_no_longer_than_the_timeout(path):
-    with lock_socket(path, 0), pytest.raises(ControlError, match="another server of yours holds it"):
+def test_wait_for_a_lock_ends_at_the_timeout(path):
+    with lock_socket(path, 0), pytest.raises(ControlError, match="another server of yours holds this lock"):
         ControlServer(make(), path, timeout_s=0.05).start()
     with ControlServer(make(), path):
         assert [found.name for found in path.parent.iterdir()] == ["c.sock"]
 
 
-def test_servers_that_start_at_one_dead_socket_at_once_leave_one(path):
+def test_of_servers_replacing_one_dead_socket_one_remains(path):
     for _ in range(10):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(str(path))
@@ -321,14 +321,14 @@ def test_servers_that_start_at_one_dead_socket_at_once_leave_one(path):
         assert list(path.parent.iterdir()) == []
 
 
-def test_a_file_that_is_no_socket_stays_as_it_is(path):
+def test_file_that_is_not_a_socket_is_left_unchanged(path):
     path.write_text("mine")
-    with pytest.raises(ControlError, match="is no socket and stays as it is"):
+    with pytest.raises(ControlError, match="is not a socket and was left unchanged"):
         ControlServer(make(), path).start()
     assert path.read_text() == "mine"
 
 
-def test_a_socket_that_was_put_in_its_place_is_not_removed(path):
+def test_stopping_keeps_a_socket_that_replaced_its_own(path):
     server = ControlServer(make(), path)
     server.start()
     path.unlink()
@@ -338,7 +338,7 @@ def test_a_socket_that_was_put_in_its_place_is_not_removed(path):
             assert client.get_statistics().total_blocks == 20
 
 
-def test_of_servers_that_start_at_once_one_listens(path):
+def test_of_servers_that_start_together_one_listens(path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     servers = [ControlServer(make(), path) for _ in range(6)]
@@ -366,7 +366,7 @@ def test_of_servers_that_start_at_once_one_listens(path):
     assert not path.exists()
 
 
-def test_a_server_starts_again_after_it_stopped(path):
+def test_stopped_server_can_start_again(path):
     server = ControlServer(make(), path)
     for _ in range(2):
         with server, ControlClient(path) as client:
@@ -374,25 +374,25 @@ def test_a_server_starts_again_after_it_stopped(path):
     server.stop()
 
 
-def test_a_server_that_listens_does_not_start_twice(path):
-    with ControlServer(make(), path) as server, pytest.raises(ControlError, match="listens already"):
+def test_running_server_cannot_be_started_again(path):
+    with ControlServer(make(), path) as server, pytest.raises(ControlError, match="already listens"):
         server.start()
 
 
-# ---- what it survives --------------------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "line", [b"\n", b"\0\n", b"stats\n", b'{"command": "stop"}\n', b"[" * 4000 + b"\n", b"\xff\xfe\n"]
 )
-def test_what_is_no_command_is_answered_and_the_next_one_too(path, line):
+def test_invalid_command_gets_an_error_and_the_next_a_reply(path, line):
     with ControlServer(make(), path), RawClient(path) as client:
         assert client.ask(line)["error"] == "ControlError"
         assert is_stats(client.ask(STATS))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_damaged_commands_are_answered_and_change_nothing(path, seed):
+def test_damaged_commands_get_errors_and_change_nothing(path, seed):
     draw_random = random.Random(seed)
     pool = make()
     take(pool, 1, 3)
@@ -413,25 +413,25 @@ def test_damaged_commands_are_answered_and_change_nothing(path, seed):
     check(pool)
 
 
-def test_a_command_that_is_too_long_is_answered_and_hung_up_on(path):
+def test_too_long_command_gets_an_error_and_a_disconnect(path):
     with ControlServer(make(), path), RawClient(path) as client:
         reply = client.ask(b'{"command": "' + b"x" * 5000)
-        assert "4096 bytes at most" in reply["message"]
+        assert "at most 4096 bytes" in reply["message"]
         assert client.read() is None
         with RawClient(path) as another:
             assert is_stats(another.ask(STATS))
 
 
-def test_half_a_command_and_then_silence_is_hung_up_on_while_others_are_served(path):
+def test_stalled_command_is_disconnected_and_blocks_no_client(path):
     with ControlServer(make(), path, timeout_s=0.2), RawClient(path) as slow, RawClient(path) as other:
         slow.send(STATS[:7])
         assert is_stats(other.ask(STATS))
-        assert "did not come within 0.2 s" in slow.read()["message"]
+        assert "did not arrive within 0.2 s" in slow.read()["message"]
         assert slow.read() is None
         assert is_stats(other.ask(STATS))
 
 
-def test_a_client_that_goes_in_the_middle_of_a_command_harms_nobody(path):
+def test_client_that_disconnects_mid_command_affects_no_other(path):
     with ControlServer(make(), path) as server:
         for _ in range(20):
             with RawClient(path) as client:
@@ -440,7 +440,7 @@ def test_a_client_that_goes_in_the_middle_of_a_command_harms_nobody(path):
             assert client.get_statistics() == server.pool.get_statistics()
 
 
-def test_a_client_that_does_not_read_is_hung_up_on(path):
+def test_client_that_does_not_read_is_disconnected(path):
     pool = make(200_000)
     with ControlServer(pool, path, timeout_s=0.2), RawClient(path) as deaf, ControlClient(path) as other:
         deaf.send(b'{"command": "layout"}\n' * 20)
@@ -450,17 +450,17 @@ def test_a_client_that_does_not_read_is_hung_up_on(path):
         assert other.get_statistics().total_blocks == 200_000
 
 
-def test_clients_beyond_the_limit_are_turned_away(path):
+def test_clients_beyond_the_limit_are_refused(path):
     with ControlServer(make(), path, max_clients=2), RawClient(path) as first, RawClient(path) as second:
         assert is_stats(first.ask(STATS))
         assert is_stats(second.ask(STATS))
         with RawClient(path) as third:
-            assert "2 clients are connected already" in third.read()["message"]
+            assert "2 clients are already connected" in third.read()["message"]
             assert third.read() is None
         assert is_stats(first.ask(STATS))
 
 
-def test_stopping_hangs_up_on_clients(path):
+def test_stopping_disconnects_clients(path):
     server = ControlServer(make(), path)
     server.start()
     with RawClient(path) as client:
@@ -469,7 +469,7 @@ def test_stopping_hangs_up_on_clients(path):
         assert client.read() is None
 
 
-def test_what_the_pool_raises_is_raised_by_the_client(path):
+def test_error_of_the_pool_is_raised_by_the_client(path):
     def fail(source, target, sources, targets):
         raise OSError("injected")
 
@@ -482,7 +482,7 @@ def test_what_the_pool_raises_is_raised_by_the_client(path):
     check(pool)
 
 
-def test_what_a_callback_raises_does_not_end_the_server(path):
+def test_error_of_a_callback_does_not_stop_the_server(path):
     def fail(relocation):
         raise ZeroDivisionError("by nothing")
 
@@ -492,7 +492,7 @@ def test_what_a_callback_raises_does_not_end_the_server(path):
         assert client.get_statistics().total_blocks == 10
 
 
-def test_many_clients_ask_at_once_while_threads_allocate(path):
+def test_many_clients_query_while_threads_allocate(path):
     pool = make(200, run_length=4)
     is_over = threading.Event()
     errors = []
@@ -510,9 +510,9 @@ def test_many_clients_ask_at_once_while_threads_allocate(path):
         try:
             for _ in range(30):
                 with ControlClient(path) as client:
-                    told = client.get_statistics()
-                    assert told.used_blocks + told.free_blocks == 200
-                    assert told.num_sequences <= 4
+                    output = client.get_statistics()
+                    assert output.used_blocks + output.free_blocks == 200
+                    assert output.num_sequences <= 4
                     assert client.defragment(max_moves=3).moved_blocks <= 3
                     assert client.get_layout().num_blocks == 200
         except BaseException as error:

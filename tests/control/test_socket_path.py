@@ -1,4 +1,4 @@
-"""Where the socket is: a folder that only its owner can enter."""
+"""The path of the socket, in a folder that only its owner can enter."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def test_the_default_is_in_the_runtime_folder(tmp_path, monkeypatch):
     assert get_default_path() == tmp_path / "kv_pool" / "control.sock"
 
 
-def test_without_one_it_is_in_a_folder_of_the_users_own(monkeypatch):
+def test_without_a_runtime_folder_a_user_folder_is_the_default(monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert get_default_path().parent.name == f"kv_pool-{os.getuid()}"
 
@@ -33,13 +33,13 @@ def test_the_folder_is_open_to_its_owner_only(tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+def test_existing_folder_is_left_unchanged(tmp_path):
     tmp_path.chmod(0o755)
     make_folder(tmp_path / "control.sock")
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_a_default_folder_that_others_can_enter_is_not_trusted(tmp_path, monkeypatch):
+def test_default_folder_open_to_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / "kv_pool"
     folder.mkdir()
@@ -49,7 +49,7 @@ def test_a_default_folder_that_others_can_enter_is_not_trusted(tmp_path, monkeyp
             use()
 
 
-def test_a_default_folder_that_is_a_link_is_not_trusted(tmp_path, monkeypatch):
+def test_default_folder_that_is_a_link_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "kv_pool").symlink_to(tmp_path / "elsewhere")
@@ -57,14 +57,14 @@ def test_a_default_folder_that_is_a_link_is_not_trusted(tmp_path, monkeypatch):
         resolve_path(None)
 
 
-def test_a_path_that_no_socket_can_have_is_an_error_that_says_so(tmp_path):
-    with pytest.raises(ControlError, match=r"has \d+ bytes; a socket's path has 10\d at most"):
+def test_path_too_long_for_a_socket_is_refused(tmp_path):
+    with pytest.raises(ControlError, match=r"has \d+ bytes; a socket's path has at most 10\d"):
         resolve_path(tmp_path / ("x" * 108))
 
 
-def test_a_folder_that_can_not_be_made_is_an_error_that_says_so(tmp_path):
+def test_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ControlError, match="can not make this folder"):
+    with pytest.raises(ControlError, match="cannot create this folder"):
         make_folder(tmp_path / "file" / "folder" / "control.sock")
 
 
@@ -83,7 +83,7 @@ def listening(path):
         yield
 
 
-def test_a_node_has_a_socket_of_its_own(runtime):
+def test_node_has_its_own_socket(runtime):
     assert get_default_path("a") == runtime / "control-a.sock"
     assert find_path(None, "a") == runtime / "control-a.sock"
     assert find_path("here.sock", None).name == "here.sock"
@@ -91,21 +91,21 @@ def test_a_node_has_a_socket_of_its_own(runtime):
         find_path("here.sock", "a")
 
 
-def test_without_a_name_the_plain_socket_is_meant_or_that_of_the_only_node(runtime):
+def test_default_is_the_plain_socket_or_that_of_the_only_node(runtime):
     assert find_path(None, None) == runtime / "control.sock"
     with listening(runtime / "control-a.sock"):
         assert list_nodes() == ["a"]
         assert find_path(None, None) == runtime / "control-a.sock"
         assert find_path(None, None, not_node="a") == runtime / "control.sock"
         with listening(runtime / "control-b.sock"):
-            with pytest.raises(ControlError, match="several pools are served: a, b; say which one with"):
+            with pytest.raises(ControlError, match="several pools are served: a, b; choose one with"):
                 find_path(None, None)
             assert find_path(None, None, not_node="b") == runtime / "control-a.sock"
             with listening(runtime / "control.sock"):
                 assert find_path(None, None) == runtime / "control.sock"
 
 
-def test_the_socket_of_a_node_that_has_gone_does_not_count(runtime):
+def test_socket_of_a_stopped_node_is_ignored(runtime):
     with listening(runtime / "control-a.sock"):
         pass
     assert (runtime / "control-a.sock").exists()

@@ -1,4 +1,4 @@
-"""A pool whose free queue has bands, and a placement by the hashes of blocks."""
+"""A pool whose free queue has bands, and a band policy by the hashes of blocks."""
 
 from drawing import ids, make_pool
 
@@ -6,13 +6,13 @@ from kv_pool import BlockPool
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
-from kv_pool.core.eviction_order import EMPTY_BAND, Placement
+from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy
 
 PICTURE = "free: 9 1* 2* 3* 4* 5* | in use: 6* 7* 8"
 
 
-class ByHash(Placement):
-    """Blocks with these hashes go to these bands."""
+class ByHash(BandPolicy):
+    """A band policy that assigns bands by block hash."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -54,7 +54,7 @@ def check(pool):
 
 
 def list_bands(pool):
-    """The ids of the free blocks of each band that has some."""
+    """Return the ids of the free blocks of each band that has any."""
     listed = {band: ids(found) for band, found in pool.eviction_order.list_bands() if found}
     others = {block_id for found in listed.values() for block_id in found}
     free = ids(pool.free_block_queue.get_all_free_blocks())
@@ -64,10 +64,10 @@ def list_bands(pool):
 
 
 def make_banded(picture=PICTURE, pool_type=BlockPool, **options):
-    """As `make_pool`; `pool.placement` is a `ByHash`."""
+    """Return a pool as `make_pool` does, with a `ByHash` as `pool.policy`."""
     pool = make_pool(picture, pool_type, **options)
     if pool_type is RunBlockPool:
         pool.rebuild_index()
-    pool.placement = ByHash(pool)
-    pool.open_bands(pool.placement)
+    pool.policy = ByHash(pool)
+    pool.open_bands(pool.policy)
     return pool

@@ -1,7 +1,7 @@
-"""`PartSide`: a free queue, a prefix map and a block, each on its own, driven by operations.
+"""`PartSide`: a free queue, a prefix map and a block, tested separately, driven by operations.
 
-The queue and the map are over eight bare blocks, named by their ids. A ninth, "scratch", is made anew by
-`make_block`. Keys are hex.
+The queue and the map use eight bare blocks, named by their ids. `make_block` replaces a ninth, "scratch".
+Keys are hex.
 """
 
 from itertools import islice
@@ -13,7 +13,7 @@ NUM_BLOCKS = 8
 
 
 class PartSide(Side):
-    # Only what vLLM raises with nothing changed by then.
+    # Only errors that vLLM raises before it changes anything.
     EXPECTED_ERRORS: ClassVar = {
         "popleft": (ValueError, AssertionError, RuntimeError),
         "popleft_n": AssertionError,
@@ -52,7 +52,7 @@ class PartSide(Side):
     # ---- the free queue ----------------------------------------------------------------------------
 
     def make_queue(self, names):
-        """Over blocks that are in no queue."""
+        """Make a queue over blocks that are in no queue."""
         self.walk = iter(())
         self.queue = self.classes.FreeKVCacheBlockQueue(self.find(names))
 
@@ -81,7 +81,7 @@ class PartSide(Side):
         self.walk = self.queue.iter_blocks_after(None if cursor is None else self.blocks[cursor])
 
     def walk_on(self, num_steps):
-        """Go on with the latest walk. It reads links as it goes, so it shows what changed meanwhile."""
+        """Continue the latest iteration. It reads links as it goes, so it shows later changes."""
         return [self.name(block) for block in islice(self.walk, num_steps)]
 
     def set_num_free_blocks(self, num_blocks):
@@ -137,7 +137,7 @@ class PartSide(Side):
     # ---- a block -----------------------------------------------------------------------------------
 
     def make_block(self, block_id, fields):
-        """`fields` by name; a link is given as the id of a block, a hash as hex."""
+        """Make the scratch block from `fields`; a link is given as a block id, a hash as hex."""
         made = dict(fields)
         if made.get("_block_hash") is not None:
             made["_block_hash"] = bytes.fromhex(made["_block_hash"])

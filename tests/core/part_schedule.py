@@ -1,10 +1,10 @@
 """`PartSchedule`: random operations for a `PartSide`.
 
-Left out, since vLLM leaves a broken part behind:
+Left out, because vLLM leaves a broken part behind:
 
 - a block that is linked twice, or a new queue over linked blocks
-- `popleft_n` of a negative count, or where fewer blocks are linked than the counter says
-- `pop` of an entry that is neither a block nor a dict: it is gone there, and stays here
+- `popleft_n` of a negative count, or with fewer linked blocks than the counter says
+- `pop` of an entry that is neither a block nor a dict: vLLM removes it, kv_pool keeps it
 """
 
 import random
@@ -20,7 +20,7 @@ class PartSchedule:
         self.options = {"queued": self.some_names(range(NUM_BLOCKS))}
 
     def decide(self, side):
-        """Yield operations; each is answered by what `side` gave back. `side` is looked at, never changed."""
+        """Yield operations, and receive the answer of `side` to each. Reads `side` but never changes it."""
         self.side = side
         steps = {
             self.take: 6,

@@ -1,4 +1,4 @@
-"""Calls as plain data: a name and arguments that JSON can hold, so that they can be kept and made again.
+"""Calls as plain data: a name and JSON-compatible arguments, so that they can be recorded and replayed.
 
 ["get_new_blocks", "gpu", 3]   is answered by   [1, 2, 3]
 ["get_new_blocks", "gpu", 99]  is answered by   {"raises": ["ValueError"]}
@@ -14,19 +14,19 @@ STEP_NS = 1_000_000_007
 
 
 class Side:
-    """One implementation, driven by operations. A subclass has a method for each of their names.
+    """One implementation, driven by operations. A subclass has a method per operation name.
 
-    Time stands still during an operation, so that two sides measure the same ages.
+    The clock is stopped during an operation, so that two sides measure the same ages.
     """
 
-    EXPECTED_ERRORS: ClassVar = {}  # operation -> what callers of vLLM may catch there
+    EXPECTED_ERRORS: ClassVar = {}  # operation -> errors that callers of vLLM may catch there
 
     def __init__(self, classes):
         self.classes = classes
         self.num_applied = 0
 
     def apply(self, operation):
-        """Make the call. What comes back is plain data too; an error is named by its built-in families."""
+        """Make the call and return its result as plain data; an error is named by its built-in bases."""
         name, *arguments = operation
         self.num_applied += 1
         real_clock = time.monotonic_ns
@@ -47,14 +47,14 @@ def has_raised(answer):
 
 
 def agree(theirs, ours):
-    """Is our answer theirs? An error of ours may belong to more families than theirs."""
+    """Return True if our answer equals theirs. An error of ours may have more base classes than theirs."""
     if has_raised(theirs) and has_raised(ours):
         return set(theirs["raises"]) <= set(ours["raises"])
     return theirs == ours
 
 
 def digest(picture):
-    """Eight bytes, in hex, that stand for a picture."""
+    """Return an 8-byte digest of a picture, in hex."""
     text = json.dumps(picture, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -64,7 +64,7 @@ def hex_of(key):
 
 
 def run(schedule, deciding, *others, num_steps):
-    """Let `schedule` decide `num_steps` operations, from what `deciding` answers, and make each on all sides.
+    """Run `num_steps` operations on all sides, chosen by `schedule` from the answers of `deciding`.
 
     Yields the operation and the answers, in the order of the sides.
     """
@@ -77,7 +77,7 @@ def run(schedule, deciding, *others, num_steps):
 
 
 def find_differences(theirs, ours, path=""):
-    """Where two pictures differ, one line each."""
+    """Return the differences of two pictures, one line each."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for name in sorted(theirs.keys() | ours.keys()):
             yield from find_differences(theirs.get(name), ours.get(name), f"{path}/{name}")

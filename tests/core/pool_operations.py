@@ -1,8 +1,8 @@
-"""`PoolSide`: two pools of one implementation, driven by operations, and a picture of all they show.
+"""`PoolSide`: two pools of one implementation, driven by operations, and a picture of their visible state.
 
-The pool under test is "gpu". "host" is its neighbour, as in vLLM's offloading: blocks of both come in one
-list to free, and its events may go to the first one's queue. A block of the first is named by its id, others
-are "host-3" and "bare-0" (a block that no pool made). Keys and hashes are hex.
+The pool under test is "gpu". "host" is a second pool, as in vLLM's offloading: one list to free may contain
+blocks of both, and its events may go to the first pool's queue. Blocks of the first pool are named by their
+ids, others "host-3" and "bare-0" (a block made by no pool). Keys and hashes are hex.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ LORA = SimpleNamespace(adapter_id=3, name="a", lora_name="a", lora_path="/p")
 
 
 class PoolSide(Side):
-    # Only what vLLM raises with nothing changed by then: what it leaves behind otherwise is its own affair.
+    # Only errors that vLLM raises before it changes anything.
     EXPECTED_ERRORS: ClassVar = {
         "make_pool": AssertionError,
         "get_new_blocks": ValueError,
@@ -100,7 +100,7 @@ class PoolSide(Side):
         pool = self.classes.BlockPool(num_blocks, True, 4)
         return [pool.num_gpu_blocks, pool.get_num_free_blocks(), pool.get_usage(), pool.null_block.block_id]
 
-    # ---- who holds a block -------------------------------------------------------------------------
+    # ---- references to a block ---------------------------------------------------------------------
 
     def get_new_blocks(self, place, num_blocks):
         return self.name(self.pools[place].get_new_blocks(num_blocks))
@@ -110,7 +110,7 @@ class PoolSide(Side):
         self.pools[place].touch(tuple(blocks) if form == "tuple" else blocks)
 
     def add_reference(self, name):
-        """As vLLM's copy-on-write does: not through the pool."""
+        """Add a reference without the pool, as vLLM's copy-on-write does."""
         self.blocks[name].ref_cnt += 1
 
     def free_blocks(self, place, names, form):
@@ -124,7 +124,7 @@ class PoolSide(Side):
         return self.pools[place].is_block_writable(self.blocks[name])
 
     def set_num_free_blocks(self, place, num_blocks):
-        """As one of vLLM's tests does, to starve a pool for a moment."""
+        """Set the free count, as one of vLLM's tests does to simulate a full pool."""
         self.pools[place].free_block_queue.num_free_blocks = num_blocks
 
     def get_num_free_blocks(self, place):
@@ -141,7 +141,7 @@ class PoolSide(Side):
     def repr_block(self, name):
         return repr(self.blocks[name])
 
-    # ---- what a block holds ------------------------------------------------------------------------
+    # ---- keys of a block ---------------------------------------------------------------------------
 
     def get_cached_block(self, place, block_hash, group_ids):
         return self.name(self.pools[place].get_cached_block(bytes.fromhex(block_hash), group_ids))
@@ -179,7 +179,7 @@ class PoolSide(Side):
         return self.pools[place]._maybe_evict_cached_block(self.blocks[name])
 
     def evict_blocks(self, place, block_ids):
-        # The keys of a dict are a set whose order is the same in every process.
+        # A dict serves as a set whose order is the same in every process.
         return self.pools[place].evict_blocks(dict.fromkeys(block_ids).keys())
 
     def reset_prefix_cache(self, place):
@@ -226,7 +226,7 @@ class PoolSide(Side):
         self.pools[place].kv_event_queue.append(event)
 
     def take_events(self, place):
-        """The events, what they look like on the wire, and if they come in the queue itself."""
+        """Return the events, their encoding, and whether the returned list is the queue itself."""
         queue = self.pools[place].kv_event_queue
         events = self.pools[place].take_events()
         wire = hashlib.blake2b(msgspec.msgpack.encode(events), digest_size=8).hexdigest()
@@ -298,7 +298,7 @@ class PoolSide(Side):
 
 
 class Recorder:
-    """An observer that writes down what it is told. A block's key is still there when it is evicted."""
+    """An observer that records its calls. On eviction, a block still has its key."""
 
     def __init__(self, side):
         self.side = side
@@ -320,7 +320,7 @@ class Recorder:
 
 
 class Watcher:
-    """Waits for blocks to be reused, and notes what it sees: no reference yet, the key, no removal told."""
+    """A reuse watcher that records what it sees: no reference yet, the key, no removal event yet."""
 
     def __init__(self, side, pool, name):
         self.side = side
@@ -341,7 +341,7 @@ class Watcher:
 
 
 def make_sharing_class(pool_class):
-    """As vLLM's HiSparse host pool: its events go, through a property, to the queue of another pool."""
+    """Return a class whose events go to another pool's queue through a property, as vLLM's HiSparse pool."""
 
     class SharedEventQueuePool(pool_class):
         def __init__(self, *arguments, event_owner, **options):
@@ -360,10 +360,10 @@ def make_sharing_class(pool_class):
 
 
 class PoolRequest:
-    """What a pool reads of a request, made from a few plain values.
+    """The attributes of a request that a pool reads, made from a few plain values.
 
     Requests with the same prefix, adapter, images and salt have the tokens before `fork` in common. Hashes
-    are 10 bytes, of which events show 8.
+    have 10 bytes, of which events carry 8.
     """
 
     def __init__(self, spec, hash_block_size, num_lookahead):

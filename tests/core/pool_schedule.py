@@ -1,6 +1,6 @@
 """`PoolSchedule`: random operations for a `PoolSide`, as a scheduler and vLLM's connectors would mix them.
 
-Left out, since vLLM leaves a broken pool behind or says nothing of what comes back:
+Left out, because vLLM leaves a broken pool behind or does not define the result:
 
 - negative counts and ids: they raise the free count, or hit the last block
 - a second free of one of the pool's blocks: its count goes to -1
@@ -10,9 +10,9 @@ Left out, since vLLM leaves a broken pool behind or says nothing of what comes b
 - more blocks to cache than the request has hashes for: IndexError there, refused beforehand here
 - `unpin_blocks` of bare blocks: vLLM's reset fails for the ids it does not know
 - a freed bare block that reaches 0 references: it would join the queue beside the pool's own
-- secondary keys of a bare block with an id of the pool: whoever gets that id drops them there, but not here
+- secondary keys of a bare block with an id of the pool: in vLLM, the pool's block with that id drops them
 - watchers that raise, and `take_events` of a pool whose events go elsewhere
-- counts that are no integers: AssertionError there, TypeError from a compiled core
+- counts that are not integers: AssertionError there, TypeError from a compiled core
 - prompt embeddings: kv_pool's requests have none
 """
 
@@ -27,7 +27,7 @@ BARE = ("bare-0", "bare-1", "bare-2")
 
 @dataclass
 class Sequence:
-    """A request in one group: its block table, by name, and how much of it went into the prefix map."""
+    """A request in one group: its block table, by name, and how much of it is in the prefix map."""
 
     number: int
     group_id: int
@@ -61,7 +61,7 @@ class PoolSchedule:
         self.holds = []
 
     def decide(self, side):
-        """Yield operations; each is answered by what `side` gave back. `side` is looked at, never changed."""
+        """Yield operations, and receive the answer of `side` to each. Reads `side` but never changes it."""
         self.side = side
         self.pool = side.pools["gpu"]
         steps = {
@@ -99,7 +99,7 @@ class PoolSchedule:
             (step,) = self.rng.choices(list(steps), list(steps.values()))
             yield from step()
 
-    # ---- what there is -----------------------------------------------------------------------------
+    # ---- random choices ----------------------------------------------------------------------------
 
     def some_sequence(self):
         return self.rng.choice(self.sequences) if self.sequences else None
@@ -112,7 +112,7 @@ class PoolSchedule:
         return min(len(sequence.table), len(hashes) // sequence.stride)
 
     def some_key(self):
-        """A key that may or may not be in the map."""
+        """Return a key that may or may not be in the map."""
         rng = self.rng
         mapped = list(self.pool.cached_block_hash_to_block._cache)
         hashes = self.side.requests[rng.choice(self.recent)].block_hashes if self.recent else []
@@ -122,13 +122,13 @@ class PoolSchedule:
         return (block_hash + rng.randrange(len(self.strides)).to_bytes(4, "big")).hex()
 
     def some_block(self, *, null=False):
-        """The id of any block of the pool; 0 only if `null`."""
+        """Return the id of any block of the pool; 0 only if `null`."""
         return self.rng.randrange(0 if null else 1, self.pool.num_gpu_blocks)
 
     def has_blocks(self):
         return self.pool.num_gpu_blocks > 1
 
-    # ---- requests come, grow and go ----------------------------------------------------------------
+    # ---- requests arrive, grow and finish ----------------------------------------------------------
 
     def new_request(self):
         rng = self.rng
@@ -160,7 +160,7 @@ class PoolSchedule:
         hits = []
         for block_hash in request.block_hashes[stride - 1 :: stride]:
             found = yield ["get_cached_block", "gpu", block_hash.hex(), [group_id]]
-            if found is None or isinstance(found[0], str):  # bare blocks can not be touched
+            if found is None or isinstance(found[0], str):  # bare blocks cannot be touched
                 break
             hits += found
         if rng.random() < 0.2:  # a sliding window has passed them
@@ -221,7 +221,7 @@ class PoolSchedule:
             yield ["unpin_blocks", "gpu", [name], "nobody"]
 
     def hold(self):
-        """Take more references: through the pool, or as copy-on-write does."""
+        """Add references: through the pool, or as copy-on-write does."""
         rng = self.rng
         sequence = self.some_sequence()
         if sequence is None or not sequence.table:
@@ -279,7 +279,7 @@ class PoolSchedule:
                 if kept_before:
                     end = first + offset
                     mask = mask and mask[:offset]
-                else:  # the first one that counts: nothing will have changed
+                else:  # nothing is cached before it, so the refusal changes nothing
                     sequence.num_cached += offset + 1
                 break
             kept_before = kept_before or is_kept
@@ -289,7 +289,7 @@ class PoolSchedule:
             sequence.num_cached = end
 
     def is_refused(self, name, num_tokens):
-        """Is this block cached for as many tokens already?"""
+        """Return True if this block is already cached for as many tokens."""
         block = self.side.blocks[name]
         covered = block.block_hash_num_tokens
         return block.block_hash is not None and (covered is None or covered >= num_tokens)
@@ -376,7 +376,7 @@ class PoolSchedule:
         yield rng.choice(looks)
 
     def edit_map(self):
-        """What vLLM's tests do to the map behind the pool's back."""
+        """Edit the map directly, as vLLM's tests do."""
         rng = self.rng
         key = self.some_key()
         found = self.pool.cached_block_hash_to_block.get_one_block(bytes.fromhex(key))
@@ -427,7 +427,7 @@ class PoolSchedule:
         yield ["free_blocks", "gpu", sources, "iterator"]
 
     def use_bare_blocks(self):
-        """Blocks that no pool made count as the called pool's own; vLLM's tests pass many."""
+        """Pass blocks made by no pool, which a pool treats as its own; vLLM's tests pass many."""
         rng = self.rng
         name = rng.choice(BARE)
         block = self.side.blocks[name]
@@ -473,7 +473,7 @@ class PoolSchedule:
 
 
 def make_kind(rng):
-    """The adapter, images and salt of a request: requests share prefixes only with those of their kind."""
+    """Return adapter, images and salt of a request. Only requests that agree in these share prefixes."""
     images, end = [], 0
     for _ in range(rng.choice([0, 0, 1, 2, 3])):
         start = end + rng.randrange(6)

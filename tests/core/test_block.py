@@ -13,7 +13,7 @@ def test_a_new_block_is_bare():
     assert block.pool is None
 
 
-def test_a_hash_is_set_once_and_again_only_after_a_reset():
+def test_a_hash_can_be_set_again_only_after_a_reset():
     block = KVCacheBlock(1)
     block.set_block_hash(b"first", 16)
     with pytest.raises(InvalidBlockError, match="block 1 already carries a hash"):
@@ -25,7 +25,7 @@ def test_a_hash_is_set_once_and_again_only_after_a_reset():
     assert block.block_hash == b"second"
 
 
-def test_setting_a_hash_twice_is_an_assertion_error_for_callers_of_vllm():
+def test_setting_a_hash_twice_raises_assertion_error():
     block = KVCacheBlock(1, _block_hash=b"key")
     with pytest.raises(AssertionError):
         block.set_block_hash(b"other")
@@ -59,7 +59,7 @@ def test_repr_names_neighbours_by_id():
     )
 
 
-def test_a_block_knows_its_pool_but_does_not_keep_it_alive():
+def test_a_block_refers_to_its_pool_weakly():
     pool = BlockPool(3, True, 4)
     block = pool.blocks[2]
     assert block.pool is pool
@@ -68,7 +68,7 @@ def test_a_block_knows_its_pool_but_does_not_keep_it_alive():
     assert block.pool is None
 
 
-def test_whatever_an_engine_can_tell_apart_may_be_a_key():
+def test_a_key_may_have_any_type():
     marker = object()
     block = KVCacheBlock(3, _block_hash=marker, _block_hash_num_tokens=8)
     assert block.block_hash is marker

@@ -29,7 +29,7 @@ GOLDEN = json.loads((Path(__file__).parent / "data" / "vllm_block_hashes.json").
 
 @pytest.mark.parametrize("made", GOLDEN["made"], ids=lambda made: f"seed={made['seed']}")
 def test_sha256_cbor_is_byte_identical_to_vllm(made):
-    """Vectors and their recipe: tests/core/data/."""
+    """The vectors and their recipe are in tests/core/data/."""
     assert GOLDEN["vllm"].startswith("0.33.0")
     assert len(GOLDEN["cases"]) == len(made["hashes"]) == 62
     for case, expected in zip(GOLDEN["cases"], made["hashes"], strict=True):
@@ -51,7 +51,7 @@ def test_sha256_cbor_is_byte_identical_to_vllm(made):
         assert [found.hex() for found in request.block_hashes] == expected
 
 
-def test_sha256_cbor_agrees_with_the_vectors_of_the_wire_contract():
+def test_sha256_cbor_matches_the_wire_contract_vectors():
     hasher = BlockHasher("sha256_cbor", block_size=4)
     assert hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8])[1].hex() == (
         "e1bc29393a2da9fd798f35ff04d215f846aee6df4b803ce3d43b57df56b58fb1"
@@ -73,7 +73,7 @@ def test_xxh3_and_sha256_hash_parent_and_packed_tokens():
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
 class TestEveryAlgorithm:
-    def test_a_hash_names_everything_before_it(self, algorithm):
+    def test_a_hash_covers_everything_before_it(self, algorithm):
         hasher = BlockHasher(algorithm, "s", 4)
         one = hasher.hash_blocks(range(16))
         other = hasher.hash_blocks([*range(8), 99, *range(9, 16)])
@@ -88,25 +88,25 @@ class TestEveryAlgorithm:
         assert hasher.hash_blocks(range(3)) == []
         assert hasher.hash_blocks([]) == []
 
-    def test_going_on_from_a_parent_is_the_same_chain(self, algorithm):
+    def test_hashing_from_a_parent_continues_the_chain(self, algorithm):
         hasher = BlockHasher(algorithm, "s", 4)
         whole = hasher.hash_blocks(range(400))
         assert hasher.hash_blocks(range(200), None) == whole[:50]
         assert hasher.hash_blocks(range(200, 400), whole[49]) == whole[50:]
 
-    def test_seeds_part_the_hashes(self, algorithm):
+    def test_different_seeds_give_different_hashes(self, algorithm):
         one, same, other = (BlockHasher(algorithm, seed, 2) for seed in ("1", "1", "2"))
         assert one.hash_blocks([1, 2]) == same.hash_blocks([1, 2])
         assert one.hash_blocks([1, 2]) != other.hash_blocks([1, 2])
 
-    def test_extra_keys_part_the_hashes(self, algorithm):
+    def test_different_extra_keys_give_different_hashes(self, algorithm):
         hasher = BlockHasher(algorithm, "s", 2)
         keys = [(("lora", "a", "/a"),), (("lora", "a", "/b"),), (("cache_salt", "a"),), None]
         found = {hasher.hash_blocks([1, 2], None, [key])[0] for key in keys}
         assert len(found) == 4
         assert hasher.hash_blocks([1, 2]) == hasher.hash_blocks([1, 2], None, [None])
 
-    def test_any_sequence_of_ints_will_do(self, algorithm):
+    def test_any_sequence_of_ints_is_accepted(self, algorithm):
         hasher = BlockHasher(algorithm, "s", 4)
         expected = hasher.hash_blocks([7, 300, 70_000, 2**40])
         assert hasher.hash_blocks((7, 300, 70_000, 2**40)) == expected
@@ -121,7 +121,7 @@ class TestEveryAlgorithm:
             hasher.hash_blocks([1] * num_before + [wrong, 1, 1, 1])
 
     @pytest.mark.parametrize("wrong", [1.0, "1", None])
-    def test_a_token_that_is_no_int_is_named(self, algorithm, wrong):
+    def test_a_token_that_is_not_an_int_is_named(self, algorithm, wrong):
         hasher = BlockHasher(algorithm, "s", 4)
         with pytest.raises(InvalidTypeError, match=rf"token_ids\[1\] is of type {type(wrong).__name__}"):
             hasher.hash_blocks([1, wrong, 1, 1])
@@ -131,12 +131,12 @@ class TestEveryAlgorithm:
         with pytest.raises(InvalidArgumentError, match=f"hashes have {hasher.digest_size}"):
             hasher.hash_blocks(range(4), b"short")
 
-    def test_the_digest_size_is_told(self, algorithm):
+    def test_digest_size_is_the_length_of_a_hash(self, algorithm):
         hasher = BlockHasher(algorithm, "s", 1)
         assert {len(found) for found in hasher.hash_blocks([1, 2])} == {hasher.digest_size}
         assert len(hasher.root) == hasher.digest_size
 
-    def test_the_same_hashes_in_another_process(self, algorithm):
+    def test_another_process_computes_the_same_hashes(self, algorithm):
         code = (
             "from kv_pool import BlockHasher;"
             f"print(BlockHasher({algorithm!r}, 's', 4).hash_blocks(range(8))[1].hex())"
@@ -148,13 +148,13 @@ class TestEveryAlgorithm:
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
 def test_hashers_of_one_process_hash_alike_without_options(algorithm):
-    """Two of `xxh3_128` never hit each other's blocks: each had a seed of its own."""
+    """A bug: each `xxh3_128` hasher had its own seed, so two of them never shared blocks."""
     one, other = BlockHasher(algorithm, block_size=4), BlockHasher(algorithm, block_size=4)
     assert one.hash_blocks(range(8)) == other.hash_blocks(range(8))
 
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
-def test_the_default_seed_of_xxh3_is_another_in_each_process_and_that_of_the_others_fixed(algorithm):
+def test_only_xxh3_has_a_random_default_seed_per_process(algorithm):
     code = f"from kv_pool import BlockHasher; print(BlockHasher({algorithm!r}).root.hex())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     alike = told.stdout.strip() == BlockHasher(algorithm).root.hex()
@@ -162,7 +162,7 @@ def test_the_default_seed_of_xxh3_is_another_in_each_process_and_that_of_the_oth
 
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
-def test_text_that_can_not_be_hashed_is_a_typed_error(algorithm):
+def test_text_that_cannot_be_encoded_is_a_typed_error(algorithm):
     hasher = BlockHasher(algorithm, "s", 4)
     lone = "a\ud800b"
     image = MultiModalFeature(lone, PlaceholderRange(0, 3))
@@ -176,7 +176,7 @@ def test_text_that_can_not_be_hashed_is_a_typed_error(algorithm):
             Request("r", range(8), hasher, **options)
     with pytest.raises(InvalidArgumentError, match="surrogates not allowed"):
         BlockHasher(algorithm, lone)
-    with pytest.raises(InvalidTypeError, match="can not be hashed"):
+    with pytest.raises(InvalidTypeError, match="cannot be hashed"):
         hasher.hash_blocks(range(8), extra_keys=[(object(),)])
 
 
@@ -201,9 +201,9 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_extra_keys_that_are_nested_100_000_deep_are_a_typed_error(algorithm, name):
-    """The CBOR encoder ran out of stack: the process was gone, or a RecursionError came."""
-    depth = 100_000 if name in ("tuple", "list", "dict") else 100  # others crash Python elsewhere
+def test_deeply_nested_extra_keys_are_a_typed_error(algorithm, name):
+    """A bug: the CBOR encoder ran out of stack, and the process crashed or raised RecursionError."""
+    depth = 100_000 if name in ("tuple", "list", "dict") else 100  # more would crash Python itself
     hasher = BlockHasher(algorithm, "s", 4)
     keys = nest(CONTAINERS[name], depth)
     with pytest.raises(InvalidArgumentError, match=r"nested more than 32 deep"):
@@ -212,7 +212,7 @@ def test_extra_keys_that_are_nested_100_000_deep_are_a_typed_error(algorithm, na
         Request("r", range(8), hasher, mm_features=[MultiModalFeature(keys, PlaceholderRange(0, 4))])
 
 
-def test_extra_keys_may_be_nested_as_deep_as_documented():
+def test_extra_keys_may_be_nested_to_the_documented_depth():
     hasher = BlockHasher("sha256_cbor", "s", 4)
     deepest = [
         hasher.hash_blocks(range(4), extra_keys=[nest(CONTAINERS["tuple"], depth)]) for depth in (32, 31)
@@ -222,7 +222,7 @@ def test_extra_keys_may_be_nested_as_deep_as_documented():
         hasher.hash_blocks(range(4), extra_keys=[nest(CONTAINERS["tuple"], 33)])
 
 
-def test_extra_keys_that_contain_themselves_are_a_typed_error():
+def test_recursive_extra_keys_are_a_typed_error():
     inside = []
     inside += [inside, inside]
     with pytest.raises(InvalidArgumentError, match=r"nested more than 32 deep"):
@@ -235,7 +235,7 @@ def test_a_block_size_below_one_is_refused(block_size):
         BlockHasher(block_size=block_size)
 
 
-def test_a_block_size_that_is_no_int_is_refused():
+def test_a_block_size_that_is_not_an_int_is_refused():
     with pytest.raises(TypeError):
         BlockHasher(block_size=4.0)
 
@@ -251,7 +251,7 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones():
     st.integers(1, 9),
     st.lists(st.integers(0, 80), max_size=4),
 )
-def test_appending_in_any_steps_gives_the_hashes_of_the_whole(tokens, block_size, cuts):
+def test_hashing_in_steps_equals_hashing_the_whole(tokens, block_size, cuts):
     hasher = BlockHasher("sha256", "s", block_size)
     hashes = []
     for cut in [*sorted(cuts), len(tokens)]:
@@ -261,7 +261,7 @@ def test_appending_in_any_steps_gives_the_hashes_of_the_whole(tokens, block_size
 
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
-def test_with_lookahead_a_block_waits_for_the_tokens_after_it(algorithm):
+def test_a_hash_waits_for_its_lookahead_tokens(algorithm):
     hasher = BlockHasher(algorithm, "s", 4, num_lookahead_tokens=2)
     assert hasher.hash_blocks(range(5)) == []
     one = hasher.hash_blocks(range(6))
@@ -280,12 +280,12 @@ def test_a_negative_lookahead_is_refused():
         BlockHasher(num_lookahead_tokens=-1)
 
 
-def test_bytes_are_token_ids_one_each():
+def test_each_byte_of_a_bytes_object_is_a_token_id():
     hasher = BlockHasher("sha256", "s", 4)
     assert hasher.hash_blocks(bytes(range(8))) == hasher.hash_blocks(range(8))
     assert hasher.hash_blocks(bytearray(range(8))) == hasher.hash_blocks(range(8))
 
 
-def test_a_block_size_in_the_place_of_the_seed_is_refused():
+def test_a_block_size_passed_as_the_seed_is_refused():
     with pytest.raises(InvalidTypeError, match="seed is of type int"):
         BlockHasher("sha256_cbor", 16)

@@ -21,7 +21,7 @@ from kv_pool.core import invariants
 # ---- construction
 
 
-def test_a_new_pool_has_all_blocks_free_but_the_null_block():
+def test_all_blocks_of_a_new_pool_but_the_null_block_are_free():
     pool = BlockPool(4, True, 16)
     assert state(pool) == "free: 1 2 3"
     assert pool.null_block is pool.blocks[0]
@@ -32,7 +32,7 @@ def test_a_new_pool_has_all_blocks_free_but_the_null_block():
     assert pool.kv_event_queue == []
 
 
-def test_a_pool_of_one_block_has_nothing_to_give():
+def test_a_pool_of_one_block_has_no_free_blocks():
     pool = BlockPool(1, True, 16)
     assert pool.get_usage() == 0
     assert pool.get_new_blocks(0) == []
@@ -49,7 +49,7 @@ def test_a_pool_without_blocks_is_refused(num_blocks):
 
 
 @pytest.mark.parametrize("num_blocks", [2.0, "3", None])
-def test_a_number_of_blocks_that_is_no_int_is_refused(num_blocks):
+def test_a_number_of_blocks_that_is_not_an_int_is_refused(num_blocks):
     with pytest.raises((InvalidArgumentError, TypeError)):
         BlockPool(num_blocks, True, 16)
 
@@ -77,7 +77,7 @@ def test_a_dropped_pool_is_freed_at_once_without_the_cyclic_gc():
         gc.enable()
 
 
-def test_a_pool_is_an_ordinary_object_but_for_its_event_queue():
+def test_a_pool_accepts_attributes_and_keeps_its_event_queue():
     pool = make_pool("free: 1")
     pool.note = "mine"
     del pool.note
@@ -87,7 +87,7 @@ def test_a_pool_is_an_ordinary_object_but_for_its_event_queue():
     assert pool.kv_event_queue == []
 
 
-def test_a_subclass_may_redirect_the_event_queue():
+def test_a_subclass_can_redirect_the_event_queue():
     class Shared(BlockPool):
         def __init__(self, events):
             self.shared = events
@@ -112,7 +112,7 @@ def test_a_subclass_may_redirect_the_event_queue():
 # ---- taking
 
 
-def test_blocks_are_handed_out_in_queue_order():
+def test_blocks_are_allocated_in_queue_order():
     pool = make_pool("free: 3 1 2")
     taken = pool.get_new_blocks(2)
     assert ids(taken) == [3, 1]
@@ -120,7 +120,7 @@ def test_blocks_are_handed_out_in_queue_order():
     assert pool.get_usage() == pytest.approx(2 / 3)
 
 
-def test_a_cached_block_that_is_handed_out_loses_its_hash():
+def test_a_cached_block_loses_its_hash_when_reused():
     pool = make_pool("free: 2* 1*", enable_kv_cache_events=True)
     pool.get_new_blocks(1)
     assert state(pool) == "free: 1* | in use: 2"
@@ -131,7 +131,7 @@ def test_a_cached_block_that_is_handed_out_loses_its_hash():
     ]
 
 
-def test_asking_for_more_than_is_free_changes_nothing():
+def test_requesting_more_than_is_free_changes_nothing():
     pool = make_pool("free: 3 4 1* 2*")
     with pytest.raises(OutOfBlocksError, match="asked for 5 blocks, 4 are free of 4"):
         pool.get_new_blocks(5)
@@ -148,14 +148,14 @@ def test_a_negative_count_changes_nothing():
 
 
 @pytest.mark.parametrize("count", ["2", 2.0, None])
-def test_a_count_that_is_no_int_changes_nothing(count):
+def test_a_count_that_is_not_an_int_changes_nothing(count):
     pool = make_pool("free: 1 2")
     with pytest.raises(TypeError):
         pool.get_new_blocks(count)
     assert state(pool) == "free: 1 2"
 
 
-def test_a_free_block_with_references_is_noticed_and_everything_put_back():
+def test_a_free_block_with_references_undoes_an_allocation():
     pool = make_pool("free: 1 2 3")
     pool.blocks[2].ref_cnt = 1
     with pytest.raises(CorruptedPoolError, match="block 2 is in the free queue with ref_cnt 1"):
@@ -168,7 +168,7 @@ def test_a_free_block_with_references_is_noticed_and_everything_put_back():
 # ---- touching
 
 
-def test_touched_hits_are_not_handed_out():
+def test_touched_blocks_are_not_allocated():
     pool = make_pool("free: 3 4 1* 2*")
     pool.touch(blocks(pool, 1, 2))
     with pytest.raises(OutOfBlocksError, match="asked for 3 blocks, 2 are free"):
@@ -183,7 +183,7 @@ def test_a_block_listed_twice_gets_two_references():
 
 
 @pytest.mark.parametrize("order", [(3, 4, 1), (1, 4, 3), (4, 4, 3), (2, 3, 2, 1, 4), (5, 1, 5, 2)])
-def test_a_touch_that_fails_puts_every_block_back_to_its_place(order):
+def test_a_failed_touch_restores_queue_positions(order):
     pool = make_pool("free: 3 4 1* 2* | in use: 5")
     stranger = make_pool("free: 2 | in use: 1").blocks[1]
     with pytest.raises(InvalidBlockError, match="belongs to another pool"):
@@ -202,7 +202,7 @@ def test_touch_skips_the_null_block():
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_block_of_another_pool_among_touched_ones_changes_nothing(position):
+def test_touching_a_block_of_another_pool_changes_nothing(position):
     pool = make_pool("free: 1 2* | in use: 3")
     stranger = make_pool("free: 1 2").blocks[1]
     listed = blocks(pool, 2, 3)
@@ -231,8 +231,8 @@ def test_a_bare_block_can_only_be_touched_while_it_is_referenced():
 # ---- freeing
 
 
-def test_unhashed_blocks_go_to_the_front_and_hashed_ones_to_the_back():
-    """Two requests share 1 2 3; the first also owns 4, the second 5. Each is freed tail first."""
+def test_freed_blocks_with_a_hash_go_to_the_back():
+    """Two requests share 1 2 3; the first also has 4, the second 5. Each is freed tail first."""
     pool = make_pool("free: 6 7 | in use: 1*x2 2*x2 3*x2 4 5")
     pool.free_blocks(reversed(blocks(pool, 1, 2, 3, 4)))
     assert state(pool) == "free: 4 6 7 | in use: 1* 2* 3* 5"
@@ -240,13 +240,13 @@ def test_unhashed_blocks_go_to_the_front_and_hashed_ones_to_the_back():
     assert state(pool) == "free: 5 4 6 7 3* 2* 1*"
 
 
-def test_both_kinds_keep_the_order_they_were_given_in():
+def test_freed_blocks_keep_the_given_order():
     pool = make_pool("free: 6 | in use: 1 2* 3 4* 5")
     pool.free_blocks(iter(blocks(pool, 5, 4, 3, 2, 1)))
     assert state(pool) == "free: 5 3 1 6 4* 2*"
 
 
-def test_without_caching_everything_goes_to_the_front():
+def test_without_caching_all_freed_blocks_go_to_the_front():
     pool = BlockPool(5, False, 4)
     taken = pool.get_new_blocks(3)
     cache(pool, taken[1])
@@ -254,7 +254,7 @@ def test_without_caching_everything_goes_to_the_front():
     assert state(pool) == "free: 1 2* 3 4"
 
 
-def test_a_shared_block_stays_in_use_until_its_last_holder_frees_it():
+def test_a_shared_block_is_freed_with_its_last_reference():
     pool = make_pool("free: 2 | in use: 1*x2")
     pool.free_blocks(blocks(pool, 1))
     assert state(pool) == "free: 2 | in use: 1*"
@@ -270,7 +270,7 @@ def test_freeing_skips_null_blocks():
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_double_free_changes_nothing_wherever_it_stands(position):
+def test_a_double_free_changes_nothing(position):
     pool = make_pool("free: 4 5* | in use: 1*x2 2 3")
     listed = blocks(pool, 1, 2)
     listed.insert(position, pool.blocks[5])
@@ -280,7 +280,7 @@ def test_a_double_free_changes_nothing_wherever_it_stands(position):
     invariants.check(pool)
 
 
-def test_a_block_listed_more_often_than_it_is_referenced_changes_nothing():
+def test_freeing_more_often_than_referenced_changes_nothing():
     pool = make_pool("free: 3 | in use: 1*x2 2")
     with pytest.raises(InvalidBlockError, match="block 1 is free"):
         pool.free_blocks(blocks(pool, 1, 2, 1, 1))
@@ -291,14 +291,14 @@ def test_a_block_listed_more_often_than_it_is_referenced_changes_nothing():
 
 @pytest.mark.parametrize("wrong", [3, None, "block"])
 @pytest.mark.parametrize("call", ["touch", "free_blocks"])
-def test_something_that_is_no_block_changes_nothing(call, wrong):
+def test_an_element_that_is_not_a_block_changes_nothing(call, wrong):
     pool = make_pool("free: 3 | in use: 1*x2 2")
     with pytest.raises(TypeError):
         getattr(pool, call)([pool.blocks[1], wrong, pool.blocks[2]])
     assert state(pool) == "free: 3 | in use: 1*x2 2"
 
 
-def test_a_list_that_breaks_off_changes_nothing():
+def test_an_iterable_that_raises_changes_nothing():
     pool = make_pool("free: 3 | in use: 1 2")
 
     def broken():
@@ -334,16 +334,16 @@ def test_a_double_free_in_another_pool_changes_nothing_in_either():
         assert state(host) == "free: 2 3 | in use: 1"
 
 
-def test_a_block_whose_pool_is_gone_can_not_be_freed():
+def test_a_block_of_a_deleted_pool_cannot_be_freed():
     pool = make_pool("free: 2 | in use: 1")
     orphan = make_pool("free: 2 | in use: 1").blocks[1]
-    with pytest.raises(InvalidBlockError, match="belongs to a pool that is gone"):
+    with pytest.raises(InvalidBlockError, match="belongs to a pool that was deleted"):
         pool.free_blocks([pool.blocks[1], orphan])
     assert state(pool) == "free: 2 | in use: 1"
 
 
-def test_a_bare_block_counts_as_ours_and_is_not_checked():
-    """vLLM's managers are tested with blocks that were never held."""
+def test_a_bare_block_is_freed_without_checks():
+    """vLLM's managers are tested with blocks that never had references."""
     pool = make_pool("free: 1")
     bare = KVCacheBlock(1000)
     pool.free_blocks([bare])
@@ -416,7 +416,7 @@ def test_null_and_masked_blocks_are_not_cached():
     assert event.parent_block_hash is None
 
 
-def test_a_range_of_null_blocks_still_announces_its_tokens():
+def test_a_range_of_null_blocks_still_reports_its_tokens():
     pool = make_pool("free: 1", enable_kv_cache_events=True)
     pool.cache_full_blocks(make_request([hash_of(1)]), [pool.null_block], 0, 1, 4, 0)
     (event,) = pool.take_events()
@@ -425,7 +425,7 @@ def test_a_range_of_null_blocks_still_announces_its_tokens():
     assert event.token_ids == [0, 1, 2, 3]
 
 
-def test_an_empty_range_announces_nothing():
+def test_an_empty_range_emits_no_event():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     pool.cache_full_blocks(make_request([]), blocks(pool, 1), 0, 0, 4, 0)
     assert pool.take_events() == []
@@ -448,7 +448,7 @@ def test_a_hash_is_replaced_only_by_one_that_covers_more_tokens():
     request = make_request([hash_of(10), hash_of(11)])
     pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 4, 0)
     pool.take_events()
-    with pytest.raises(AssertionError, match="block 1 is cached for 4 tokens already"):
+    with pytest.raises(AssertionError, match="block 1 is already cached for 4 tokens"):
         pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 4, 0)
     assert pool.take_events() == []
     pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 8, 0)
@@ -457,7 +457,7 @@ def test_a_hash_is_replaced_only_by_one_that_covers_more_tokens():
     invariants.check(pool)
 
 
-def test_an_event_says_what_besides_tokens_went_into_the_hashes():
+def test_an_event_carries_the_extra_keys_of_its_hashes():
     pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
     request = make_request(
         [hash_of(1), hash_of(2)],
@@ -500,14 +500,14 @@ def test_a_bad_block_in_the_middle_caches_nothing():
     with pytest.raises(InvalidBlockError, match="block 4 is free"):
         pool.cache_full_blocks(request, blocks(pool, 1, 4, 3), 0, 3, 4, 0)
     pool.blocks[2]._block_hash_num_tokens = 99
-    with pytest.raises(InvalidBlockError, match="block 2 is cached for 99 tokens already"):
+    with pytest.raises(InvalidBlockError, match="block 2 is already cached for 99 tokens"):
         pool.cache_full_blocks(request, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
     with pytest.raises(TypeError):
         pool.cache_full_blocks(request, [pool.blocks[1], 2, pool.blocks[3]], 0, 3, 4, 0)
     assert state(pool) == "free: 4 | in use: 1 2* 3"
 
 
-def test_evicting_forgets_hashes_and_nothing_else():
+def test_evicting_removes_only_the_hashes():
     pool = make_pool("free: 3 1* 4* | in use: 2*", enable_kv_cache_events=True)
     pool.evict_blocks({1, 2, 3})
     assert state(pool) == "free: 3 1 4* | in use: 2"
@@ -527,14 +527,14 @@ def test_an_unknown_id_evicts_nothing(unknown):
     assert state(pool) == "free: 1* 2* 3* 4*"
 
 
-def test_evicting_one_block_says_whether_it_was_cached():
+def test_evicting_a_block_returns_whether_it_was_cached():
     pool = make_pool("free: 1* 2")
     assert pool._maybe_evict_cached_block(pool.blocks[1]) is True
     assert pool._maybe_evict_cached_block(pool.blocks[1]) is False
     assert pool._maybe_evict_cached_block(pool.blocks[2]) is False
 
 
-def test_a_hash_that_the_map_does_not_know_is_dropped_without_an_event():
+def test_a_hash_that_is_not_in_the_map_is_dropped_silently():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     pool.blocks[1].set_block_hash(b"unmapped" + GROUP)
     assert pool._maybe_evict_cached_block(pool.blocks[1]) is False
@@ -542,7 +542,7 @@ def test_a_hash_that_the_map_does_not_know_is_dropped_without_an_event():
     assert pool.take_events() == []
 
 
-def test_a_reset_forgets_every_hash_and_keeps_the_order():
+def test_a_reset_evicts_every_hash_and_keeps_the_order():
     pool = make_pool("free: 3 1* 2*", enable_kv_cache_events=True)
     assert pool.reset_prefix_cache() is True
     assert state(pool) == "free: 3 1 2"
@@ -561,7 +561,7 @@ def test_a_reset_is_refused_while_a_block_is_in_use(caplog):
 # ---- events
 
 
-def test_taking_events_hands_over_the_list():
+def test_take_events_returns_the_list_itself():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     cache(pool, pool.blocks[1])
     events = pool.take_events()
@@ -570,7 +570,7 @@ def test_taking_events_hands_over_the_list():
     assert pool.take_events() == []
 
 
-def test_without_events_nothing_is_noted():
+def test_with_events_off_no_events_are_recorded():
     pool = make_pool("free: 1* 2*")
     pool.kv_event_queue.append("left alone")
     pool.get_new_blocks(2)
@@ -588,7 +588,7 @@ def test_events_carry_the_medium_of_their_pool():
 
 
 class Notes:
-    """A collector that writes down what it is told."""
+    """A collector that records its calls."""
 
     def __init__(self):
         self.lines = []
@@ -606,7 +606,7 @@ class Notes:
         self.lines.append("reset")
 
 
-def test_the_observer_hears_of_evictions_before_hand_outs():
+def test_the_observer_sees_evictions_before_allocations():
     notes = Notes()
     pool = BlockPool(4, True, 4, metrics_collector=notes)
     taken = pool.get_new_blocks(2)
@@ -625,7 +625,7 @@ def test_the_observer_hears_of_evictions_before_hand_outs():
     ]
 
 
-def test_without_caching_the_observer_hears_of_no_eviction():
+def test_without_caching_the_observer_sees_no_evictions():
     notes = Notes()
     BlockPool(3, False, 4, metrics_collector=notes).get_new_blocks(1)
     assert notes.lines == ["allocated 1"]
@@ -634,7 +634,7 @@ def test_without_caching_the_observer_hears_of_no_eviction():
 # ---- particular blocks, other ids, other sizes
 
 
-def test_particular_blocks_are_taken_from_anywhere_in_the_queue_and_evicted():
+def test_given_blocks_are_taken_from_any_queue_position():
     pool = make_pool("free: 1 2* 3 4* 5 | in use: 6", enable_kv_cache_events=True)
     pool.take_blocks(blocks(pool, 4, 1))
     assert state(pool) == "free: 2* 3 5 | in use: 1 4 6"
@@ -662,7 +662,7 @@ def other_block(pool):
     ids=["in use", "listed twice", "null", "another pool's", "bare", "no block"],
 )
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_block_that_can_not_be_taken_leaves_all_where_they_are(wrong, position):
+def test_a_block_that_cannot_be_taken_changes_nothing(wrong, position):
     picture = "free: 1 2* 3 | in use: 4 5 6"
     pool = make_pool(picture)
     listed = blocks(pool, 2, 1)
@@ -673,7 +673,7 @@ def test_a_block_that_can_not_be_taken_leaves_all_where_they_are(wrong, position
     invariants.check(pool)
 
 
-def test_taking_a_particular_block_tells_watchers_and_observer_as_any_hand_out_does():
+def test_taking_given_blocks_notifies_watchers_and_observer():
     seen = []
 
     class Observer:
@@ -700,7 +700,7 @@ def test_taking_a_particular_block_tells_watchers_and_observer_as_any_hand_out_d
     assert state(pool) == "free: 2* | in use: 1 3"
 
 
-def test_a_watcher_that_raises_keeps_particular_blocks_from_being_taken():
+def test_a_raising_watcher_aborts_taking_given_blocks():
     def refuse(block):
         raise KeyError(block.block_id)
 
@@ -725,7 +725,7 @@ def test_swapped_ids_change_nothing_else():
     invariants.check(pool)
 
 
-def test_swapped_copies_and_secondary_keys_stay_in_order_under_their_new_ids():
+def test_an_id_swap_keeps_copies_and_secondary_keys_in_order():
     pool = make_pool("free: 1 2 | in use: 3 4 5")
     for block in blocks(pool, 5, 3):
         cache(pool, block, 9)
@@ -742,7 +742,7 @@ def test_swapped_copies_and_secondary_keys_stay_in_order_under_their_new_ids():
     invariants.check(pool)
 
 
-def test_after_a_swap_the_longest_prefix_is_still_found_in_one_walk():
+def test_the_longest_prefix_is_found_after_an_id_swap():
     pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4")
     hashes = [hash_of(number) for number in range(4)]
     pool.cache_full_blocks(make_request(hashes), blocks(pool, 1, 2, 3, 4), 0, 4, 4, 0)
@@ -753,7 +753,7 @@ def test_after_a_swap_the_longest_prefix_is_still_found_in_one_walk():
 
 
 @pytest.mark.parametrize("pairs", [[(1, 1)], [(1, 2), (2, 3)], [(0, 1)], [(1, 6)], [(-1, 2)]])
-def test_ids_that_can_not_be_swapped_change_nothing(pairs):
+def test_ids_that_cannot_be_swapped_change_nothing(pairs):
     picture = "free: 1 2* 3 | in use: 4*x2 5"
     pool = make_pool(picture)
     with pytest.raises(InvalidBlockError, match=r"distinct ids of 1\.\.5"):

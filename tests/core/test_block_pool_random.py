@@ -1,4 +1,4 @@
-"""Random calls on the pool and on a slow model of lists and dicts, all invariants after every step."""
+"""Random calls on the pool and on a slow model of lists and dicts, with all invariants checked every step."""
 
 import pytest
 from drawing import GROUP, hash_of, ids, make_request
@@ -33,7 +33,7 @@ numbers = st.integers(0, NUM_HASHES - 1)
 
 
 class SlowPool:
-    """What a pool is, as plainly as can be said: a list, a dict of counts, a list of (hash, id)."""
+    """The simplest model of a pool: a list, a dict of counts, and a list of (hash, id)."""
 
     def __init__(self, num_blocks, caching):
         self.caching = caching
@@ -214,7 +214,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def tell(event):
-    """An event in the model's words."""
+    """Return an event in the model's form."""
     if isinstance(event, AllBlocksCleared):
         return ("cleared",)
     told = tuple(int(h.to_bytes(8, "big")[-4:].decode()) for h in event.block_hashes)

@@ -1,4 +1,4 @@
-"""What a pool has cached now, key by key."""
+"""The keys that a pool has cached."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from kv_pool.core.cached_keys import CachedKey
 
 
 @pytest.mark.parametrize("use_int_block_hashes", [True, False])
-def test_cached_keys_are_those_that_events_announced(use_int_block_hashes):
+def test_cached_keys_agree_with_the_events(use_int_block_hashes):
     pool = BlockPool(20, True, 4, enable_kv_cache_events=True, use_int_block_hashes=use_int_block_hashes)
     manager = KVCacheManager(
         pool, groups=[FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)]
@@ -45,7 +45,7 @@ def test_a_hash_that_two_blocks_carry_is_one_key():
     assert len(list(manager.iter_cached_keys())) == 2
 
 
-def test_keys_are_those_of_the_call_whatever_happens_meanwhile():
+def test_the_iterator_shows_the_keys_of_the_call():
     manager = KVCacheManager(BlockPool(20, True, 4))
     request = Request("r", range(8), BlockHasher(block_size=4))
     manager.allocate_slots(request, 8)

@@ -1,15 +1,15 @@
-"""What ends next, and when."""
+"""Timers: which expires next, and when."""
 
 import random
 
 import pytest
 from interrupting import interrupt_everywhere
 
-from kv_pool.core.deadlines import NEVER, Deadlines, Ending
+from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 
 
-class Named(Ending):
-    """Ends at a time, and has a name for failing tests."""
+class Named(TimedItem):
+    """An object with a timer, and a name for messages of failing tests."""
 
     def __init__(self, name, changes_at):
         super().__init__(changes_at)
@@ -25,7 +25,7 @@ def push(deadlines, *endings):
 
 
 def end_all(deadlines, now):
-    """End what is due, in order."""
+    """Handle the due timers, in order."""
     ended = []
     while (ending := deadlines.find_due(now)) is not None:
         ended.append(ending)
@@ -33,8 +33,8 @@ def end_all(deadlines, now):
     return ended
 
 
-def test_what_is_due_is_found_until_it_changes_at_another_time():
-    deadlines, ending = Deadlines(), Ending(5.0)
+def test_a_due_timer_is_found_until_it_is_changed():
+    deadlines, ending = Deadlines(), TimedItem(5.0)
     deadlines.push(ending)
     assert deadlines.find_due(4.9) is None
     assert deadlines.find_due(5.0) is ending
@@ -48,7 +48,7 @@ def test_what_is_due_is_found_until_it_changes_at_another_time():
     assert deadlines.entries == []
 
 
-def test_the_earliest_is_first_and_of_several_at_one_time_the_one_that_was_pushed_first():
+def test_equal_times_expire_in_push_order():
     deadlines = Deadlines()
     endings = [
         Named(name, time) for name, time in (("a", 3.0), ("b", 1.0), ("c", 3.0), ("d", 2.0), ("e", 3.0))
@@ -58,14 +58,14 @@ def test_the_earliest_is_first_and_of_several_at_one_time_the_one_that_was_pushe
     assert str(end_all(deadlines, 3.0)) == "[a, c, e]"
 
 
-def test_what_never_ends_is_not_noted():
+def test_a_timer_at_never_is_not_stored():
     deadlines = Deadlines()
-    deadlines.push(Ending(NEVER))
+    deadlines.push(TimedItem(NEVER))
     assert deadlines.entries == []
 
 
-def test_an_entry_of_a_time_that_was_given_up_is_skipped():
-    deadlines, moved, ended = Deadlines(), Ending(1.0), Ending(2.0)
+def test_an_outdated_entry_is_skipped():
+    deadlines, moved, ended = Deadlines(), TimedItem(1.0), TimedItem(2.0)
     push(deadlines, moved, ended)
     moved.changes_at = 9.0
     ended.changes_at = NEVER
@@ -75,8 +75,8 @@ def test_an_entry_of_a_time_that_was_given_up_is_skipped():
     assert deadlines.find_due(9.0) is moved
 
 
-def test_a_time_that_goes_back_to_what_it_was_counts_without_being_pushed_again():
-    deadlines, ending = Deadlines(), Ending(4.0)
+def test_a_restored_time_is_valid_without_a_new_push():
+    deadlines, ending = Deadlines(), TimedItem(4.0)
     deadlines.push(ending)
     ending.changes_at = 8.0
     deadlines.push(ending)
@@ -84,8 +84,8 @@ def test_a_time_that_goes_back_to_what_it_was_counts_without_being_pushed_again(
     assert end_all(deadlines, 4.0) == [ending]
 
 
-def test_a_time_that_is_noted_ahead_counts_once_it_is_the_endings():
-    deadlines, ending = Deadlines(), Ending(4.0)
+def test_a_pushed_time_takes_effect_once_it_is_set():
+    deadlines, ending = Deadlines(), TimedItem(4.0)
     deadlines.push(ending)
     deadlines.push_at(ending, 2.0)
     assert deadlines.find_due(3.0) is None
@@ -96,23 +96,23 @@ def test_a_time_that_is_noted_ahead_counts_once_it_is_the_endings():
     assert end_all(deadlines, 100.0) == []
 
 
-def test_others_take_the_place_of_all_that_was_noted():
+def test_replace_replaces_all_timers():
     deadlines = Deadlines()
-    push(deadlines, Ending(1.0), Ending(2.0))
-    later, first, second, never = Ending(5.0), Ending(4.0), Ending(4.0), Ending(NEVER)
+    push(deadlines, TimedItem(1.0), TimedItem(2.0))
+    later, first, second, never = TimedItem(5.0), TimedItem(4.0), TimedItem(4.0), TimedItem(NEVER)
     deadlines.replace([later, first, second, never])
     assert end_all(deadlines, 10.0) == [first, second, later]
     deadlines.replace([])
     assert deadlines.find_due(10.0) is None
-    deadlines.push(Ending(3.0))
+    deadlines.push(TimedItem(3.0))
     assert deadlines.find_due(3.0) is not None
 
 
 def test_outdated_entries_are_removed_when_there_are_many():
     deadlines = Deadlines()
-    lasting = [Ending(1e6 + number) for number in range(10)]
+    lasting = [TimedItem(1e6 + number) for number in range(10)]
     push(deadlines, *lasting)
-    moved = Ending(0.0)
+    moved = TimedItem(0.0)
     for number in range(10_000):
         moved.changes_at = 1e5 + number
         deadlines.push(moved)
@@ -122,7 +122,7 @@ def test_outdated_entries_are_removed_when_there_are_many():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_endings_are_found_in_the_order_of_a_slow_model(seed):
+def test_random_timers_expire_as_in_a_slow_model(seed):
     rng = random.Random(seed)
     deadlines, live, now, num_pushed = Deadlines(), {}, 0.0, 0
     for number in range(1_000):
@@ -150,7 +150,7 @@ def test_random_endings_are_found_in_the_order_of_a_slow_model(seed):
                     del live[ending]
 
 
-def test_an_interrupted_note_leaves_the_others_and_the_time_of_before():
+def test_an_interrupted_push_keeps_the_previous_timers():
     def make():
         deadlines = Deadlines()
         endings = [Named(f"ending {number}", float(number)) for number in range(65)]

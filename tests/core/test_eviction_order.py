@@ -1,4 +1,4 @@
-"""Bands of the free queue: which blocks are reused before or after others."""
+"""Bands of the free queue: the order in which blocks are reused."""
 
 import random
 
@@ -8,7 +8,7 @@ from core.banded_pool import PICTURE, ByHash, check, list_bands, make_banded
 from drawing import blocks, cache, hash_of, ids, make_pool, state
 
 from kv_pool import BlockPool, CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.contiguous.ages import EMPTY, KEPT
+from kv_pool.contiguous.ages import EMPTY, RETAINED
 from kv_pool.contiguous.plan import plan_clear_run
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
@@ -26,24 +26,24 @@ def make_ordered(pool_type=BlockPool):
 # ---- a pool without bands --------------------------------------------------------------------------
 
 
-def test_a_pool_has_no_bands_unless_it_is_asked_for_them():
+def test_a_pool_has_no_bands_by_default():
     pool = make_pool(PICTURE)
     queue = pool.free_block_queue
     assert not pool.eviction_order.is_open
-    assert (pool.eviction_order.list_bands(), pool.eviction_order.has_kept) == ([], False)
+    assert (pool.eviction_order.list_bands(), pool.eviction_order.has_retained) == ([], False)
     assert queue.append_before is queue.fake_free_list_tail
     linked = [queue.fake_free_list_head]
     while linked[-1].next_free_block is not None:
         linked.append(linked[-1].next_free_block)
     assert linked[1:-1] == queue.get_all_free_blocks()
-    with pytest.raises(InvalidArgumentError, match=r"the pool has no bands; open_bands\(\) gives it some"):
+    with pytest.raises(InvalidArgumentError, match=r"the pool has no bands; call open_bands\(\) first"):
         pool.move_to_band(blocks(pool, 1), 1)
     pool.merge_bands()
     assert state(pool) == PICTURE
 
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
-def test_bands_that_are_open_and_not_used_change_nothing(pool_type):
+def test_open_but_unused_bands_change_nothing(pool_type):
     rng = random.Random(1)
     pools = [make_pool(PICTURE, pool_type), make_banded(PICTURE, pool_type)]
     if pool_type is RunBlockPool:
@@ -74,27 +74,27 @@ def test_bands_that_are_open_and_not_used_change_nothing(pool_type):
 # ---- the order -----------------------------------------------------------------------------------
 
 
-def test_lower_bands_are_reused_first_and_each_in_its_own_order():
+def test_lower_bands_are_reused_first_each_in_order():
     pool = make_ordered()
     assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3], 7: [5]}
     assert ids(pool.get_new_blocks(3)) == [9, 2, 4]
     assert ids(pool.get_new_blocks(2)) == [1, 3]
     assert pool.get_num_free_blocks() == 1
-    assert pool.eviction_order.has_kept
+    assert pool.eviction_order.has_retained
     with pytest.raises(OutOfBlocksError, match="asked for 2 blocks, 1 are free"):
         pool.get_new_blocks(2)
     assert ids(pool.get_new_blocks(1)) == [5]
     check(pool)
 
 
-def test_blocks_that_become_free_go_to_the_default_band_or_to_the_front():
+def test_freed_blocks_go_to_the_default_band_or_the_front():
     pool = make_ordered()
     pool.free_blocks(blocks(pool, 7, 8, 6))
     assert list_bands(pool) == {EMPTY_BAND: [8, 9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3, 7, 6], 7: [5]}
     check(pool)
 
 
-def test_blocks_are_moved_to_the_back_of_a_band_also_of_their_own():
+def test_moved_blocks_go_to_the_back_of_the_band():
     pool = make_ordered()
     pool.move_to_band(blocks(pool, 3, 5), 100)
     pool.move_to_band(blocks(pool, 1), -100)
@@ -128,7 +128,7 @@ def test_a_refused_move_changes_nothing(pool_type):
     check(other)
 
 
-def test_bands_without_blocks_leave_no_markers_behind():
+def test_empty_bands_leave_no_markers():
     pool = make_banded()
     for band in range(1, 50):
         pool.move_to_band(blocks(pool, 1, 2), band)
@@ -138,7 +138,7 @@ def test_bands_without_blocks_leave_no_markers_behind():
     check(pool)
 
 
-def test_merged_bands_are_the_default_band_in_the_order_in_which_they_were():
+def test_merging_bands_keeps_the_order_of_blocks():
     pool = make_ordered()
     before = state(pool)
     pool.merge_bands()
@@ -152,7 +152,7 @@ def test_merged_bands_are_the_default_band_in_the_order_in_which_they_were():
 # ---- the queue's own methods ---------------------------------------------------------------------
 
 
-def test_the_queue_returns_and_counts_blocks_and_no_markers():
+def test_the_queue_neither_returns_nor_counts_markers():
     pool = make_ordered()
     queue = pool.free_block_queue
     order = blocks(pool, 9, 2, 4, 1, 3, 5)
@@ -183,7 +183,7 @@ def test_the_queue_returns_and_counts_blocks_and_no_markers():
         pool.get_new_blocks(1)
 
 
-def test_a_queue_that_counts_too_many_is_left_as_it_was():
+def test_a_queue_that_counts_too_many_does_not_change():
     pool = make_ordered()
     before = list_bands(pool)
     pool.free_block_queue.num_free_blocks += 1
@@ -197,7 +197,7 @@ def test_a_queue_that_counts_too_many_is_left_as_it_was():
 # ---- the pool's other methods --------------------------------------------------------------------
 
 
-def test_blocks_are_touched_and_taken_out_of_their_bands():
+def test_touched_and_taken_blocks_leave_their_bands():
     pool = make_ordered()
     pool.touch(blocks(pool, 5, 4, 5))
     assert state(pool) == "free: 9 2* 1* 3* | in use: 4* 5*x2 6* 7* 8"
@@ -211,20 +211,20 @@ def test_blocks_are_touched_and_taken_out_of_their_bands():
     check(pool)
 
 
-def test_a_reset_makes_all_bands_the_empty_one_in_their_order():
+def test_a_reset_merges_all_bands_into_the_empty_one():
     pool = make_ordered()
     assert not pool.reset_prefix_cache()
     pool.free_blocks(blocks(pool, 6, 7, 8))
     assert pool.reset_prefix_cache()
     assert list_bands(pool) == {EMPTY_BAND: [8, 9, 2, 4, 1, 3, 6, 7, 5]}
-    assert pool.placement.num_resets == 1
+    assert pool.policy.num_resets == 1
     cache(pool, pool.get_new_blocks(1)[0])
     pool.free_blocks(blocks(pool, 8))
     assert list_bands(pool)[0] == [8]
     check(pool)
 
 
-def test_blocks_that_are_added_are_next_and_those_that_are_removed_leave_their_bands():
+def test_added_blocks_are_next_and_removed_blocks_leave_bands():
     pool = make_banded("free: 5 1* 3* 4* | in use: 2")
     pool.move_to_band(blocks(pool, 4), 9)
     pool.add_blocks(2)
@@ -232,14 +232,14 @@ def test_blocks_that_are_added_are_next_and_those_that_are_removed_leave_their_b
     removed = blocks(pool, 4, 5, 6, 7)
     pool.remove_last_blocks(4)
     assert list_bands(pool) == {0: [1, 3]}
-    assert pool.placement.removed == removed
+    assert pool.policy.removed == removed
     check(pool)
 
 
-def test_watched_blocks_are_placed_and_their_watchers_called_in_order_of_reuse():
+def test_watched_blocks_are_placed_and_watchers_called_in_order():
     pool = make_ordered()
     told = []
-    pool.placement.bands = {pool.blocks[7].block_hash: -9}
+    pool.policy.bands = {pool.blocks[7].block_hash: -9}
     pool.unpin_blocks(blocks(pool, 8, 7, 6), lambda block: told.append(block.block_id))
     assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -9: [7], -5: [4], 0: [1, 3, 8, 6], 7: [5]}
     assert ids(pool.get_new_blocks(7)) == [9, 2, 7, 4, 1, 3, 8]
@@ -247,7 +247,7 @@ def test_watched_blocks_are_placed_and_their_watchers_called_in_order_of_reuse()
     check(pool)
 
 
-def test_blocks_whose_watcher_raises_are_at_the_front():
+def test_blocks_whose_watcher_raises_go_to_the_front():
     pool = make_ordered()
 
     def refuse(block):
@@ -275,24 +275,24 @@ def test_a_freed_pool_is_collected_with_its_bands():
 
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
-def test_a_placement_is_called_with_what_lost_a_reference(pool_type):
+def test_a_placement_gets_the_blocks_that_lost_a_reference(pool_type):
     pool = make_banded("free: 1 | in use: 2* 3*x2 4*", pool_type)
-    pool.placement.bands = {hash_of(2) + b"\0\0\0\0": 50, hash_of(3) + b"\0\0\0\0": -50}
+    pool.policy.bands = {hash_of(2) + b"\0\0\0\0": 50, hash_of(3) + b"\0\0\0\0": -50}
     pool.free_blocks(blocks(pool, 3, 2))
     assert list_bands(pool) == {EMPTY_BAND: [1], 50: [2]}
     references = blocks(pool, 4, 3)
     pool.free_out_of(references)
     assert references == []
     assert list_bands(pool) == {EMPTY_BAND: [1], -50: [3], 0: [4], 50: [2]}
-    assert pool.placement.placed == [[3, 2], [4, 3]]
+    assert pool.policy.placed == [[3, 2], [4, 3]]
     with pytest.raises(InvalidBlockError):
         pool.free_blocks(blocks(pool, 4))
-    assert pool.placement.num_recoveries == 0
+    assert pool.policy.num_recoveries == 0
     check(pool)
 
 
 class ByNumber(ByHash):
-    """Keeps what it is to place by number."""
+    """A band policy that records the blocks that it gets by number."""
 
     def __init__(self, pool):
         super().__init__(pool)
@@ -303,35 +303,35 @@ class ByNumber(ByHash):
         self.placed_numbers.append(([ids(one) for one in freed.stretches], ids(freed.without_content)))
 
 
-def test_a_placement_that_reads_numbers_is_called_with_stretches_of_equal_ones():
+def test_a_placement_by_number_gets_runs_of_equal_numbers():
     pool = make_pool("free: 12 | in use: 1* 2* 3* 4*x2 5* 6 7* 8* 9 10* 11*")
-    pool.placement = ByNumber(pool)
-    pool.open_bands(pool.placement)
+    pool.policy = ByNumber(pool)
+    pool.open_bands(pool.policy)
     for block_id, number in {1: 7, 2: 7, 3: -2, 4: 7, 5: 7, 6: 7, 7: 7, 10: 3, 11: 3}.items():
         pool.blocks[block_id].retention_id = number
     null = pool.null_block
     pool.free_out_of(
         [*blocks(pool, 1, 2, 3, 5, 4, 7, 6, 8), null, *blocks(pool, 9, 10), null, pool.blocks[11]]
     )
-    assert pool.placement.placed_numbers == [([[1, 2], [3], [5], [7], [10], [11]], [6])]
+    assert pool.policy.placed_numbers == [([[1, 2], [3], [5], [7], [10], [11]], [6])]
     assert state(pool) == "free: 6 9 12 1* 2* 3* 5* 7* 8* 10* 11* | in use: 4*"
     cache(pool, *pool.get_new_blocks(1))
     pool.free_blocks(blocks(pool, 6))
-    assert len(pool.placement.placed_numbers) == 2
+    assert len(pool.policy.placed_numbers) == 2
     pool.blocks[6].retention_id = 0
     pool.touch(blocks(pool, 6, 8))
     pool.free_blocks(blocks(pool, 6, 8))
-    assert len(pool.placement.placed_numbers) == 2
-    assert pool.placement.placed == []
+    assert len(pool.policy.placed_numbers) == 2
+    assert pool.policy.placed == []
     check(pool)
 
 
-def test_a_pool_has_one_placement():
+def test_a_second_placement_is_refused():
     pool = make_banded()
-    with pytest.raises(InvalidArgumentError, match="the pool has a placement already: "):
+    with pytest.raises(InvalidArgumentError, match="the pool already has a band policy, "):
         pool.open_bands(ByHash(pool))
     pool.free_blocks(blocks(pool, 8))
-    assert pool.placement.placed == [[8]]
+    assert pool.policy.placed == [[8]]
 
 
 # ---- the index of runs -----------------------------------------------------------------------------
@@ -343,26 +343,26 @@ def test_ages_follow_the_bands():
     pool.move_to_band(blocks(pool, 1, 5), 8)
     pool.move_to_band(blocks(pool, 2), -8)
     ages = pool.run_index.ages
-    assert (ages[1], ages[5], ages[2], ages[9]) == (KEPT, KEPT, EMPTY + 1, EMPTY)
+    assert (ages[1], ages[5], ages[2], ages[9]) == (RETAINED, RETAINED, EMPTY + 1, EMPTY)
     pool.move_to_band(blocks(pool, 1), 0)
     pool.move_to_band(blocks(pool, 2), EMPTY_BAND)
     assert (ages[1], ages[2]) == (pool.run_index.now, EMPTY)
     check(pool)
     pool.merge_bands()
     check(pool)
-    assert KEPT not in pool.run_index.ages
+    assert RETAINED not in pool.run_index.ages
 
 
 @pytest.mark.parametrize("make_iterable", [list, tuple, iter])
-def test_ages_follow_whatever_lists_the_blocks(make_iterable):
+def test_ages_follow_moves_of_any_iterable_of_blocks(make_iterable):
     pool = make_run_pool(PICTURE)
     pool.open_bands(ByHash(pool))
     pool.move_to_band(make_iterable(blocks(pool, 1, 5)), 8)
-    assert (pool.run_index.ages[1], pool.run_index.ages[5]) == (KEPT, KEPT)
+    assert (pool.run_index.ages[1], pool.run_index.ages[5]) == (RETAINED, RETAINED)
     check(pool)
 
 
-def test_a_block_that_goes_behind_older_ones_of_a_lower_band_is_not_younger():
+def test_ages_ignore_moves_behind_older_blocks_of_lower_bands():
     pool = make_run_pool(PICTURE)
     pool.open_bands(ByHash(pool))
     for band, block_id in ((-9, 1), (-8, 2), (-7, 3)):
@@ -373,18 +373,18 @@ def test_a_block_that_goes_behind_older_ones_of_a_lower_band_is_not_younger():
     check(pool)
 
 
-def test_a_block_that_lost_its_content_in_a_higher_band_is_empty_after_a_rebuild():
+def test_a_rebuild_treats_blocks_without_content_as_empty():
     pool = make_run_pool("free: 1* 2* | in use: 3 4")
     pool.open_bands(ByHash(pool))
     pool.move_to_band(blocks(pool, 1, 2), 8)
     pool.evict_blocks([1])
     pool.rebuild_index()
     check(pool)
-    assert (pool.run_index.ages[1], pool.run_index.ages[2]) == (EMPTY, KEPT)
+    assert (pool.run_index.ages[1], pool.run_index.ages[2]) == (EMPTY, RETAINED)
     assert plan_clear_run(pool, 2) == (1, [(2, 1)]) or plan_clear_run(pool, 2).moves == []
 
 
-def test_kept_blocks_are_chosen_for_a_run_last():
+def test_retained_blocks_are_chosen_last_for_a_run():
     pool = make_run_pool("free: 1* 2* 3* 4* 5* 6* | in use: 7 8", early_share=1.0)
     pool.open_bands(ByHash(pool))
     pool.move_to_band(blocks(pool, 1, 2), 8)

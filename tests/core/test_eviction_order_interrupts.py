@@ -1,4 +1,4 @@
-"""Calls on a pool with bands that a signal handler breaks off: all of one has happened then, or nothing."""
+"""Calls on a pool with bands that a signal handler interrupts: each takes effect completely or not at all."""
 
 import random
 
@@ -20,7 +20,7 @@ BANDS = {5: 7, 4: -5, 2: EXPIRED_BAND, 6: 7, 7: -5}
 
 def make(pool_type):
     pool = make_banded(pool_type=pool_type)
-    pool.placement.bands = {pool.blocks[number].block_hash: band for number, band in BANDS.items()}
+    pool.policy.bands = {pool.blocks[number].block_hash: band for number, band in BANDS.items()}
     for number in (5, 4, 2):
         pool.move_to_band(blocks(pool, number), BANDS[number])
     return pool
@@ -61,15 +61,15 @@ def list_order(pool):
 
 
 def check_placed(pool):
-    """The invariants, and each free block is in the band that the placement chooses."""
+    """Check the invariants, and that each free block is in the band that the policy chooses."""
     check(pool)
     for band, found in list_bands(pool).items():
         for block in blocks(pool, *found):
-            assert pool.placement.find_band(block) in (0, band)
+            assert pool.policy.find_band(block) in (0, band)
 
 
 def check_moved(pool):
-    """The invariants; all blocks are free still, and can be taken in the order of their bands."""
+    """Check the invariants, and that all blocks are still free and can be taken in band order."""
     check(pool)
     order = list_order(pool)
     assert sorted(order) == [1, 2, 3, 4, 5, 9]
@@ -81,10 +81,10 @@ def check_moved(pool):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_moment_leaves_the_bands_sound(name, kind):
+def test_bands_are_sound_after_an_interrupt_at_any_moment(name, kind):
 
     def draw(pool):
-        """The bands; a placement that recovers may place blocks in another order."""
+        """Return the bands without the order of their blocks, which a recovering policy may change."""
         if name.startswith(("free", "unpin", "reset")):
             return {band: sorted(found) for band, found in list_bands(pool).items()}
         return list_bands(pool)
@@ -113,17 +113,17 @@ def test_an_interrupt_at_any_moment_leaves_the_bands_sound(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MOVES)
-def test_an_interrupted_move_has_moved_each_block_or_not(name, kind):
+def test_an_interrupted_move_leaves_no_block_between_bands(name, kind):
     tried, broken = interrupt_everywhere(lambda: make(KINDS[kind]), MOVES[name], check_moved)
     assert not broken, f"{name}, {kind}: {len(broken)} of {tried}: {broken[:3]}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bands_are_open_or_not_after_an_interrupt(kind):
+def test_an_interrupted_open_bands_is_all_or_nothing(kind):
     def make_plain():
         pool = make_banded(pool_type=KINDS[kind])
         closed = type(pool)(7, True, 4)
-        closed.placement = pool.placement
+        closed.policy = pool.policy
         for block in closed.get_new_blocks(6):
             if block.block_id > 2:
                 closed._insert_block_hash(b"hash %d" % block.block_id, block, 4)
@@ -133,14 +133,14 @@ def test_bands_are_open_or_not_after_an_interrupt(kind):
     def check_open(pool):
         check(pool)
         assert list_order(pool) == [2, 1, 3, 4, 5, 6]
-        if pool._placement is None:
-            pool.open_bands(pool.placement)
+        if pool._band_policy is None:
+            pool.open_bands(pool.policy)
         pool.move_to_band(blocks(pool, 3), 5)
         assert list_bands(pool) == {-102: [2, 1], 0: [4, 5, 6], 5: [3]}
         check(pool)
 
     def open_bands(pool):
-        pool.open_bands(pool.placement)
+        pool.open_bands(pool.policy)
 
     tried, broken = interrupt_everywhere(make_plain, open_bands, check_open)
     assert not broken, f"{kind}: {len(broken)} of {tried}: {broken[:3]}"
@@ -148,7 +148,7 @@ def test_bands_are_open_or_not_after_an_interrupt(kind):
 
 @pytest.mark.parametrize("kind", WATCHED)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_in_the_undoing_leaves_the_bands_sound(name, kind):
+def test_bands_are_sound_after_an_interrupted_undo(name, kind):
     def watch(pool, second):
         pool.on_recovery = second
 
@@ -162,7 +162,7 @@ def test_an_interrupt_in_the_undoing_leaves_the_bands_sound(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MOVES)
-def test_an_interrupt_of_the_recovery_of_a_move_leaves_the_bands_sound(name, kind):
+def test_bands_are_sound_after_an_interrupted_recovery(name, kind):
     def complete(pool):
         pool.get_new_blocks(0)
         check_moved(pool)

@@ -1,4 +1,4 @@
-"""Random lives of pools with bands against a slow model: a list of blocks for each band."""
+"""Random calls on pools with bands against a slow model: a list of blocks for each band."""
 
 import random
 from contextlib import suppress
@@ -16,38 +16,38 @@ NUM_STEPS = 250
 
 
 class WatcherError(Exception):
-    """A reuse watcher did not like it."""
+    """The error of a reuse watcher."""
 
 
 class Life:
-    """A pool, and what its bands should be."""
+    """A pool, and the expected content of its bands."""
 
     def __init__(self, seed, pool_type):
         self.rng = rng = random.Random(seed)
         options = {"early_share": rng.choice([0.0, 0.0, 0.3])} if pool_type is RunBlockPool else {}
         self.is_in_order = not options.get("early_share")
         self.pool = pool_type(rng.randrange(2, 24), rng.random() < 0.9, 4, **options)
-        self.placement = ByHash(self.pool)
+        self.policy = ByHash(self.pool)
         self.bands = {EMPTY_BAND: list(self.pool.blocks[1:]), 0: []}
         self.tables = []
         self.holds = []
         self.watched = {}  # block -> whether its watcher raises
         self.num_cached = 0
-        for _ in range(rng.randrange(30)):  # before there are bands
+        for _ in range(rng.randrange(30)):  # before the bands are opened
             rng.choice([self.take, self.free])()
         self.is_open = True
         cached = [block for block in self.list_free() if block.block_hash is not None]
         if cached:
             self.bands[EMPTY_BAND], self.bands[0] = split(self.list_free(), cached[0])
-        self.pool.open_bands(self.placement)
+        self.pool.open_bands(self.policy)
 
     is_open = False
 
     def step(self):
         name = self.rng.choices(list(STEPS), list(STEPS.values()))[0]
-        num_recoveries = self.placement.num_recoveries
+        num_recoveries = self.policy.num_recoveries
         getattr(self, name)()
-        if self.placement.num_recoveries > num_recoveries:  # a refusal may have called a watcher
+        if self.policy.num_recoveries > num_recoveries:  # a refusal may have called a watcher
             self.place_all()
         check(self.pool)
         assert list_bands(self.pool) == {
@@ -57,7 +57,8 @@ class Life:
             assert listed == self.bands.get(band, [])
         assert self.pool.get_num_free_blocks() == len(self.list_free())
         assert (
-            not any(self.bands[band] for band in self.bands if band > 0) or self.pool.eviction_order.has_kept
+            not any(self.bands[band] for band in self.bands if band > 0)
+            or self.pool.eviction_order.has_retained
         )
 
     # ---- the model -----------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ class Life:
                     listed.remove(block)
 
     def add(self, blocks, is_unpinned=False):
-        """Blocks that lost a reference, in order; those at zero are free."""
+        """Put blocks that lost a reference into their bands, in order, if they are free now."""
         front, back = [], []
         left = {}
         for block in blocks:
@@ -84,8 +85,8 @@ class Life:
         self.bands[0] += back
         if self.is_open:
             for block in list_once(blocks):
-                if left[block] == 0 and self.placement.find_band(block):
-                    self.move([block], self.placement.find_band(block))
+                if left[block] == 0 and self.policy.find_band(block):
+                    self.move([block], self.policy.find_band(block))
 
     def move(self, blocks, band):
         for block in blocks:
@@ -94,8 +95,8 @@ class Life:
 
     def place_all(self):
         for block in self.list_free():
-            if self.placement.find_band(block):
-                self.move([block], self.placement.find_band(block))
+            if self.policy.find_band(block):
+                self.move([block], self.policy.find_band(block))
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class Life:
             return
         if self.is_in_order or count == 1:
             assert taken == expected
-        else:  # what is kept is taken only for want of others
+        else:  # retained blocks are taken only if no others are left
             assert len(kept.intersection(taken)) <= len(kept.intersection(expected))
         self.remove(taken)
         self.note_taken(taken)
@@ -131,10 +132,10 @@ class Life:
                         self.num_cached += 1
                         key = hash_of(self.num_cached) + GROUP
                         self.pool._insert_block_hash(key, block, 4)
-                        self.placement.bands[key] = self.rng.choice(BANDS)
+                        self.policy.bands[key] = self.rng.choice(BANDS)
 
     def note_refusal(self):
-        """A watcher raised: the blocks that were to be taken are at the front, wherever they were."""
+        """Handle a watcher that raised: the blocks to be taken are now at the front of the queue."""
         free = self.pool.free_block_queue.get_all_free_blocks()
         assert sorted(ids(free)) == sorted(ids(self.list_free()))
         self.watched = {block: raises for block, raises in self.watched.items() if self.is_watched(block)}
@@ -167,7 +168,7 @@ class Life:
             self.pool.free_blocks(table)
 
     def share(self):
-        """Touch blocks in use, and free ones out of their bands."""
+        """Touch blocks in use and free ones, which leave their bands."""
         some = [block for block in self.pool.blocks[1:] if block.ref_cnt or block.block_hash is not None]
         if some:
             touched = self.rng.choices(some, k=self.rng.randrange(1, 4))
@@ -237,7 +238,7 @@ class Life:
     def swap(self):
         if self.pool.num_gpu_blocks > 2:
             first, second = self.rng.sample(range(1, self.pool.num_gpu_blocks), 2)
-            if {first, second}.isdisjoint(self.pool.holds.list_fixed_ids()):
+            if {first, second}.isdisjoint(self.pool.holds.list_immovable_ids()):
                 self.pool.swap_block_ids([(first, second)])
 
     def resize(self):
@@ -256,7 +257,7 @@ class Life:
                 self.note_refusal()
             else:
                 self.remove(removed)
-                assert count == 0 or self.placement.removed[-count:] == removed
+                assert count == 0 or self.policy.removed[-count:] == removed
                 for block in removed:
                     self.watched.pop(block, None)
 
@@ -291,7 +292,7 @@ def split(blocks, first):
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_bands_of_a_random_life_are_those_of_a_slow_model(seed, pool_type):
+def test_random_calls_agree_with_a_slow_model_of_bands(seed, pool_type):
     life = Life(seed, pool_type)
     for _ in range(NUM_STEPS):
         life.step()

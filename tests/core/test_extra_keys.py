@@ -21,7 +21,7 @@ IMAGE = MultiModalFeature("img", PlaceholderRange(offset=6, length=4))
 CLIP = MultiModalFeature("clip", PlaceholderRange(offset=10, length=3))
 
 
-def test_a_plain_request_has_none():
+def test_a_plain_request_has_no_extra_keys():
     assert find_extra_keys(make_request([]), 0, 4) is None
     assert untag_extra_keys(None) is None
 
@@ -36,7 +36,7 @@ def test_a_plain_request_has_none():
         (16, None),
     ],
 )
-def test_an_input_counts_in_every_block_it_reaches_into(start, expected):
+def test_an_input_is_a_key_of_every_block_it_overlaps(start, expected):
     request = make_request([], mm_features=[IMAGE, CLIP])
     assert find_extra_keys(request, start, start + 4) == expected
 
@@ -55,7 +55,7 @@ class CountedFeature:
         return self.position
 
 
-def test_many_inputs_cost_a_request_no_quadratic_time():
+def test_the_cost_of_many_inputs_is_not_quadratic():
     features = [CountedFeature(str(number), 4 * number, 4) for number in range(500)]
     request = make_request([], mm_features=features, all_token_ids=list(range(2000)))
     assert len(BlockHasher("sha256", "", 4).hash_request(request)) == 500
@@ -63,8 +63,8 @@ def test_many_inputs_cost_a_request_no_quadratic_time():
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256_cbor"])
-def test_inputs_in_another_order_count_the_same(algorithm):
-    """An input behind one of a higher offset in the list was dropped from its blocks."""
+def test_the_order_of_inputs_does_not_matter(algorithm):
+    """A bug: an input listed after one with a higher offset was missing from the keys of its blocks."""
     hasher = BlockHasher(algorithm, "s", 4)
     made = [Request("r", range(20), hasher, mm_features=order) for order in ([IMAGE, CLIP], [CLIP, IMAGE])]
     assert made[0].block_hashes == made[1].block_hashes
@@ -82,7 +82,7 @@ def test_inputs_in_another_order_count_the_same(algorithm):
 
 
 @pytest.mark.parametrize("text", ["session_id", "cache_salt", "lora", "mm"])
-def test_text_that_no_event_can_carry_is_refused_before_anything_is_cached(text):
+def test_text_that_events_cannot_encode_caches_nothing(text):
     lone = "\ud800"
     options = {
         "lora": {"lora_request": LoRARequest(1, lone, "p")},
@@ -107,7 +107,7 @@ def find_slowly(features, start, end):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_walk_finds_what_a_search_of_all_inputs_finds(seed):
+def test_a_walk_agrees_with_a_search_of_all_inputs(seed):
     rng = random.Random(seed)
     offsets = sorted(rng.randrange(100) for _ in range(rng.randrange(1, 12)))
     features = [
@@ -127,7 +127,7 @@ def test_a_walk_finds_what_a_search_of_all_inputs_finds(seed):
         assert find_extra_keys(request, start, end) == expected
 
 
-def test_the_salt_counts_in_the_first_block_only():
+def test_the_salt_is_a_key_of_the_first_block_only():
     request = make_request([], cache_salt="s")
     assert find_extra_keys(request, 0, 4) == (("cache_salt", "s"),)
     assert find_extra_keys(request, 4, 8) is None
@@ -149,7 +149,7 @@ def make_embedded(rows):
     return make_request([], block_size=4, prompt_embeds=rows, _prompt_embeds_per_block_hashes={})
 
 
-def test_embeddings_count_by_the_digest_of_their_rows():
+def test_embeddings_are_keyed_by_the_digest_of_their_rows():
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
     request = make_embedded(rows)
     digest = hashlib.sha256(rows[4:8].tobytes()).digest()
@@ -158,10 +158,10 @@ def test_embeddings_count_by_the_digest_of_their_rows():
     assert untag_extra_keys(keys) == (digest,)
     assert request._prompt_embeds_per_block_hashes == {(4, 8): digest}
     rows[4:8] = 0
-    assert find_extra_keys(request, 4, 8) == keys  # kept per request
+    assert find_extra_keys(request, 4, 8) == keys  # cached per request
 
 
-def test_equal_embeddings_share_blocks_and_others_do_not():
+def test_only_equal_embeddings_share_blocks():
     def first_hash(scale):
         request = make_embedded(np.full((4, 2), scale, dtype=np.float16))
         request.all_token_ids = [0] * 4

@@ -28,7 +28,7 @@ def is_unlinked(block):
     return block.prev_free_block is None and block.next_free_block is None
 
 
-def test_a_queue_has_the_order_it_was_given():
+def test_a_queue_has_the_given_order():
     made, queue = make_queue(3)
     assert order(queue) == [0, 1, 2]
     assert queue.num_free_blocks == 3
@@ -50,19 +50,19 @@ def test_popleft_takes_the_first_and_unlinks_it():
     assert order(queue) == [1]
 
 
-def test_popleft_of_an_empty_queue_says_so():
+def test_popleft_of_an_empty_queue_raises():
     with pytest.raises(OutOfBlocksError, match="No free blocks available"):
         FreeKVCacheBlockQueue([]).popleft()
 
 
-def test_popleft_notices_a_counter_that_lies():
+def test_popleft_detects_a_wrong_counter():
     queue = FreeKVCacheBlockQueue([])
     queue.num_free_blocks = 2
     with pytest.raises(AssertionError, match="out of sync"):
         queue.popleft()
 
 
-def test_popleft_notices_a_missing_link():
+def test_popleft_detects_a_missing_link():
     made, queue = make_queue(2)
     made[0].next_free_block = None
     with pytest.raises(RuntimeError, match="has no next_free_block"):
@@ -80,7 +80,7 @@ def test_popleft_n_takes_from_the_front_in_order():
 
 
 @pytest.mark.parametrize("n", [-1, 3])
-def test_popleft_n_of_an_impossible_count_changes_nothing(n):
+def test_popleft_n_of_an_invalid_count_changes_nothing(n):
     _, queue = make_queue(2)
     with pytest.raises(InvalidArgumentError, match=f"asked for {n} blocks, 2 are in the free queue"):
         queue.popleft_n(n)
@@ -88,7 +88,7 @@ def test_popleft_n_of_an_impossible_count_changes_nothing(n):
 
 
 @pytest.mark.parametrize("too_many", [1, 2, 3])
-def test_popleft_n_that_runs_into_the_tail_leaves_the_blocks_linked(too_many):
+def test_popleft_n_past_the_tail_keeps_the_blocks_linked(too_many):
     _, queue = make_queue(2)
     queue.num_free_blocks += too_many
     with pytest.raises(CorruptedPoolError, match="only 2 blocks are linked"):
@@ -145,14 +145,14 @@ def test_prepending_to_a_queue_without_head_changes_nothing():
     assert queue.num_free_blocks == 1
 
 
-def test_listing_a_broken_queue_is_an_error():
+def test_listing_a_broken_queue_raises():
     made, queue = make_queue(3)
     made[1].next_free_block = None
-    with pytest.raises(RuntimeError, match="breaks off after 2 blocks"):
+    with pytest.raises(RuntimeError, match="a link is missing in the free queue after 2 blocks"):
         queue.get_all_free_blocks()
 
 
-def test_a_walk_starts_at_the_front_or_after_a_cursor():
+def test_iteration_starts_at_the_front_or_after_a_cursor():
     made, queue = make_queue(4)
     assert list(queue.iter_blocks_after(None)) == made
     assert list(queue.iter_blocks_after(made[1])) == made[2:]
@@ -161,7 +161,7 @@ def test_a_walk_starts_at_the_front_or_after_a_cursor():
     assert list(queue.iter_blocks_after(made[1])) == []
 
 
-def test_a_walk_sees_what_changes_ahead_of_it():
+def test_iteration_sees_changes_ahead_of_it():
     made, queue = make_queue(3)
     walk = queue.iter_blocks_after(None)
     assert next(walk) is made[0]
@@ -169,14 +169,14 @@ def test_a_walk_sees_what_changes_ahead_of_it():
     assert [block.block_id for block in walk] == [1, 2, 9]
 
 
-def test_a_dropped_queue_lets_go_of_its_blocks():
+def test_a_dropped_queue_releases_its_blocks():
     made, queue = make_queue(3)
     queue.remove(made[1])
     del queue
     assert all(is_unlinked(block) for block in made)
 
 
-def test_a_dropped_queue_does_not_touch_a_younger_queue_over_the_same_blocks():
+def test_a_dropped_queue_keeps_a_newer_queue_intact():
     made, queue = make_queue(3)
     younger = FreeKVCacheBlockQueue(made)
     del queue
@@ -225,7 +225,7 @@ def test_random_calls_agree_with_a_list(seed):
 @pytest.mark.parametrize("call", ["append_n", "prepend_n"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("wrong", [None, 7, "block"])
-def test_something_that_is_no_block_links_nothing(call, position, wrong):
+def test_an_element_that_is_not_a_block_links_nothing(call, position, wrong):
     _, queue = make_queue(2)
     listed = [KVCacheBlock(5), KVCacheBlock(6)]
     fresh = list(listed)
@@ -238,7 +238,7 @@ def test_something_that_is_no_block_links_nothing(call, position, wrong):
 
 
 @pytest.mark.parametrize("wrong", [None, 7, "block"])
-def test_appending_something_that_is_no_block_changes_nothing(wrong):
+def test_appending_a_non_block_changes_nothing(wrong):
     _, queue = make_queue(2)
     with pytest.raises((TypeError, AttributeError)):
         queue.append(wrong)
@@ -252,8 +252,8 @@ def test_any_iterable_of_blocks_can_be_appended():
     assert order(queue) == [7, 0, 5, 6]
 
 
-def test_a_queue_that_could_not_be_made_is_dropped_in_peace():
-    """A compiled destructor runs even where the constructor did not, and once read what was not there."""
+def test_a_queue_whose_constructor_failed_can_be_dropped():
+    """A bug: a compiled destructor runs even if the constructor did not, and read unset attributes."""
     for arguments in ((), (None,), ([1],), ([KVCacheBlock(1), None],), ([], [])):
         with pytest.raises(TypeError):
             FreeKVCacheBlockQueue(*arguments)

@@ -5,7 +5,7 @@ import pytest
 from kv_pool import BlockHashToBlockMap, CorruptedPoolError, KVCacheBlock
 
 
-def test_an_empty_map_is_falsy_and_knows_nothing():
+def test_an_empty_map_is_falsy_and_finds_nothing():
     empty = BlockHashToBlockMap()
     assert not empty
     assert len(empty) == 0
@@ -14,7 +14,7 @@ def test_an_empty_map_is_falsy_and_knows_nothing():
     assert not empty.contain(b"a", 1)
 
 
-def test_one_block_is_stored_bare_and_a_second_makes_a_dict_that_stays():
+def test_one_block_is_stored_bare_and_two_in_a_dict():
     one, two = KVCacheBlock(1), KVCacheBlock(2)
     found = BlockHashToBlockMap()
     found.insert(b"a", one)
@@ -57,7 +57,7 @@ def test_popping_another_block_leaves_the_entry_in_place():
     assert len(found._cache[b"a"]) == 2
 
 
-def test_contain_tells_blocks_apart():
+def test_contain_distinguishes_blocks():
     found = BlockHashToBlockMap()
     found.insert(b"a", KVCacheBlock(1))
     assert found.contain(b"a", 1)
@@ -67,7 +67,7 @@ def test_contain_tells_blocks_apart():
     assert not found.contain(b"b", 2)
 
 
-def test_a_foreign_value_is_noticed():
+def test_a_foreign_value_is_detected():
     found = BlockHashToBlockMap()
     found._cache[b"a"] = "not a block"
     for call in (

@@ -1,4 +1,4 @@
-"""Calls about holds that a signal handler breaks off: no reference is lost or left without one."""
+"""Calls about holds that a signal handler interrupts: no reference is lost, and none lacks a hold."""
 
 import random
 from collections import Counter
@@ -22,7 +22,7 @@ RESULTS = [[("new", 3)], [("new", 0)]]
 
 
 class Bench:
-    """A pool with holds, and what their owners know of."""
+    """A pool with holds, and the references and holds that the callers know of."""
 
     def __init__(self, kind):
         self.now = 10.0
@@ -31,11 +31,11 @@ class Bench:
         if pool_type is RunBlockPool:
             self.pool.rebuild_index()
         if kind.endswith("bands"):
-            placement = ByHash(self.pool)
-            placement.bands = {block.block_hash: 3 for block in self.pool.blocks if block.block_hash}
-            self.pool.open_bands(placement)
-        self.table = blocks(self.pool, 5, 6, 6, 8, 9)  # references of an owner
-        self.known = []  # holds of an owner
+            policy = ByHash(self.pool)
+            policy.bands = {block.block_hash: 3 for block in self.pool.blocks if block.block_hash}
+            self.pool.open_bands(policy)
+        self.table = blocks(self.pool, 5, 6, 6, 8, 9)  # references of the caller
+        self.known = []  # holds of the caller
         self.first = self.pool.hold(blocks(self.pool, 5, 1, 8), "first", until=20)
         self.second = self.pool.holds.open(blocks(self.pool, 8, 2), "second", False, 15.0, True)
         self.third = self.pool.hold(blocks(self.pool, 8, 1, 9), "third", movable=True, until=16)
@@ -49,8 +49,8 @@ class Bench:
         pool.get_new_blocks(0)  # the index of a pool with runs may be stale
         check_pool(pool)
         new = [hold for hold in pool.holds.list_holds() if hold not in self.known]
-        # Between the return of compiled code and its caller is a moment at which a result is lost;
-        # `onto` is for callers that must not lose it.
+        # An interrupt between the return of compiled code and its caller loses the result;
+        # callers that must not lose it pass `onto`.
         assert not new or (COMPILED and [(hold.reason, len(hold.blocks)) for hold in new] in RESULTS)
         self.known += new
         references = Counter(self.table)
@@ -66,7 +66,7 @@ class Bench:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def check_deadlines(self):
-        """Besides, each open hold with a deadline expires at it."""
+        """Also check that each open hold with a deadline expires at it."""
         open_holds = [hold for hold in self.known if hold.until is not None]
         deadlines = sorted(hold.until for hold in open_holds)
         for hold in open_holds:
@@ -84,7 +84,7 @@ def expire_all(bench):
     bench.pool.expire_holds()
 
 
-# A function, since a moment after the end of a lambda is one, at which its result would be lost.
+# A function instead of a lambda: an interrupt after the end of a lambda would lose its result.
 def hold_three(bench):
     bench.pool.hold(blocks(bench.pool, 9, 1, 7), "new", until=30)
 
@@ -113,7 +113,7 @@ KINDS = ["plain", "runs", "plain, bands", "runs, bands"]
 
 
 def make(kind):
-    """A bench; references to distinct blocks, for the call that needs such, are listed apart."""
+    """Return a bench, with references to distinct blocks in a separate list for the call that needs them."""
     bench = Bench(kind)
     bench.distinct = [bench.table.pop(), bench.table.pop()]
     return bench
@@ -126,14 +126,14 @@ def check(bench):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_moment_loses_and_leaks_no_reference(name, kind):
+def test_an_interrupt_neither_loses_nor_leaks_references(name, kind):
     tried, broken = interrupt_everywhere(lambda: make(kind), CALLS[name], check)
     assert not broken, f"{name}, {kind}: {len(broken)} of {tried}: {broken[:3]}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_of_the_undoing_loses_and_leaks_no_reference(name, kind):
+def test_an_interrupted_undo_keeps_all_references(name, kind):
     tried, broken = interrupt_twice_at_random(
         lambda: make(kind), CALLS[name], check, random.Random(f"{name}, {kind}"), 60
     )

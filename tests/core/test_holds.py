@@ -1,4 +1,4 @@
-"""Holds: references for a reason, which keep content, and ids unless they are movable, until they end."""
+"""Holds: references with a reason that keep the content of blocks and, unless movable, their ids."""
 
 import random
 from collections import Counter
@@ -16,7 +16,7 @@ PICTURE = "free: 3 1* | in use: 2* 4 5"
 
 
 class Clock:
-    """The time of a pool, set by the test."""
+    """A pool's clock, set by the test."""
 
     def __init__(self, now=10.0):
         self.now = now
@@ -31,7 +31,7 @@ def make_timed_pool():
 
 
 def list_states(pool):
-    """All that a refused call could have changed."""
+    """Return all state that a refused call could have changed."""
     return (
         state(pool),
         [(hold, hold.blocks, hold.until, hold.state) for hold in pool.holds.list_holds()],
@@ -42,7 +42,7 @@ def list_states(pool):
 # ---- references and ids --------------------------------------------------------------------------
 
 
-def test_a_hold_has_one_reference_to_each_block_until_it_is_released():
+def test_a_hold_has_one_reference_to_each_block():
     pool = make_pool(PICTURE)
     hold = pool.hold(blocks(pool, 4, 2), "read by a network card")
     assert hold.blocks == blocks(pool, 4, 2)
@@ -54,7 +54,7 @@ def test_a_hold_has_one_reference_to_each_block_until_it_is_released():
     assert (hold.is_released, hold.state, hold.blocks) == (True, HoldState.RELEASED, [])
 
 
-def test_a_free_block_with_content_is_held_and_found_again_afterwards():
+def test_a_free_cached_block_can_be_held():
     pool = make_pool(PICTURE)
     hold = pool.hold(blocks(pool, 1), "copied to the host")
     assert state(pool) == "free: 3 | in use: 1* 2* 4 5"
@@ -62,7 +62,7 @@ def test_a_free_block_with_content_is_held_and_found_again_afterwards():
     assert state(pool) == PICTURE
 
 
-def test_blocks_are_freed_last_one_first():
+def test_blocks_are_released_last_block_first():
     pool = make_pool("free: 1 | in use: 2* 3* 4*")
     hold = pool.hold(blocks(pool, 2, 3, 4), "a table")
     pool.free_blocks(blocks(pool, 2, 3, 4))
@@ -87,7 +87,7 @@ def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     hold = pool.hold(blocks(pool, 4), "read by a network card")
     for pairs in ([(2, 1), (4, 3)], [(3, 4)]):
         with pytest.raises(
-            InvalidBlockError, match="C3: block 4 is read by a network card: it cannot be moved before that"
+            InvalidBlockError, match="C3: block 4 is read by a network card: it cannot be moved until that"
         ):
             pool.swap_block_ids(pairs)
     assert [block.block_id for block in pool.blocks] == list(range(6))
@@ -96,44 +96,44 @@ def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     assert state(pool) == "free: 4 1* | in use: 2* 3 5"
 
 
-def test_blocks_of_a_movable_hold_get_other_ids():
+def test_blocks_of_a_movable_hold_can_be_moved():
     pool = make_pool(PICTURE)
     hold = pool.hold(blocks(pool, 4), "a frozen table", movable=True)
     pool.swap_block_ids([(4, 3)])
-    assert (hold.blocks, pool.holds.list_fixed_ids()) == (blocks(pool, 3), [])
+    assert (hold.blocks, pool.holds.list_immovable_ids()) == (blocks(pool, 3), [])
     pool.hold(blocks(pool, 3), "sent")
     with pytest.raises(InvalidBlockError, match="C3: block 3 is sent: it cannot be moved"):
         pool.swap_block_ids([(4, 3)])
 
 
-def test_a_block_that_is_held_twice_stays_until_both_are_released():
+def test_a_block_held_twice_stays_until_both_are_released():
     pool = make_pool(PICTURE)
     first = pool.hold(blocks(pool, 4, 5), "first")
     second = pool.hold(blocks(pool, 4), "second")
-    assert pool.holds.list_fixed_ids() == [4, 5, 4]
+    assert pool.holds.list_immovable_ids() == [4, 5, 4]
     assert pool.holds.list_holds() == [first, second]
     assert pool.holds.count_references() == dict(zip(blocks(pool, 4, 5), [2, 1], strict=True))
     with pytest.raises(InvalidBlockError, match="block 4 is first and second: it cannot be moved"):
         pool.swap_block_ids([(4, 3)])
     first.release()
-    assert pool.holds.list_fixed_ids() == [4]
+    assert pool.holds.list_immovable_ids() == [4]
     second.release()
-    assert pool.holds.list_fixed_ids() == []
+    assert pool.holds.list_immovable_ids() == []
     assert state(pool) == PICTURE
 
 
 def test_a_watched_block_keeps_its_id_until_it_is_reused():
     pool = make_pool(PICTURE)
     pool.unpin_blocks(blocks(pool, 4), print)
-    assert pool.holds.list_fixed_ids() == [4]
+    assert pool.holds.list_immovable_ids() == [4]
     with pytest.raises(InvalidBlockError, match="C3: block 4 is watched until its reuse"):
         pool.swap_block_ids([(4, 3)])
     pool.unpin_blocks(blocks(pool, 5), lambda block: None)
     pool.get_new_blocks(4)
-    assert pool.holds.list_fixed_ids() == []
+    assert pool.holds.list_immovable_ids() == []
 
 
-def test_the_pool_is_neither_reset_nor_cut_off_below_a_hold():
+def test_a_hold_prevents_reset_and_shrinking():
     pool = make_pool("free: 3 1* | in use: 2", RunBlockPool)
     hold = pool.hold(blocks(pool, 1), "sent")
     pool.free_blocks(blocks(pool, 2))
@@ -144,16 +144,16 @@ def test_the_pool_is_neither_reset_nor_cut_off_below_a_hold():
     assert pool.reset_prefix_cache()
 
 
-def test_the_holds_of_a_pool_without_any_are_empty():
+def test_a_new_pool_has_no_holds():
     pool = make_pool(PICTURE)
-    assert (pool.holds.list_holds(), pool.holds.list_fixed_ids(), pool.expire_holds()) == ([], [], [])
+    assert (pool.holds.list_holds(), pool.holds.list_immovable_ids(), pool.expire_holds()) == ([], [], [])
     assert (pool.holds.count_by_reason(), pool.holds.count_references()) == ({}, {})
 
 
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_only_blocks_of_this_pool_with_content_are_held():
+def test_only_blocks_of_this_pool_with_content_can_be_held():
     pool, other = make_pool(PICTURE), BlockPool(4, True, 4)
     hold = pool.hold(blocks(pool, 5), "held")
     before = list_states(pool)
@@ -172,7 +172,7 @@ def test_only_blocks_of_this_pool_with_content_are_held():
         assert list_states(pool) == before
 
 
-def test_a_hold_ends_once():
+def test_a_hold_can_be_released_only_once():
     pool, clock = make_timed_pool()
     with pool.hold(blocks(pool, 4), "copied") as hold:
         assert not hold.is_released
@@ -188,14 +188,14 @@ def test_a_hold_ends_once():
             lambda ended=ended: ended.extend(20.0),
             lambda ended=ended: pool.holds.hand_over(ended, []),
         ):
-            with pytest.raises(InvalidArgumentError, match=r"Hold\('copied', 0 blocks\) was released before"):
+            with pytest.raises(InvalidArgumentError, match=r"Hold\('copied', 0 blocks\) has already been"):
                 call()
         ended.remove(blocks(pool, 4))
         assert list_states(pool) == before
     assert pool.holds.list_holds() == []
 
 
-def test_a_hold_is_released_when_the_body_of_its_with_raises():
+def test_a_hold_is_released_when_its_with_body_raises():
     pool = make_pool(PICTURE)
     with pytest.raises(ZeroDivisionError), pool.hold(blocks(pool, 4), "copied"):
         raise ZeroDivisionError
@@ -207,7 +207,7 @@ def test_a_deadline_that_has_passed_is_refused():
     hold = pool.hold(blocks(pool, 4), "sent", until=15)
     before = list_states(pool)
     for until in (10, 9.5, float("nan"), -1):
-        with pytest.raises(InvalidArgumentError, match=r"has ended before it begins: it is 10\.0 now"):
+        with pytest.raises(InvalidArgumentError, match=r"cannot hold blocks until .*: it is 10\.0 now"):
             pool.hold(blocks(pool, 5), "sent", until=until)
         with pytest.raises(InvalidArgumentError, match="cannot be extended"):
             hold.extend(until)
@@ -237,7 +237,7 @@ def test_overdue_holds_are_released_earliest_deadline_first():
     assert state(pool) == "free: 3 1* | in use: 2* 4x2 5"
 
 
-def test_a_deadline_is_extended_and_shortened():
+def test_a_deadline_can_be_extended_and_shortened():
     pool, clock = make_timed_pool()
     hold = pool.hold(blocks(pool, 4), "sent", until=11)
     unlimited = pool.hold(blocks(pool, 4), "sent")
@@ -250,7 +250,7 @@ def test_a_deadline_is_extended_and_shortened():
     assert pool.expire_holds() == [unlimited, hold]
 
 
-def test_a_hold_that_is_quarantined_late_keeps_its_references_until_it_is_released():
+def test_a_quarantined_hold_keeps_its_references():
     pool, clock = make_timed_pool()
     hold = pool.holds.open(blocks(pool, 4), "written by node b", until=11, is_quarantined_late=True)
     clock.now = 11
@@ -263,12 +263,12 @@ def test_a_hold_that_is_quarantined_late_keeps_its_references_until_it_is_releas
     assert pool.explain_holds(4) == [
         HoldReport("written by node b", 10, None, False, HoldState.QUARANTINED, True)
     ]
-    assert pool.holds.list_fixed_ids() == [4]
+    assert pool.holds.list_immovable_ids() == [4]
     hold.release()
     assert (state(pool), hold.state) == (PICTURE, HoldState.RELEASED)
 
 
-def test_a_pool_without_a_clock_of_its_own_reads_that_of_the_system():
+def test_the_default_clock_is_the_system_clock():
     pool = make_pool(PICTURE)
     hold = pool.hold(blocks(pool, 4), "sent", until=pool.holds.clock() + 3600)
     assert pool.expire_holds() == []
@@ -278,18 +278,18 @@ def test_a_pool_without_a_clock_of_its_own_reads_that_of_the_system():
 # ---- references that come and go -------------------------------------------------------------------
 
 
-def test_a_hold_adopts_references_and_hands_them_over():
+def test_a_hold_can_adopt_and_pass_on_references():
     pool = make_pool(PICTURE)
     table, opened, given = blocks(pool, 2, 4), [], []
     hold = pool.holds.adopt(table, "detached", opened)
     assert (table, opened, state(pool)) == ([], [hold], PICTURE)
-    assert pool.holds.list_fixed_ids() == [2, 4]
+    assert pool.holds.list_immovable_ids() == [2, 4]
     pool.holds.hand_over(hold, given)
     assert (given, hold.blocks, hold.is_released) == (blocks(pool, 2, 4), [], True)
     assert (state(pool), pool.holds.list_holds()) == (PICTURE, [])
 
 
-def test_a_hold_is_listed_with_its_opener_in_the_same_step():
+def test_an_opened_hold_is_appended_in_the_same_step():
     pool, opened = make_pool(PICTURE), []
     hold = pool.holds.open(blocks(pool, 4), "sent", onto=opened)
     assert opened == [hold]
@@ -301,7 +301,7 @@ def test_a_hold_is_listed_with_its_opener_in_the_same_step():
 # ---- reports -------------------------------------------------------------------------------------
 
 
-def test_the_pool_explains_who_holds_a_block_and_since_when():
+def test_the_pool_reports_the_holds_on_a_block():
     pool, clock = make_timed_pool()
     pool.hold(blocks(pool, 4, 2), "sent to node b", until=12)
     clock.now = 11
@@ -320,7 +320,7 @@ def test_the_pool_explains_who_holds_a_block_and_since_when():
             pool.explain_holds(wrong)
 
 
-def test_what_leaks_is_counted_by_its_reason():
+def test_held_blocks_are_counted_by_reason():
     pool = make_pool(PICTURE)
     pool.hold(blocks(pool, 4, 2), "sent to node b")
     pool.hold(blocks(pool, 5), "a frozen table")
@@ -332,7 +332,7 @@ def test_what_leaks_is_counted_by_its_reason():
 
 
 class Model:
-    """A pool, and what its holds should be: for each the set of its blocks and its deadline."""
+    """A pool, and its expected holds: the blocks and the deadline of each."""
 
     def __init__(self, seed, pool_type):
         self.draw = random.Random(seed)
@@ -361,7 +361,7 @@ class Model:
         assert pool.holds.count_references() == counts
         fixed = [block.block_id for hold, held in self.held.items() if not hold.is_movable for block in held]
         watched = [block.block_id for block in self.watched]
-        assert Counter(pool.holds.list_fixed_ids()) == Counter(fixed + watched)
+        assert Counter(pool.holds.list_immovable_ids()) == Counter(fixed + watched)
         for hold, held in self.held.items():
             assert hold.blocks == held
             assert hold.until == (None if self.until[hold] == NEVER else self.until[hold])
@@ -377,7 +377,7 @@ class Model:
         assert [report.reason for report in pool.explain_holds(block.block_id)] == expected
 
     def some_blocks(self):
-        """Blocks that can be held: referenced, or with content."""
+        """Return blocks that can be held: referenced, or with content."""
         some = [block for block in self.pool.blocks if block.ref_cnt or block.block_hash or block.is_null]
         return self.draw.choices(some, k=self.draw.randrange(5))
 
@@ -428,7 +428,7 @@ class Model:
         self.note(self.pool.holds.open(some, "written", False, until, True), some, until)
 
     def hold_wrongly(self):
-        """A free block without content is refused, and nothing changes."""
+        """Try to hold a free block without content, which is refused and changes nothing."""
         empty = [block for block in self.pool.blocks[1:] if not block.ref_cnt and block.block_hash is None]
         if empty:
             before = state(self.pool)
@@ -500,7 +500,7 @@ class Model:
 
     def swap(self):
         first, second = self.draw.sample(range(1, self.pool.num_gpu_blocks), 2)
-        if {first, second}.isdisjoint(self.pool.holds.list_fixed_ids()):
+        if {first, second}.isdisjoint(self.pool.holds.list_immovable_ids()):
             self.pool.swap_block_ids([(first, second)])
         else:
             before = self.pool.blocks
@@ -529,7 +529,7 @@ STEPS = {
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_holds_are_those_of_a_slow_model(seed, pool_type):
+def test_random_holds_agree_with_a_slow_model(seed, pool_type):
     model = Model(seed, pool_type)
     for _ in range(250):
         model.step()

@@ -1,4 +1,4 @@
-"""Calls that a signal handler breaks off: all of a call has happened then, or nothing of it."""
+"""Calls that a signal handler interrupts: each takes effect completely or not at all."""
 
 import random
 
@@ -117,7 +117,7 @@ def count_copies(pool):
 
 
 def check_pool(pool):
-    """The invariants, and the events so far make the map of what it was before."""
+    """Check the invariants, and that the events so far turn the earlier map into the current one."""
     if isinstance(pool, RunBlockPool):
         run_invariants.check(pool)
     else:
@@ -145,9 +145,9 @@ def external_of(key):
 
 
 def draw(pool, watched):
-    """The picture without stars: of blocks that were to be taken, some may have been evicted.
+    """Draw the pool without stars, because some of the blocks to be taken may have been evicted.
 
-    Watched blocks go to the front of the queue when their watchers are called; its order does not count then.
+    Watched blocks go to the front of the queue when their watchers are called; the order is ignored then.
     """
     free, *held = state(pool).replace("*", "").split(" | ")
     return (sorted(free.split()) if watched else free, *held)
@@ -156,7 +156,7 @@ def draw(pool, watched):
 @pytest.mark.parametrize("watched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "watched"])
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_moment_leaves_the_pool_sound(name, kind, watched):
+def test_the_pool_is_sound_after_an_interrupt_at_any_moment(name, kind, watched):
     call = CALLS[name]
     reference = make(kind, watched)
     states = [draw(reference, watched)]
@@ -176,7 +176,7 @@ def test_an_interrupt_at_any_moment_leaves_the_pool_sound(name, kind, watched):
 
 
 class WatchedBlockPool(BlockPool):
-    """Says when a recovery begins."""
+    """A pool that reports when a recovery begins."""
 
     on_recovery = None
 
@@ -204,7 +204,7 @@ WATCHED = {
 
 @pytest.mark.parametrize("kind", WATCHED)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_in_the_undoing_of_a_call_leaves_the_pool_sound(name, kind):
+def test_the_pool_is_sound_after_an_interrupted_undo(name, kind):
     def watch(pool, second):
         pool.on_recovery = second
 
@@ -217,7 +217,7 @@ def test_an_interrupt_in_the_undoing_of_a_call_leaves_the_pool_sound(name, kind)
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_signals_at_random_times_leave_the_pool_sound(kind):
+def test_the_pool_is_sound_after_signals_at_random_times(kind):
     rng = random.Random(kind)
     pool = make(kind)
     pool.free_blocks(blocks(pool, 5, 6, 6, 8, 10, 10, 10, 11))
@@ -242,12 +242,12 @@ def test_signals_at_random_times_leave_the_pool_sound(kind):
                 run_invariants.check(pool)
             else:
                 invariants.check(pool)
-            for block in pool.blocks[1:]:  # what the step held
+            for block in pool.blocks[1:]:  # the references of the step
                 pool.free_blocks([block] * block.ref_cnt)
 
 
 def make_cached():
-    """A pool whose free blocks are all cached."""
+    """Return a pool whose free blocks are all cached."""
     pool = BlockPool(6, True, 4, enable_kv_cache_events=True)
     blocks = pool.get_new_blocks(5)
     for number, block in enumerate(blocks):
@@ -264,7 +264,7 @@ def reset_and_check(pool):
     assert all(isinstance(event, BlockRemoved) for event in before)
 
 
-def test_removals_of_an_interrupted_call_are_announced_before_a_reset():
+def test_removals_of_an_interrupted_call_precede_a_reset_event():
     tried, broken = interrupt_everywhere(make_cached, lambda pool: pool.get_new_blocks(4), reset_and_check)
     assert tried > 0 or COMPILED
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"

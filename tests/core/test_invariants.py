@@ -1,11 +1,11 @@
-"""Each invariant is broken by hand, and its check names it."""
+"""Each invariant is violated by hand, and its check names it."""
 
 import pytest
 from drawing import GROUP, blocks, hash_of, make_pool
 
 from kv_pool import CorruptedPoolError, KVCacheBlock
 from kv_pool.core import invariants
-from kv_pool.core.eviction_order import EMPTY_BAND, Placement
+from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
 
@@ -125,7 +125,7 @@ def hold_a_block_of_another_pool(pool):
 
 
 def open_two_bands(pool):
-    pool.open_bands(Placement())
+    pool.open_bands(BandPolicy())
     pool.move_to_band(blocks(pool, 1), 1)
     return pool.eviction_order
 
@@ -201,14 +201,14 @@ def carry_an_unmapped_secondary_key(pool):
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_the_check_bites(damage, broken):
+def test_check_detects_each_broken_invariant(damage, broken):
     pool = make_pool(PICTURE)
     damage(pool)
     with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
         invariants.check(pool)
 
 
-def test_a_pool_that_lost_a_block_is_noticed():
+def test_check_detects_a_lost_block():
     pool = make_pool(PICTURE)
     pool.num_gpu_blocks += 1
     with pytest.raises(CorruptedPoolError, match=r"^P1: 6 blocks of 7"):

@@ -1,4 +1,4 @@
-"""Byte for byte what vLLM 0.33 sends: golden vectors encoded by it, in steps that continue one another.
+"""Events equal those of vLLM 0.33 byte for byte: golden vectors encoded by vLLM, in consecutive steps.
 
 Recipe (vLLM 0.33.0, sha256_cbor, PYTHONHASHSEED unset, block size 4, pool of 6 blocks, group 0, the kind
 added by the manager, ts 1700000000.5): make the requests below with vLLM's Request and KVCacheManager, and
@@ -31,7 +31,7 @@ def encode(manager, rank=0):
     return msgspec.msgpack.encode([1700000000.5, manager.take_events(), rank]).hex()
 
 
-def test_the_stream_is_byte_for_byte_that_of_vllm():
+def test_the_stream_equals_that_of_vllm_byte_for_byte():
     manager = KVCacheManager(BlockPool(6, True, 4, enable_kv_cache_events=True))
     hasher = BlockHasher("sha256_cbor", block_size=4)
     first = Request("A", range(1, 11), hasher)
@@ -70,7 +70,7 @@ def test_an_event_is_a_map_with_its_type_and_without_defaults():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(AllBlocksCleared())) == {"type": "AllBlocksCleared"}
 
 
-def test_events_can_be_changed_by_the_manager():
+def test_events_are_mutable():
     stored = BlockStored(
         block_hashes=[1],
         parent_block_hash=None,

@@ -1,4 +1,4 @@
-"""Counts that a pool cannot have are refused, and nothing has changed then."""
+"""Counts that a pool cannot have are refused without a change."""
 
 import pytest
 from drawing import blocks, make_pool, state
@@ -13,7 +13,7 @@ PICTURE = "free: 3 1* 4 | in use: 2"
 
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
 @pytest.mark.parametrize("name", ["add_blocks", "remove_last_blocks"])
-def test_a_pool_cannot_change_by_a_negative_number(name, pool_class):
+def test_a_pool_cannot_be_resized_by_a_negative_number(name, pool_class):
     pool = make_pool(PICTURE, pool_class)
     with pytest.raises(InvalidArgumentError, match="by -1 blocks"):
         getattr(pool, name)(-1)
@@ -33,7 +33,7 @@ def test_the_run_index_follows_add_blocks_and_remove_last_blocks():
 
 
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
-def test_a_reference_count_stops_before_it_wraps(pool_class):
+def test_a_reference_count_cannot_overflow(pool_class):
     pool = make_pool(PICTURE, pool_class)
     most = pool.blocks[2]
     most.ref_cnt = 2**31 - 2

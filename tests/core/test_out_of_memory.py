@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a call: all of the call has happened then, or nothing of it."""
+"""Memory runs out in the middle of a call: the call takes effect completely or not at all."""
 
 import random
 
@@ -15,7 +15,7 @@ NUM_BLOCKS = 24
 
 
 class Life:
-    """Random calls on one pool; `held` is what the calls that have not raised gave out."""
+    """Random calls on one pool; `held` are the blocks returned by calls that did not raise."""
 
     def __init__(self, pool, seed):
         self.pool = pool
@@ -24,7 +24,7 @@ class Life:
         self.next_hash = 0
 
     def prepare(self):
-        """The next call, with its arguments made already, so that only the call itself allocates."""
+        """Return the next call with its arguments already made, so that only the call itself allocates."""
         pool, draw = self.pool, self.draw
         name = draw.choice(["take", "take", "free", "touch", "cache", "evict", "take_events"])
         if name == "take":
@@ -62,7 +62,7 @@ def run_until(life, num_calls):
 
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
 @pytest.mark.parametrize("seed", range(4))
-def test_memory_that_runs_out_anywhere_leaves_the_pool_sound(seed, pool_class):
+def test_the_pool_is_sound_after_a_memory_error_anywhere(seed, pool_class):
     num_tried = 0
     broken = []
     for num_calls in range(3, 30, 3):

@@ -1,7 +1,7 @@
-"""Random calls on our classes and on vLLM 0.33's side by side: same answers, same state, same events.
+"""Random calls on kv_pool's classes and on vLLM 0.33's: same results, same state, same events.
 
-Runs where vLLM's core imports (marker `vllm`); `conftest.py` leaves it out elsewhere, where
-`test_recorded_parity.py` repeats a recorded part of it.
+Runs if vLLM's core can be imported (marker `vllm`); otherwise `conftest.py` skips it, and
+`test_recorded_parity.py` replays a recorded part of it.
 """
 
 import pytest

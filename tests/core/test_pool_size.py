@@ -1,4 +1,4 @@
-"""Pools that the machine's memory cannot hold are refused before they take it."""
+"""Pools that do not fit into the machine's memory are refused before they allocate."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from kv_pool.errors import PoolTooLargeError
 from kv_pool.machine_memory import count_available_bytes
 
 
-def test_ten_billion_blocks_say_what_they_would_need():
+def test_a_pool_too_large_for_memory_is_refused():
     needed = 10**10 * BYTES_PER_BLOCK / 1e9
     with pytest.raises(PoolTooLargeError, match=rf"10,000,000,000 blocks needs {needed:,.1f} GB") as raised:
         BlockPool(10**10, True, 16)
@@ -22,11 +22,11 @@ def test_ten_billion_blocks_say_what_they_would_need():
     assert isinstance(raised.value, ValueError)
 
 
-def test_pools_of_ordinary_size_are_not_checked():
+def test_pools_of_usual_size_are_not_checked():
     check_fits_memory(UNCHECKED_BLOCKS)
 
 
-def test_the_limit_is_the_memory_that_is_available():
+def test_the_limit_is_the_available_memory():
     available = count_available_bytes()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -34,14 +34,14 @@ def test_the_limit_is_the_memory_that_is_available():
         check_fits_memory(max(UNCHECKED_BLOCKS + 1, 2 * available // BYTES_PER_BLOCK))
 
 
-def test_a_pool_takes_the_memory_that_the_check_expects():
+def test_memory_use_agrees_with_the_estimate():
     measured = (
         "from kv_pool import BlockPool\n"
         "def count(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "before = count(); pool = BlockPool(500_000, True, 16); print((count() - before) / 500_000)"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", measured],  # the package that is tested, whatever the current folder
+        [sys.executable, "-P", "-c", measured],  # the package under test, whatever the current folder
         env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(kv_pool.__file__))},
         capture_output=True,
         encoding="utf-8",

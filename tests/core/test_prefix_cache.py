@@ -1,4 +1,4 @@
-"""Several keys on one block: partial entries, promotion, copies, and what is announced of them."""
+"""Several keys on one block: partial entries, promotion, copies, and their events."""
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
 
 
 def told(pool):
-    """The events since the last look: + stored, - removed, by the number of the hash."""
+    """Return the events since the last call: + stored, - removed, by the number of the hash."""
     signs = {"BlockStored": "+", "BlockRemoved": "-"}
     return [
         signs[type(event).__name__] + str(int(found.to_bytes(8, "big")[-4:].decode()))
@@ -52,12 +52,12 @@ def test_a_key_is_hash_and_group():
 
 
 @pytest.mark.parametrize("group_id", [-1, 2**32])
-def test_a_group_that_does_not_fit_is_refused(group_id):
+def test_a_group_id_that_does_not_fit_is_refused(group_id):
     with pytest.raises(InvalidArgumentError, match=f"group id {group_id} is not in"):
         make_block_hash_with_group_id(b"hash", group_id)
 
 
-def test_a_partial_entry_finds_a_block_by_a_boundary_inside_it():
+def test_a_partial_entry_finds_a_block_by_its_first_tokens():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     assert cache_partially(pool, 1, 8) == hash_of(12) + GROUP
     assert find(pool, 12) == [1]
@@ -93,7 +93,7 @@ def test_a_shorter_partial_entry_is_a_secondary_key():
     invariants.check(pool)
 
 
-def test_an_entry_that_is_there_changes_nothing():
+def test_caching_an_existing_entry_changes_nothing():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     cache_partially(pool, 1, 12)
     cache_partially(pool, 1, 4)
@@ -139,14 +139,14 @@ def test_the_null_block_is_never_cached_partially():
         (4, 0, "block_size 0 is not a multiple"),
     ],
 )
-def test_a_boundary_that_can_not_be_is_refused(num_tokens, block_size, message):
+def test_an_invalid_boundary_is_refused(num_tokens, block_size, message):
     pool = make_pool("free: 2 | in use: 1*")
     with pytest.raises(InvalidArgumentError, match=message):
         pool.cache_partial_block(REQUEST, pool.blocks[1], num_tokens, 0, block_size)
     assert state(pool) == "free: 2 | in use: 1*"
 
 
-def test_moved_keys_find_the_copy_in_silence():
+def test_moved_keys_find_the_copy_without_events():
     pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
     cache_partially(pool, 1, 12)
     cache_partially(pool, 1, 4)
@@ -160,15 +160,15 @@ def test_moved_keys_find_the_copy_in_silence():
     invariants.check(pool)
 
 
-def test_keys_are_not_moved_onto_a_block_that_has_some():
+def test_keys_are_not_moved_to_a_block_with_keys():
     pool = make_pool("free: 3 | in use: 1* 2*")
-    with pytest.raises(InvalidBlockError, match="block 2 carries hashes of its own"):
+    with pytest.raises(InvalidBlockError, match="block 2 already carries a hash"):
         pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
     assert state(pool) == "free: 3 | in use: 1* 2*"
     invariants.check(pool)
 
 
-def test_hits_are_announced_again_without_a_change():
+def test_emitting_hits_changes_nothing():
     pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
     pool.emit_cached_block_events(REQUEST, 2, 8, 5)
     (event,) = pool.take_events()
@@ -180,14 +180,14 @@ def test_hits_are_announced_again_without_a_change():
     assert state(pool) == "free: 3 | in use: 1* 2"
 
 
-def test_with_lookahead_an_event_tells_the_tokens_after_each_block():
+def test_with_lookahead_events_carry_the_next_tokens():
     pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True, num_hash_lookahead_tokens=3)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 8, 0)
     (event,) = pool.take_events()
     assert event.lookahead_token_ids == [[8, 9, 10], []]
 
 
-def test_a_request_that_can_not_be_announced_caches_nothing():
+def test_a_request_that_events_cannot_report_caches_nothing():
     pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
     request = make_request([hash_of(11)])
     del request.cache_salt
@@ -197,7 +197,7 @@ def test_a_request_that_can_not_be_announced_caches_nothing():
     assert pool.take_events() == []
 
 
-def test_a_hash_that_is_no_bytes_caches_nothing():
+def test_a_hash_that_is_not_bytes_caches_nothing():
     pool = make_pool("free: 3 | in use: 1 2")
     request = make_request([hash_of(11), "text"])
     with pytest.raises(TypeError):
@@ -208,7 +208,7 @@ def test_a_hash_that_is_no_bytes_caches_nothing():
 # ---- blocks that stay readable until they are reused
 
 
-def test_unpinned_blocks_go_to_the_back_and_tell_when_they_are_reused():
+def test_unpinned_blocks_go_to_the_back_and_report_reuse():
     pool = make_pool("free: 4 | in use: 1 2*x2 3*", enable_kv_cache_events=True)
     seen = []
 
@@ -224,7 +224,7 @@ def test_unpinned_blocks_go_to_the_back_and_tell_when_they_are_reused():
     assert [block_id for block_id, *_ in seen] == [1, 3, 2]
 
 
-def test_a_watcher_outlasts_a_touch_and_gives_way_to_a_later_one():
+def test_a_watcher_survives_a_touch_and_is_replaceable():
     pool = make_pool("free: 2 | in use: 1")
     seen = []
     pool.unpin_blocks(blocks(pool, 1), lambda block: seen.append("first"))
@@ -234,7 +234,7 @@ def test_a_watcher_outlasts_a_touch_and_gives_way_to_a_later_one():
     assert seen == ["second"]
 
 
-def test_a_watcher_that_fails_costs_no_block():
+def test_a_raising_watcher_loses_no_block():
     pool = make_pool("free: 3 | in use: 1* 2*")
 
     def fail(block):
@@ -247,7 +247,7 @@ def test_a_watcher_that_fails_costs_no_block():
     invariants.check(pool)
 
 
-def test_a_reset_tells_all_watchers_while_hashes_are_still_there():
+def test_a_reset_calls_watchers_before_it_clears_hashes():
     pool = make_pool("free: 3 | in use: 1* 2*")
     seen = []
     pool.unpin_blocks(blocks(pool, 2, 1), lambda block: seen.append((block.block_id, block.block_hash)))
@@ -303,7 +303,7 @@ def test_a_block_of_another_pool_changes_neither(call):
     invariants.check(other)
 
 
-def test_the_null_block_takes_no_keys():
+def test_the_null_block_accepts_no_keys():
     pool = make_pool("free: 2 | in use: 1*")
     with pytest.raises(InvalidBlockError, match="the null block is never cached"):
         pool.move_block_hashes(pool.blocks[1], pool.null_block)
@@ -320,7 +320,7 @@ def test_a_free_block_is_not_cached_partially():
     assert state(pool) == "free: 1 2"
 
 
-def test_a_key_that_the_map_has_for_the_block_already_changes_nothing():
+def test_inserting_an_existing_key_changes_nothing():
     pool = make_pool("free: 2 | in use: 1")
     pool.cached_block_hash_to_block.insert(hash_of(11) + GROUP, pool.blocks[1])
     pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 4, 0)
@@ -328,14 +328,14 @@ def test_a_key_that_the_map_has_for_the_block_already_changes_nothing():
     assert pool.cached_block_hash_to_block._cache == {hash_of(11) + GROUP: pool.blocks[1]}
 
 
-def test_what_is_called_on_reuse_can_be_called():
+def test_on_reuse_must_be_callable():
     pool = make_pool("free: 2 | in use: 1")
     with pytest.raises(TypeError):
         pool.unpin_blocks(blocks(pool, 1), 5)
     assert state(pool) == "free: 2 | in use: 1"
 
 
-def test_a_watcher_that_fails_in_a_reset_leaves_no_hash_behind():
+def test_a_reset_completes_if_a_watcher_raises():
     pool = make_pool("free: 2* | in use: 1*")
 
     def fail(block):
@@ -348,7 +348,7 @@ def test_a_watcher_that_fails_in_a_reset_leaves_no_hash_behind():
     invariants.check(pool)
 
 
-def test_evictions_count_keys():
+def test_num_evictions_counts_keys():
     pool = make_pool("free: 4 | in use: 1 2 3*")
     cache_partially(pool, 1, 12)
     cache_partially(pool, 1, 4)
@@ -361,13 +361,13 @@ def test_evictions_count_keys():
     assert pool.num_evictions == 5
 
 
-def test_a_group_that_does_not_fit_is_an_overflow_too():
+def test_a_group_id_error_is_an_overflow_error():
     with pytest.raises(OverflowError):
         make_block_hash_with_group_id(b"hash", 2**32)
 
 
 def make_chain(**options):
-    """A pool of 9 in which blocks 1 to 4 hold a sequence of the hashes 11 to 14 and are free."""
+    """Return a pool of 9 with free blocks 1 to 4 that hold a sequence of the hashes 11 to 14."""
     pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4", **options)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3, 4), 0, 4, 4, 0)
     pool.free_blocks(blocks(pool, 4, 3, 2, 1))
@@ -376,7 +376,7 @@ def make_chain(**options):
 
 
 def look_up(pool, *numbers):
-    """By one call for all, after checking that one call for each agrees."""
+    """Look up all hashes in one call, and check that single calls agree."""
     found = ids(pool.find_cached_prefix([hash_of(number) for number in numbers], 10))
     one_by_one = []
     for number in numbers:
@@ -387,7 +387,7 @@ def look_up(pool, *numbers):
     return found
 
 
-def test_the_next_block_of_a_sequence_is_guessed_and_the_guess_is_checked():
+def test_the_guess_of_the_next_block_is_checked():
     pool = make_chain()
     assert look_up(pool, 11, 12, 13, 14) == [1, 2, 3, 4]
     assert look_up(pool, 11, 13, 12, 14) == [1, 3, 2, 4]
@@ -396,7 +396,7 @@ def test_the_next_block_of_a_sequence_is_guessed_and_the_guess_is_checked():
     assert look_up(pool, 11, 12, 13, 14) == [1, 2]
 
 
-def test_a_block_that_was_reused_is_not_found_where_it_was():
+def test_a_reused_block_is_not_found_by_its_old_key():
     pool = make_chain()
     pool.get_new_blocks(6)  # 5 to 8, then 4 and 3
     pool.cache_full_blocks(make_request([hash_of(21)]), blocks(pool, 3), 0, 1, 4, 0)
@@ -404,7 +404,7 @@ def test_a_block_that_was_reused_is_not_found_where_it_was():
     assert look_up(pool, 21) == [3]
 
 
-def test_the_oldest_copy_is_found_whichever_was_cached_next():
+def test_the_oldest_copy_is_found_despite_a_newer_guess():
     pool = make_chain()
     pool.touch(blocks(pool, 1))
     table = [pool.blocks[1], *pool.get_new_blocks(2)]
@@ -415,7 +415,7 @@ def test_the_oldest_copy_is_found_whichever_was_cached_next():
     invariants.check(pool)
 
 
-def test_a_guess_is_of_one_group_only():
+def test_a_guess_applies_to_one_group_only():
     pool = make_chain()
     found = pool.find_cached_prefix(REQUEST.block_hashes, 4, kv_cache_group_id=1)
     assert found == []
@@ -425,7 +425,7 @@ def test_a_guess_is_of_one_group_only():
     assert ids(pool.get_cached_block(hash_of(12), [0])) == [2]
 
 
-def test_a_map_edited_by_hand_is_believed():
+def test_lookups_respect_a_map_edited_by_hand():
     pool = make_chain()
     saved = pool.cached_block_hash_to_block._cache.pop(hash_of(12) + GROUP)
     assert look_up(pool, 11, 12, 13) == [1]
@@ -435,7 +435,7 @@ def test_a_map_edited_by_hand_is_believed():
     assert look_up(pool, 11, 12, 13) == [1, 2]
 
 
-def test_a_key_that_was_exchanged_by_hand_is_no_obstacle_to_reuse():
+def test_a_key_replaced_by_hand_does_not_prevent_reuse():
     pool = make_chain(enable_kv_cache_events=True)
     entries = pool.cached_block_hash_to_block._cache
     entries[b"other"] = entries.pop(hash_of(13) + GROUP)
@@ -444,7 +444,7 @@ def test_a_key_that_was_exchanged_by_hand_is_no_obstacle_to_reuse():
     assert list(entries) == [b"other"]
 
 
-def test_secondary_keys_go_with_the_block_even_without_a_primary_one():
+def test_secondary_keys_are_evicted_without_a_primary_one():
     pool = make_pool("free: 2 | in use: 1")
     pool._insert_block_hash(b"a" + GROUP, pool.blocks[1], 4)
     pool._insert_block_hash(b"b" + GROUP, pool.blocks[1], None)
@@ -456,7 +456,7 @@ def test_secondary_keys_go_with_the_block_even_without_a_primary_one():
 
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 32])
 @pytest.mark.parametrize("number", [1, 63, 64, 65, 200])
-def test_many_hashes_become_external_as_one_does(size, number):
+def test_batched_external_hashes_equal_single_ones(size, number):
     hashes = [(position * 77777).to_bytes(40, "big")[-size:] for position in range(number)]
     expected = [make_external_block_hash(block_hash) for block_hash in hashes]
     assert make_external_block_hashes(hashes, 0) == expected
@@ -465,7 +465,7 @@ def test_many_hashes_become_external_as_one_does(size, number):
     assert make_external_block_hashes(mixed, 0)[:-1] == expected
 
 
-def test_an_engine_supplies_its_own_event_classes():
+def test_an_engine_can_supply_its_own_event_classes():
     class Stored(BlockStored, tag="BlockStored"):
         pass
 
@@ -484,7 +484,7 @@ def test_an_engine_supplies_its_own_event_classes():
     assert [type(event) for event in pool.take_events()] == [Stored, Removed, Cleared]
 
 
-def test_events_carry_whole_hashes_where_the_engine_wants_them():
+def test_events_can_carry_whole_hashes():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True, use_int_block_hashes=False)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 1), 1, 2, 4, 0)
     pool.evict_blocks([1])
@@ -493,7 +493,7 @@ def test_events_carry_whole_hashes_where_the_engine_wants_them():
     assert removed.block_hashes == [hash_of(12)]
 
 
-def test_removals_say_each_its_own_group():
+def test_each_removal_has_its_own_group():
     pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True)
     for block_id, group in ((1, 0), (2, 7), (3, 7)):
         pool.cache_full_blocks(make_request([hash_of(11)]), blocks(pool, block_id), 0, 1, 4, group)
@@ -504,7 +504,7 @@ def test_removals_say_each_its_own_group():
 
 
 def announce(mask, **options):
-    """Cache blocks 1 to 5 as the hashes 12 to 16 with this mask, block 3 being null; what is told of it."""
+    """Cache blocks 1 to 5 (3 is null) as the hashes 12 to 16 with this mask, and return the events."""
     pool = make_pool("free: 6 | in use: 1 2 3 4 5", enable_kv_cache_events=True, **options)
     table = blocks(pool, 6, 1, 2, 0, 4, 5)
     request = make_request([hash_of(number) for number in range(11, 17)])
@@ -534,13 +534,13 @@ def test_an_event_spans_the_tokens_of_skipped_blocks_as_in_vllm():
     ],
     ids=["a hole", "and the first", "and the last", "nothing"],
 )
-def test_dense_events_have_the_tokens_of_their_blocks_and_no_others(mask, expected):
+def test_dense_events_carry_only_the_tokens_of_their_blocks(mask, expected):
     assert announce(mask, dense_events=True) == [
         (parent, hashes, list(tokens)) for parent, hashes, tokens in expected
     ]
 
 
-def test_dense_events_join_what_one_call_evicts_unless_the_group_changes_or_a_hash_repeats():
+def test_dense_events_join_the_removals_of_one_call():
     pool = make_pool("free: 7 | in use: 1 2 3 4 5 6", enable_kv_cache_events=True, dense_events=True)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
     pool.cache_full_blocks(REQUEST, blocks(pool, 4), 0, 1, 4, 0)
@@ -552,7 +552,7 @@ def test_dense_events_join_what_one_call_evicts_unless_the_group_changes_or_a_ha
     assert removals == [(0, 3), (0, 1), (1, 2)]
 
 
-def test_reported_hits_can_be_told_from_stored_blocks_but_not_on_the_wire():
+def test_reported_hits_differ_from_stores_only_in_class():
     pool = make_chain(enable_kv_cache_events=True)
     pool.emit_cached_block_events(REQUEST, 2, 4, 0)
     (reported,) = pool.take_events()
@@ -561,7 +561,7 @@ def test_reported_hits_can_be_told_from_stored_blocks_but_not_on_the_wire():
     assert msgspec.msgpack.encode(reported) == msgspec.msgpack.encode(stored)
 
 
-def test_an_engine_without_a_class_for_reports_gets_its_class_for_stores():
+def test_without_a_reported_class_hits_use_the_stored_class():
     pool = make_chain(enable_kv_cache_events=True, event_types=KVEventTypes())
     pool.emit_cached_block_events(REQUEST, 2, 4, 0)
     assert [type(event) for event in pool.take_events()] == [BlockStored]

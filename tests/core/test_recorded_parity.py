@@ -1,6 +1,6 @@
-"""What vLLM 0.33 answered to random operations, asked of our classes: parity is checked without vLLM too.
+"""Replay recorded random operations of vLLM 0.33 on kv_pool's classes: parity checks without vLLM.
 
-The recording and its recipe: tests/core/data/. `test_parity_with_vllm.py` is the same with vLLM at hand.
+The recording and its recipe are in tests/core/data/. `test_parity_with_vllm.py` runs vLLM itself.
 """
 
 import json
@@ -21,7 +21,7 @@ with lzma.open(Path(__file__).parent / "data" / "parity_with_vllm_0_33.jsonl.xz"
     PROVENANCE, *RUNS = [json.loads(line) for line in recording]
 SIDES = {"pool": PoolSide, "parts": PartSide}
 
-# Every method that vLLM's callers use, and what they write and edit directly.
+# Every method that vLLM's callers use, and every attribute that they set or edit.
 OPERATIONS = {
     "pool": """
         make_pool get_new_blocks touch free_blocks unpin_blocks is_block_writable get_cached_block
@@ -40,7 +40,7 @@ OPERATIONS = {
 
 
 def replay(run, classes):
-    """Make the recorded calls; raise AssertionError at the first answer or picture that is not vLLM's."""
+    """Make the recorded calls; raise AssertionError at the first result or picture that differs."""
     side = SIDES[run["subject"]](classes, run["options"])
     recorded = zip(run["operations"], run["answers"], run["digests"], strict=True)
     for step, (operation, answer, expected) in enumerate(recorded):
@@ -72,11 +72,11 @@ def draw(picture):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['subject']}-{run['seed']}")
-def test_recorded_calls_are_answered_as_by_vllm(run):
+def test_recorded_calls_have_the_results_of_vllm(run):
     replay(run, kv_pool)
 
 
-def test_the_recording_is_of_vllm_0_33_and_long_enough():
+def test_the_recording_is_from_vllm_0_33_and_long_enough():
     assert PROVENANCE["vllm"].startswith("0.33.0")
     num_steps = Counter()
     for run in RUNS:
@@ -87,7 +87,7 @@ def test_the_recording_is_of_vllm_0_33_and_long_enough():
 
 
 @pytest.mark.parametrize("subject", SIDES)
-def test_every_call_is_recorded_and_every_expected_error(subject):
+def test_the_recording_has_every_call_and_expected_error(subject):
     counts, errors = Counter(), set()
     for run in RUNS:
         if run["subject"] == subject:
@@ -105,11 +105,11 @@ def test_every_call_is_recorded_and_every_expected_error(subject):
 
 
 @pytest.mark.parametrize("option", ["events", "shares_events", "caching"])
-def test_pools_are_recorded_with_and_without(option):
+def test_each_option_is_recorded_on_and_off(option):
     assert {run["options"][option] for run in RUNS if run["subject"] == "pool"} == {True, False}
 
 
-# ---- pools that are wrong in one place ---------------------------------------------------------------
+# ---- pools with one defect ---------------------------------------------------------------------------
 
 
 class FreesInReverse(kv_pool.BlockPool):
@@ -254,7 +254,7 @@ BROKEN_POOLS = [
 
 
 @pytest.mark.parametrize("broken", BROKEN_POOLS, ids=lambda broken: broken.__name__)
-def test_a_pool_that_is_wrong_in_one_place_is_noticed(broken):
+def test_a_pool_with_one_defect_is_detected(broken):
     classes = SimpleNamespace(
         BlockPool=broken,
         BlockStored=kv_pool.BlockStored,
@@ -266,7 +266,7 @@ def test_a_pool_that_is_wrong_in_one_place_is_noticed(broken):
 
 
 class FindsNewestFirst:
-    """A map around the real one, which when compiled has no subclasses."""
+    """A wrapper of the real map, which cannot be subclassed when compiled."""
 
     def __init__(self):
         self.real = BlockHashToBlockMap()
@@ -290,7 +290,7 @@ class FindsNewestFirst:
     ],
     ids=lambda broken: next(iter(broken)),
 )
-def test_a_part_that_is_wrong_in_one_place_is_noticed(broken):
+def test_a_part_with_one_defect_is_detected(broken):
     names = ["BlockHashToBlockMap", "FreeKVCacheBlockQueue", "KVCacheBlock"]
     classes = SimpleNamespace(**{name: getattr(kv_pool, name) for name in names} | broken)
     with pytest.raises(AssertionError, match="parts seed"):

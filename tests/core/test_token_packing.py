@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 
-# Around every boundary at which an integer's CBOR form gets longer.
+# Around every boundary at which an integer's CBOR encoding gets longer.
 edges = st.sampled_from([0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**64 - 1])
 token_ids = st.lists(st.one_of(edges, st.integers(0, 2**64 - 1)), max_size=700)
 
 
 @settings(deadline=None, max_examples=200)
 @given(token_ids, st.sampled_from([1, 2, 16, 23, 24, 64, 255, 256, 300]))
-def test_cbor_pieces_are_what_a_cbor_library_makes_of_each_block(tokens, block_size):
+def test_cbor_pieces_equal_those_of_a_cbor_library(tokens, block_size):
     expected = [
         cbor2.dumps(tokens[start : start + block_size], canonical=True)
         for start in range(0, len(tokens) - block_size + 1, block_size)
@@ -22,7 +22,7 @@ def test_cbor_pieces_are_what_a_cbor_library_makes_of_each_block(tokens, block_s
 
 @settings(deadline=None, max_examples=100)
 @given(token_ids, st.sampled_from([1, 2, 16, 300]))
-def test_fixed_pieces_hold_eight_bytes_a_token(tokens, block_size):
+def test_fixed_pieces_have_eight_bytes_per_token(tokens, block_size):
     pieces = pack_fixed(tokens, block_size)
     assert len(pieces) == len(tokens) // block_size
     unpacked = [

@@ -1,4 +1,4 @@
-"""vLLM's own classes, for tests that compare with them. Importing this needs an importable vLLM 0.33."""
+"""vLLM's classes, for tests that compare with them. Importing this module requires vLLM 0.33."""
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core import block_pool
@@ -17,10 +17,10 @@ __all__ = [
 
 
 class BlockPool(block_pool.BlockPool):
-    """vLLM's pool, but a block's secondary keys have an order: that of their insertion.
+    """vLLM's pool, with a block's secondary keys in insertion order.
 
-    vLLM keeps them in a set of bytes, whose order differs from process to process, and walks it to remove
-    and to move them.
+    vLLM stores them in a set of bytes, whose order differs from process to process, and iterates over it to
+    remove and move them.
     """
 
     def __init__(self, *arguments, **options):

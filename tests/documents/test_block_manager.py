@@ -1,7 +1,7 @@
 """The report on a block manager for one GPU (hash map, reference counts, preemption), call by call.
 
-Its order is kept: the manager's attributes, hashes, `allocate`, `deallocate`, a scheduler over them, counts.
-Of its activation buffers (a pool of 128 MB in C++) there is nothing here: they hold no KV.
+In the report's order: the manager's attributes, hashes, `allocate`, `deallocate`, a scheduler, counts. Its
+activation buffers (a pool of 128 MB in C++) are left out: they hold no KV.
 """
 
 import random
@@ -22,7 +22,7 @@ def make_sequence(token_ids, seq_id=0):
 
 
 def find_by_hashes(manager, token_ids):
-    """The report's own lookup: hash block after block, and ask the map; -1 ends it."""
+    """The report's lookup: hash block after block and look each up in the map; -1 ends it."""
     found = []
     block_hash = -1
     for start in range(0, len(token_ids) - len(token_ids) % BLOCK_SIZE, BLOCK_SIZE):
@@ -38,7 +38,7 @@ def find_by_hashes(manager, token_ids):
 # ---- the attributes ------------------------------------------------------------------------------
 
 
-def test_a_new_manager_has_all_blocks_free_and_none_hashed():
+def test_a_new_manager_has_free_blocks_without_hashes():
     manager = BlockManager(num_blocks=8, block_size=BLOCK_SIZE)
     assert manager.block_size == 16
     assert [block.block_id for block in manager.blocks] == list(range(8))
@@ -49,7 +49,7 @@ def test_a_new_manager_has_all_blocks_free_and_none_hashed():
     assert manager.used_block_ids == set()
 
 
-def test_the_block_that_is_taken_next_is_the_first_free_one():
+def test_the_first_free_block_is_taken_next():
     manager = BlockManager(8, BLOCK_SIZE)
     first, second, *_ = manager.free_block_ids
     seq = make_sequence(range(20))
@@ -68,7 +68,7 @@ def test_the_block_that_is_taken_next_is_the_first_free_one():
 # ---- hashes --------------------------------------------------------------------------------------
 
 
-def test_a_hash_stands_for_the_tokens_and_everything_before_them():
+def test_a_hash_covers_the_block_and_its_prefix():
     manager = BlockManager(8, BLOCK_SIZE)
     tokens = list(range(16))
     head = manager.compute_hash(tokens)
@@ -78,7 +78,7 @@ def test_a_hash_stands_for_the_tokens_and_everything_before_them():
     assert head != manager.compute_hash([*tokens[:-1], 99])
 
 
-def test_a_manager_with_a_hasher_of_its_own_hashes_by_that_one():
+def test_a_manager_uses_its_own_hasher():
     manager = BlockManager(8, BLOCK_SIZE, hasher=BlockHasher("sha256", "s", BLOCK_SIZE))
     tokens = list(range(16))
     manager.allocate(make_sequence(tokens))
@@ -88,7 +88,7 @@ def test_a_manager_with_a_hasher_of_its_own_hashes_by_that_one():
 
 def test_only_full_blocks_have_a_hash():
     manager = BlockManager(8, BLOCK_SIZE)
-    with pytest.raises(InvalidArgumentError, match="token_ids has 3 tokens; only full blocks, of 16"):
+    with pytest.raises(InvalidArgumentError, match="token_ids has 3 tokens; only full blocks of 16 tokens"):
         manager.compute_hash([1, 2, 3])
     with pytest.raises(InvalidArgumentError, match="prefix is -2"):
         manager.compute_hash(range(16), -2)
@@ -118,7 +118,7 @@ def test_sequences_share_the_blocks_of_their_common_prefix():
     assert all(manager.blocks[at].hash == key for key, at in manager.hash_to_block_id.items())
 
 
-def test_a_block_is_free_when_its_last_sequence_gives_it_back_and_can_still_be_hit():
+def test_a_block_freed_by_its_last_sequence_can_be_hit():
     manager = BlockManager(8, BLOCK_SIZE)
     first, second = make_sequence(range(40)), make_sequence([*range(32), 90, 91])
     manager.allocate(first)
@@ -135,9 +135,9 @@ def test_a_block_is_free_when_its_last_sequence_gives_it_back_and_can_still_be_h
     assert (again.block_table, again.num_cached_tokens) == ([0, 1], 32)
 
 
-def test_a_block_that_is_reused_loses_its_entry_in_the_map():
-    """The report leaves the old hash in its map and compares that one block's tokens: what came before may
-    differ. Here a hash is in the map exactly as long as its block can be hit.
+def test_a_reused_block_loses_its_map_entry():
+    """The report leaves the old hash in its map and compares only that block's tokens, although its prefix
+    may differ. Here a hash is in the map exactly as long as its block can be hit.
     """
     manager = BlockManager(2, BLOCK_SIZE)
     old, new = make_sequence(range(32)), make_sequence(range(100, 132))
@@ -150,10 +150,10 @@ def test_a_block_that_is_reused_loses_its_entry_in_the_map():
     assert len(manager.hash_to_block_id) == 2
 
 
-# ---- room ----------------------------------------------------------------------------------------
+# ---- free blocks ----------------------------------------------------------------------------------
 
 
-def test_a_sequence_is_let_in_if_all_its_blocks_are_free():
+def test_a_sequence_is_admitted_if_enough_blocks_are_free():
     manager = BlockManager(4, BLOCK_SIZE)
     assert manager.can_allocate(make_sequence(range(64)))
     assert not manager.can_allocate(make_sequence(range(65)))
@@ -164,8 +164,8 @@ def test_a_sequence_is_let_in_if_all_its_blocks_are_free():
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_only_the_first_token_of_a_block_needs_a_free_one(block_size):
-    """The report asks whether the length modulo the block size is 1, which blocks of one token never fulfil;
-    here each of their tokens needs a block.
+    """The report tests whether the length modulo the block size is 1, which is never true for blocks of one
+    token; here each of their tokens needs a block.
     """
     manager = BlockManager(1, block_size)
     seq = MadeSequence(range(block_size), block_size=block_size)
@@ -179,7 +179,7 @@ def test_only_the_first_token_of_a_block_needs_a_free_one(block_size):
 
 
 class TwoPhaseScheduler:
-    """Prefills what waits as long as it fits, else decodes; the last to come is preempted."""
+    """A scheduler: prefills waiting sequences while they fit, else decodes; it preempts the newest one."""
 
     def __init__(self, manager, max_num_seqs=256, max_num_batched_tokens=4096):
         self.block_manager = manager
@@ -206,7 +206,7 @@ class TwoPhaseScheduler:
         while self.running and len(scheduled) < self.max_num_seqs:
             seq = self.running.popleft()
             while not self.block_manager.can_append(seq):
-                # The report takes the last one even where there is no other: then it is this one.
+                # The report takes the last sequence even if it is the only one: then it is this one.
                 self.preempt(self.running.pop() if self.running else seq)
                 if not seq.block_table:
                     break
@@ -230,7 +230,7 @@ class TwoPhaseScheduler:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sequences_are_prefilled_decoded_preempted_and_all_of_them_end(seed):
+def test_scheduled_and_preempted_sequences_all_finish(seed):
     rng = random.Random(seed)
     manager = BlockManager(24, BLOCK_SIZE)
     scheduler = TwoPhaseScheduler(manager)
@@ -258,11 +258,11 @@ def test_sequences_are_prefilled_decoded_preempted_and_all_of_them_end(seed):
 # ---- the report's figures ------------------------------------------------------------------------
 
 
-def test_a_batch_of_256_takes_less_than_two_fifths_of_what_reserving_its_maximum_takes():
-    """The report's setting: 256 sequences of at most 2,048 tokens. It saves 60 % against a reservation of the
-    maximum, wastes less than 5 % in unfilled blocks (30 to 40 % before), reuses 30 to 50 % of the tokens, and
-    four times as many sequences fit. Lengths and prompts are this test's: 512 to 956 tokens, of which 256 are
-    one of 8 system prompts.
+def test_a_batch_takes_under_40_percent_of_a_reservation():
+    """The report's setting: 256 sequences of at most 2,048 tokens. It saves 60 % compared with a reservation
+    of the maximum, wastes less than 5 % in unfilled blocks (30 to 40 % before), reuses 30 to 50 % of the
+    tokens, and fits four times as many sequences. Lengths and prompts are chosen here: 512 to 956 tokens, of
+    which 256 are one of 8 system prompts.
     """
     rng = random.Random(0)
     reserved = 256 * 2048 // BLOCK_SIZE

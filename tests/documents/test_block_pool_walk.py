@@ -1,7 +1,7 @@
 """The notes on vLLM v1's BlockPool: blocks, free queue, hash map, null block, taking, freeing, metrics.
 
-In their order, with their numbers. They describe vLLM of February 2026; where vLLM 0.33, which the pool
-follows, does otherwise by now, the test says so.
+In the notes' order, with their numbers. They describe vLLM of February 2026; the pool follows vLLM 0.33, and
+the tests name the differences.
 """
 
 import pytest
@@ -36,7 +36,7 @@ def key_of(number):
 
 
 def take_cached(pool, request, num_blocks):
-    """Blocks for the request's first full blocks, findable."""
+    """Allocate and cache blocks for the request's first full blocks."""
     taken = pool.get_new_blocks(num_blocks)
     pool.cache_full_blocks(request, taken, 0, num_blocks, BLOCK_SIZE, 0)
     return taken
@@ -45,7 +45,7 @@ def take_cached(pool, request, num_blocks):
 # ---- KVCacheBlock --------------------------------------------------------------------------------
 
 
-def test_a_block_begins_free_without_hash_and_without_neighbours():
+def test_a_new_block_is_free_without_hash_or_links():
     block = KVCacheBlock(5)
     assert (block.block_id, block.ref_cnt, block.is_null) == (5, 0, False)
     assert (block.block_hash, block._block_hash) == (None, None)
@@ -90,7 +90,7 @@ def test_the_six_stages_of_a_block():
 # ---- FreeKVCacheBlockQueue -----------------------------------------------------------------------
 
 
-def test_the_queue_stands_between_two_sentinels():
+def test_the_queue_is_bounded_by_two_sentinels():
     blocks = [KVCacheBlock(number) for number in range(3)]
     queue = FreeKVCacheBlockQueue(blocks)
     head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
@@ -101,7 +101,7 @@ def test_the_queue_stands_between_two_sentinels():
     assert blocks[1].prev_free_block is blocks[0]
 
 
-def test_blocks_leave_at_the_front_and_from_the_middle_and_return_at_the_end():
+def test_the_queue_pops_removes_and_appends():
     blocks = [KVCacheBlock(number) for number in range(6)]
     queue = FreeKVCacheBlockQueue(blocks)
     assert ids(queue.get_all_free_blocks()) == [0, 1, 2, 3, 4, 5]
@@ -118,7 +118,7 @@ def test_blocks_leave_at_the_front_and_from_the_middle_and_return_at_the_end():
 # ---- BlockHashToBlockMap -------------------------------------------------------------------------
 
 
-def test_the_map_keeps_one_block_bare_and_several_in_a_dict():
+def test_the_map_stores_one_block_or_a_dict_of_blocks():
     block_map = BlockHashToBlockMap()
     first, second = KVCacheBlock(1), KVCacheBlock(2)
     assert block_map.get_one_block(key_of(1)) is None
@@ -148,7 +148,7 @@ def test_equal_blocks_of_two_requests_both_stay():
 # ---- null_block ----------------------------------------------------------------------------------
 
 
-def test_block_0_is_the_null_block_which_nothing_takes_frees_or_caches():
+def test_the_null_block_is_never_taken_freed_or_cached():
     pool = make_pool()
     assert pool.null_block is pool.blocks[0]
     assert (pool.null_block.block_id, pool.null_block.is_null) == (0, True)
@@ -165,7 +165,7 @@ def test_block_0_is_the_null_block_which_nothing_takes_frees_or_caches():
 # ---- taking --------------------------------------------------------------------------------------
 
 
-def test_taking_is_from_the_front_evicts_and_looks_for_no_hit():
+def test_taking_from_the_front_evicts_without_lookup():
     pool = make_pool(4)
     request = Request("r", range(12), HASHER)
     taken = take_cached(pool, request, 3)
@@ -179,7 +179,7 @@ def test_taking_is_from_the_front_evicts_and_looks_for_no_hit():
     assert state(pool) == "free: 2* 1* | in use: 3"
 
 
-def test_a_hit_is_one_in_all_groups_or_none():
+def test_a_block_is_hit_in_all_groups_or_none():
     pool = make_pool()
     request = Request("r", range(4), HASHER)
     blocks = pool.get_new_blocks(2)
@@ -193,7 +193,7 @@ def test_a_hit_is_one_in_all_groups_or_none():
 # ---- freeing -------------------------------------------------------------------------------------
 
 
-def test_a_request_gives_back_its_tail_before_its_head():
+def test_a_request_frees_its_tail_before_its_head():
     pool = make_pool()
     manager = KVCacheManager(pool, BLOCK_SIZE)
     request = Request("r", range(12), HASHER)
@@ -204,8 +204,8 @@ def test_a_request_gives_back_its_tail_before_its_head():
 
 
 def test_freed_blocks_without_a_hash_go_to_the_front():
-    """In the notes all freed blocks go to the end. vLLM 0.33 puts those without a hash in front: nothing can
-    hit them, and each one that is reused before a cached one saves a hit.
+    """In the notes all freed blocks go to the end. vLLM 0.33 puts those without a hash in front: they
+    cannot be hit, and each one reused before a cached block saves a hit.
     """
     pool = make_pool()
     blocks = pool.get_new_blocks(3)
@@ -224,7 +224,7 @@ def test_only_a_block_without_references_becomes_free():
     assert (block.ref_cnt, pool.get_num_free_blocks()) == (0, 2)
 
 
-def test_a_touched_block_leaves_the_queue_from_its_middle():
+def test_a_touched_block_leaves_the_middle_of_the_queue():
     pool = make_pool(5)
     taken = take_cached(pool, Request("r", range(16), HASHER), 4)
     pool.free_blocks(reversed(taken))
@@ -235,7 +235,7 @@ def test_a_touched_block_leaves_the_queue_from_its_middle():
 # ---- eviction ------------------------------------------------------------------------------------
 
 
-def test_evicting_forgets_the_hash_and_says_whether_there_was_one():
+def test_evicting_returns_whether_there_was_a_hash():
     pool = make_pool(enable_kv_cache_events=True)
     request = Request("r", range(4), HASHER)
     [block] = take_cached(pool, request, 1)
@@ -247,7 +247,7 @@ def test_evicting_forgets_the_hash_and_says_whether_there_was_one():
     assert pool._maybe_evict_cached_block(block) is False
 
 
-def test_evicted_blocks_stay_where_they_are_in_the_queue():
+def test_evicted_blocks_keep_their_place_in_the_queue():
     pool = make_pool(4)
     taken = take_cached(pool, Request("r", range(12), HASHER), 3)
     pool.free_blocks(reversed(taken))
@@ -271,7 +271,7 @@ def test_the_cache_is_reset_only_while_nothing_is_in_use():
 # ---- events, usage -------------------------------------------------------------------------------
 
 
-def test_events_are_taken_by_exchanging_the_list():
+def test_take_events_replaces_the_list():
     pool = make_pool(2, enable_kv_cache_events=True)
     request = Request("r", range(4), HASHER)
     taken = take_cached(pool, request, 1)
@@ -285,7 +285,7 @@ def test_events_are_taken_by_exchanging_the_list():
     assert make_pool(2).take_events() == []
 
 
-def test_usage_leaves_the_null_block_out():
+def test_usage_excludes_the_null_block():
     pool = make_pool(11)
     assert pool.get_usage() == 0.0
     pool.get_new_blocks(3)
@@ -297,13 +297,13 @@ def test_usage_leaves_the_null_block_out():
 # ---- metrics -------------------------------------------------------------------------------------
 
 
-def test_one_block_in_a_hundred_is_followed_by_default():
+def test_one_block_in_a_hundred_is_sampled_by_default():
     assert KVCacheMetricsCollector().sample_rate == 0.01
     collector = KVCacheMetricsCollector(1.0)
     assert all(collector.should_sample_block() for _ in range(100))
 
 
-def test_a_followed_block_tells_its_lifetime_idle_time_and_reuse_gaps():
+def test_a_sampled_block_reports_its_times():
     now_ns = [0]
     collector = KVCacheMetricsCollector(1.0, clock_ns=lambda: now_ns[0])
     pool = make_pool(2, metrics_collector=collector)
@@ -342,7 +342,7 @@ def test_the_hash_block_size_may_divide_a_groups_block_size():
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-def test_a_pool_without_caching_takes_and_frees_the_same(enable_caching):
+def test_a_pool_without_caching_takes_and_frees_alike(enable_caching):
     pool = BlockPool(4, enable_caching, BLOCK_SIZE)
     blocks = pool.get_new_blocks(2)
     assert [block.ref_cnt for block in blocks] == [1, 1]

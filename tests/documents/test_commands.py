@@ -1,4 +1,4 @@
-"""The commands of the design of a KV pool by block ids, typed as it shows them, in its order."""
+"""The commands in the design of a KV pool by block ids, as written there, in the same order."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def ask(folder, *arguments, **variables):
 SIZES = ("--kv-pool-size", "10000", "--kv-block-size", "16", "--trace-block-size", "16")
 
 
-def test_a_pool_is_served_by_the_designs_options_and_reports_its_counts(folder):
+def test_serve_accepts_the_designs_options(folder):
     with serving("t.jsonl", *SIZES, "--enable-defragmentation", cwd=folder) as process:
         assert "a pool of 10,000 blocks of 16 tokens" in process.first_line
         shown = ask(folder, "stats").stdout
@@ -43,7 +43,7 @@ def test_a_pool_is_served_by_the_designs_options_and_reports_its_counts(folder):
         assert re.search(r"\n  Fragmentation Rate: \d+\.\d% → \d+\.\d%", done)
 
 
-def test_the_strategy_of_compaction_is_set_by_the_designs_options(folder):
+def test_compaction_accepts_the_designs_options(folder):
     options = ("--defrag-threshold", "0.2", "--defrag-interval", "60")
     with serving("t.jsonl", *SIZES, *options, cwd=folder) as process:
         assert "is served at" in process.first_line
@@ -63,7 +63,7 @@ def test_lines_fit_80_columns(folder):
             assert max(map(len, shown.stdout.splitlines())) <= 80, shown.stdout
 
 
-def test_a_sequence_migrates_and_the_status_names_it_whole(folder):
+def test_migration_status_names_the_whole_sequence(folder):
     write_trace(folder / "busy.jsonl", [record(64, [1, 2, 3, 4], 10_000, 0), record(8, [9], 1, LATER_MS)])
     with serving("busy.jsonl", *SIZES, "--name", "gpu-node-1", cwd=folder) as first:
         address = re.search(r"listens at (\S+);", first.stdout.readline())[1]
@@ -84,7 +84,7 @@ def test_a_sequence_migrates_and_the_status_names_it_whole(folder):
             assert max(map(len, shown.splitlines())) <= 80, shown
 
 
-def test_the_help_names_the_designs_options_whole_in_80_columns(folder):
+def test_help_fits_the_designs_options_in_80_columns(folder):
     shown = ask(folder, "serve", "--help", COLUMNS="80").stdout
     for option in ("--kv-pool-size", "--kv-block-size", "--enable-defragmentation", "--defrag-threshold"):
         assert f"{option} " in shown

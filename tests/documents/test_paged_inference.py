@@ -1,6 +1,6 @@
 """The article on PagedAttention: blocks by memory, page tables, a paged layer and engine, tables of figures.
 
-In its order. Where its code would be wrong, the test says what is done here and why.
+In the article's order. If its code would be wrong, the test says what the package does instead, and why.
 """
 
 import random
@@ -21,7 +21,7 @@ def make_allocator(total_blocks=8, block_size=4, **options):
 
 
 def make_tokens(*numbers):
-    """K of tokens, (num_tokens, 2, 4), each with one number all over; V is its negative."""
+    """Return K of tokens, (num_tokens, 2, 4), one number per token; V is its negative."""
     key = np.repeat(np.array(numbers, np.float32), 8).reshape(-1, 2, 4)
     return key, -key
 
@@ -41,9 +41,9 @@ def test_a_batch_of_8_sequences_of_2048_tokens_takes_8_6_gb():
     assert 8 * 2048 * model.bytes_per_token == 8_589_934_592
 
 
-def test_blocks_are_as_many_as_70_percent_of_24_gib_hold():
+def test_the_number_of_blocks_fills_70_percent_of_24_gib():
     """Two bytes an element, 16 tokens a block, K and V of all layers. In the article a block has memory for
-    one layer, which all layers overwrite; here it has room for all of them, as its arithmetic says.
+    one layer, which all layers overwrite; here it has memory for all layers, as the article's formula says.
     """
     block_bytes = 2 * 16 * 32 * 32 * 128 * 2
     counted = KVCacheAllocator.count_blocks(24 * 1024**3 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
@@ -65,11 +65,9 @@ def test_blocks_are_as_many_as_70_percent_of_24_gib_hold():
         (ModelKV(40, 40, 128), 24, 32, 800),
     ],
 )
-def test_the_recommended_numbers_of_blocks_fit_into_the_memory_they_are_for(
-    model, memory_gib, block_size, num_blocks
-):
-    """The table is for 7 and 13 billion parameters and leaves no memory for 16-bit weights, so it is no
-    default here: count blocks by the memory that is left.
+def test_the_recommended_blocks_fit_into_their_memory(model, memory_gib, block_size, num_blocks):
+    """The table is for 7 and 13 billion parameters and leaves no memory for 16-bit weights, so it is not the
+    default here: compute the number of blocks from the remaining memory.
     """
     sizes = (block_size, model.num_layers, model.num_kv_heads, model.head_size)
     assert KVCacheAllocator.count_blocks(memory_gib * 2**30, *sizes) >= num_blocks
@@ -80,7 +78,7 @@ def test_the_recommended_numbers_of_blocks_fit_into_the_memory_they_are_for(
 # ---- page tables ---------------------------------------------------------------------------------
 
 
-def test_what_is_written_at_a_position_is_read_there():
+def test_a_position_is_read_as_it_was_written():
     allocator = make_allocator()
     allocator.allocate_sequence(1, 6)
     allocator.write(0, 1, 0, *make_tokens(10, 11, 12))
@@ -88,7 +86,7 @@ def test_what_is_written_at_a_position_is_read_there():
     assert read_numbers(allocator, 1) == [10, 11, 12, 13, 14, 15]
     key, _ = allocator.read(0, 1, 2)
     assert key.shape == (2, 2, 4)
-    with pytest.raises(InvalidArgumentError, match="has 6 tokens, not those from 5 to 7"):
+    with pytest.raises(InvalidArgumentError, match=r"has 6 tokens; \[5, 7\) is out of range"):
         allocator.write(0, 1, 5, *make_tokens(15, 16))
 
 
@@ -113,7 +111,7 @@ def test_a_virtual_position_has_a_block_and_an_offset():
 # ---- the allocator -------------------------------------------------------------------------------
 
 
-def test_sequences_take_blocks_as_they_grow_and_give_them_back():
+def test_sequences_take_blocks_as_they_grow_and_free_them():
     allocator = make_allocator(total_blocks=8)
     assert allocator.free_blocks == set(range(8))
     table = allocator.allocate_sequence(7, initial_length=9)
@@ -123,12 +121,12 @@ def test_sequences_take_blocks_as_they_grow_and_give_them_back():
     allocator.free_sequence(7)
     assert (len(allocator.free_blocks), len(allocator.used_blocks)) == (8, 0)
     assert allocator.sequence_tables == {}
-    # The article passes over a sequence that is not there; freeing twice is an error here.
+    # The article ignores an unknown sequence; here freeing twice is an error.
     with pytest.raises(UnknownSequenceError, match="there is no sequence 7"):
         allocator.free_sequence(7)
 
 
-def test_a_sequence_grows_by_the_tokens_that_its_last_block_has_no_room_for():
+def test_a_sequence_fills_its_last_block_before_growing():
     """The article counts new tokens from the end of the last block: each token would take a block."""
     allocator = make_allocator()
     table = allocator.allocate_sequence(1, 5)
@@ -137,7 +135,7 @@ def test_a_sequence_grows_by_the_tokens_that_its_last_block_has_no_room_for():
         assert (table.length, len(table.blocks)) == (length, num_blocks)
 
 
-def test_a_sequence_may_begin_empty():
+def test_a_sequence_may_start_empty():
     allocator = make_allocator()
     table = allocator.allocate_sequence(1)
     assert (table.length, table.blocks) == (0, [])
@@ -145,11 +143,11 @@ def test_a_sequence_may_begin_empty():
     assert table.blocks == [0]
     allocator.allocate_sequence(2)
     allocator.free_sequence(2)
-    with pytest.raises(InvalidArgumentError, match="sequence 1 exists already"):
+    with pytest.raises(InvalidArgumentError, match="sequence 1 already exists"):
         allocator.allocate_sequence(1)
 
 
-def test_without_a_free_block_there_is_a_memory_error_and_nothing_changes():
+def test_without_a_free_block_a_memory_error_is_raised():
     allocator = make_allocator(total_blocks=2)
     table = allocator.allocate_sequence(1, 8)
     with pytest.raises(MemoryError, match="1 tokens of sequence 1 do not fit: 0 blocks are free of 2"):
@@ -157,7 +155,7 @@ def test_without_a_free_block_there_is_a_memory_error_and_nothing_changes():
     with pytest.raises(MemoryError):
         allocator.allocate_sequence(2, 1)
     assert (table.length, list(allocator.sequence_tables)) == (8, [1])
-    with pytest.raises(InvalidArgumentError, match="-1 tokens"):
+    with pytest.raises(InvalidArgumentError, match="the number of tokens is -1"):
         allocator.extend_sequence(1, -1)
 
 
@@ -183,7 +181,7 @@ def test_samples_share_their_prompt_until_one_writes():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sequences_read_what_they_wrote_whatever_the_others_do(seed):
+def test_sequences_always_read_what_they_wrote(seed):
     rng = random.Random(seed)
     allocator = make_allocator(total_blocks=12)
     expected = {}
@@ -234,7 +232,7 @@ def make_engine(memory_gb=2e-4):
 
 
 def compute_densely(engine, inputs):
-    """All tokens at once and without blocks: each layer's causal attention over the whole input."""
+    """Compute all tokens at once without blocks: each layer's causal attention over the whole input."""
     import torch
 
     hidden = inputs
@@ -245,7 +243,7 @@ def compute_densely(engine, inputs):
 
 
 @pytest.mark.torch
-def test_attention_over_blocks_is_attention_over_the_tokens():
+def test_attention_over_blocks_equals_dense_attention():
     import torch
 
     from kv_pool.integrations.paged_layers import PagedAttention
@@ -261,13 +259,13 @@ def test_attention_over_blocks_is_attention_over_the_tokens():
     answer = attention.compute_attention(query[0], 5, context_length=9)
     weights = torch.softmax(torch.einsum("hd,thd->ht", query[0], keys[:9]) / 2, dim=-1)
     torch.testing.assert_close(answer, torch.einsum("ht,thd->hd", weights, values[:9]))
-    with pytest.raises(InvalidArgumentError, match="the next one is at 11, not at 13"):
+    with pytest.raises(InvalidArgumentError, match="the next one is at 11, not 13"):
         attention.update_kv_cache(keys[0], values[0], 5, 13)
 
 
 @pytest.mark.torch
 def test_an_engine_creates_generates_and_frees():
-    """In the article a prompt stores no K and V, so that generated tokens attend to zeros; here it does."""
+    """In the article a prompt stores no K and V, so generated tokens attend to zeros; here it stores them."""
     import torch
 
     engine = make_engine()
@@ -296,7 +294,7 @@ def test_an_engine_creates_generates_and_frees():
 
 
 @pytest.mark.torch
-def test_an_engine_without_a_free_block_goes_on_after_another_sequence_has_ended():
+def test_a_full_engine_continues_after_a_sequence_ends():
     import torch
 
     engine = make_engine(memory_gb=4e-5)
@@ -315,7 +313,7 @@ def test_an_engine_without_a_free_block_goes_on_after_another_sequence_has_ended
 def test_heads_that_do_not_divide_the_model_are_refused():
     from kv_pool.integrations.paged_layers import PagedTransformerLayer
 
-    with pytest.raises(InvalidArgumentError, match="d_model is 10, which 4 heads cannot share"):
+    with pytest.raises(InvalidArgumentError, match="d_model is 10, which is not a multiple of n_heads, 4"):
         PagedTransformerLayer(10, 4, make_allocator())
 
 
@@ -327,10 +325,8 @@ def test_heads_that_do_not_divide_the_model_are_refused():
     [(8, 2048, 2048, 95), (8, 1, 1023, 92), (8, 300, 2048, 89), (2, 8192, 8192, 94)],
     ids=["fixed length of 2,048", "average of 512", "8 sequences", "8,192 tokens"],
 )
-def test_used_blocks_are_filled_as_the_table_of_utilization_says(
-    num_sequences, min_length, max_length, percent
-):
-    """Lengths are drawn; the article's percentages are the least that has to come out, in blocks of 16."""
+def test_utilization_matches_the_articles_table(num_sequences, min_length, max_length, percent):
+    """Lengths are random; the article's percentages are the minimum to reach, with blocks of 16."""
     rng = random.Random(0)
     allocator = KVCacheAllocator(1024, 16, num_heads=1, head_dim=1)
     for sequence_id in range(num_sequences):
@@ -339,9 +335,9 @@ def test_used_blocks_are_filled_as_the_table_of_utilization_says(
     assert allocator.get_utilization() <= 1.0
 
 
-def test_two_to_four_times_as_many_sequences_run_at_once_as_with_reserved_maxima():
-    """The article's throughput grows with the sequences that fit: it says 2 to 4 times. Its tokens a second
-    depend on a GPU; what fits is arithmetic. Sequences of 1 to 1,535 tokens, of at most 2,048.
+def test_two_to_four_times_as_many_sequences_fit():
+    """In the article, throughput grows 2 to 4 times with the number of sequences that fit. Tokens per second
+    depend on the GPU, so this test computes how many fit. Sequences of 1 to 1,535 tokens, of at most 2,048.
     """
     rng = random.Random(0)
     allocator = KVCacheAllocator(16 * 2048 // 16, 16, num_heads=1, head_dim=1)
@@ -358,8 +354,8 @@ def test_two_to_four_times_as_many_sequences_run_at_once_as_with_reserved_maxima
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("low_rank:0.5", 0.5), ("int8", 0.6), ("int4", 0.3)])
-def test_cold_blocks_are_written_in_fewer_bytes_and_read_again(name, ratio):
-    """The article makes one matrix of a block, of as many rows as there are heads, and keeps half of its
+def test_cold_blocks_are_compressed_and_read_again(name, ratio):
+    """The article treats a block as one matrix with one row per head, and keeps half of its
     rank. Here each head is a matrix of tokens and elements.
     """
     storage = KVStorage.allocate(2, 16, num_layers=2, num_kv_heads=4, head_size=64)

@@ -1,6 +1,6 @@
 """The design of a KV pool by block ids: its protocol, its benchmark, its integrations, call by call.
 
-It contradicts itself once: `allocate` returns ids in the interface and a result with `success` in an
+The design contradicts itself once: `allocate` returns ids in the interface, but a result with `success` in an
 example. Here `allocate` returns ids or raises, `try_allocate` returns the result. Its ids run from 0; here
 block 0 is the null block, and `DevicePools` counts from 0.
 """
@@ -29,7 +29,7 @@ from kv_pool.storage import KVStorage
 
 
 class Clock:
-    """A second later with each look, so that no two accesses are at one time."""
+    """A clock that advances by one second per call, so that no two accesses have the same time."""
 
     def __init__(self):
         self.now = 0.0
@@ -81,7 +81,7 @@ def test_records_have_the_fields_and_defaults_of_the_design():
     assert issubclass(GPUKVPool, KVPoolProtocol)
 
 
-def test_the_pool_stands_alone_and_says_whether_it_succeeded():
+def test_the_pool_works_alone_and_reports_success():
     pool = GPUKVPool(total_blocks=1000, block_size=16)
     result = pool.try_allocate(BlockAllocationRequest(num_blocks=10, sequence_id=1))
     assert result.success
@@ -94,7 +94,7 @@ def test_the_pool_stands_alone_and_says_whether_it_succeeded():
         pool.allocate(BlockAllocationRequest(num_blocks=1001, sequence_id=3))
 
 
-def test_a_block_is_free_when_its_last_sequence_has_freed_it():
+def test_a_block_is_free_once_its_last_sequence_frees_it():
     pool = make_pool()
     ids = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=1))
     assert pool.fork(1, 2) == ids
@@ -104,7 +104,7 @@ def test_a_block_is_free_when_its_last_sequence_has_freed_it():
     assert pool.block_info[ids[0]].sequence_id == 2
     pool.free(ids)
     assert pool.get_free_blocks() == 20
-    # The design passes over a block that is free already; freeing twice is an error here.
+    # The design ignores a block that is already free; here freeing twice is an error.
     with pytest.raises(InvalidBlockError):
         pool.free(ids)
 
@@ -132,8 +132,8 @@ def test_block_info_is_a_mapping_of_the_blocks_in_use():
 def make_refusing_pool():
     """Return the benchmark's pool, which raises `MemoryError` when it is full.
 
-    By default the pool evicts a sequence then, as the design's three steps do. The benchmark draws sequence
-    numbers again and again, so that it would go on with blocks of evicted sequences.
+    By default the pool would evict a sequence, like the design's three steps. The benchmark reuses sequence
+    ids, so it would continue with the blocks of evicted sequences.
     """
     return GPUKVPool(total_blocks=10_000, block_size=16, eviction_policy=None)
 
@@ -151,9 +151,9 @@ def live_randomly(pool, rng, num_steps=1000):
             pool.free(block_ids[: len(block_ids) // 2])
 
 
-def test_the_benchmark_as_it_is_written():
-    """Its times are in benchmarks/bench_pool_targets.py. Its first part takes all of the 10,000 blocks, so
-    that its second one finds none free: nothing is scattered, and nothing is left to compact.
+def test_the_benchmark_runs_as_written():
+    """The times are measured by benchmarks/bench_pool_targets.py. The first part takes all 10,000 blocks, so
+    the second part finds none free: nothing is fragmented, and nothing needs compaction.
     """
     pool = make_refusing_pool()
     given = [pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=i)) for i in range(1000)]
@@ -165,7 +165,7 @@ def test_the_benchmark_as_it_is_written():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_benchmark_with_room_for_its_second_part(seed):
+def test_the_benchmark_runs_with_blocks_for_its_second_part(seed):
     rng = random.Random(seed)
     pool = make_refusing_pool()
     live_randomly(pool, rng)
@@ -178,7 +178,7 @@ def test_the_benchmark_with_room_for_its_second_part(seed):
     check(pool)
 
 
-def test_nine_tenths_of_the_blocks_can_be_in_use():
+def test_90_percent_of_the_blocks_can_be_in_use():
     pool = make_refusing_pool()
     live_randomly(pool, random.Random(0), num_steps=5000)
     assert pool.get_statistics().utilization >= 0.9
@@ -188,7 +188,7 @@ def test_nine_tenths_of_the_blocks_can_be_in_use():
 
 
 class EngineMemoryManager:
-    """What the design puts between an engine and the pool."""
+    """The design's layer between an engine and the pool."""
 
     def __init__(self, total_blocks):
         self.kv_pool = make_pool(total_blocks)
@@ -205,7 +205,7 @@ class EngineMemoryManager:
             return self.kv_pool.allocate(req)
 
     def evict_lru_sequence(self, num_blocks):
-        """The design names it and leaves it open."""
+        """The design names this method but does not define it."""
         self.kv_pool.evict(num_blocks - self.kv_pool.get_free_blocks())
 
     def free_sequence(self, sequence_id):
@@ -213,7 +213,7 @@ class EngineMemoryManager:
         self.kv_pool.free(block_ids)
 
 
-def test_an_engine_allocates_evicts_the_least_recently_used_sequence_and_frees():
+def test_an_engine_allocates_evicts_by_lru_and_frees():
     engine = EngineMemoryManager(total_blocks=10)
     pool = engine.kv_pool
     assert len(engine.allocate_for_sequence(20, num_tokens=50)) == 4
@@ -227,7 +227,7 @@ def test_an_engine_allocates_evicts_the_least_recently_used_sequence_and_frees()
     check(pool)
 
 
-def test_what_a_forked_sequence_shares_is_found_by_blocks_of_not_by_the_loop_over_block_info():
+def test_blocks_of_finds_the_blocks_of_a_forked_sequence():
     """`sequence_id` of a shared block is the sequence that has held it longest: the design's loop does not
     free those blocks for a forked sequence, and `free` of their ids would take them from the other one.
     """
@@ -247,7 +247,7 @@ def test_what_a_forked_sequence_shares_is_found_by_blocks_of_not_by_the_loop_ove
 
 
 class LRUBlockEviction:
-    """The policy of the design, over `block_info`: blocks by last access, pinned ones passed over."""
+    """The design's policy over `block_info`: blocks by last access, except pinned ones."""
 
     def __init__(self, kv_pool):
         self.kv_pool = kv_pool
@@ -267,7 +267,7 @@ class LRUBlockEviction:
         return evicted
 
 
-def test_blocks_are_evicted_by_last_access_and_pinned_ones_stay():
+def test_unpinned_blocks_are_evicted_by_last_access():
     pool = make_pool(10)
     system = pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1, pinned=True))
     old = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=2))
@@ -281,8 +281,8 @@ def test_blocks_are_evicted_by_last_access_and_pinned_ones_stay():
 
 
 def test_the_pool_itself_evicts_whole_sequences():
-    """The design may take a block out of the middle of a sequence, which is useless without it, and one that
-    another sequence shares, which frees nothing. `evict` takes all blocks of as few sequences as make room.
+    """The design may evict a block from the middle of a sequence, which is useless without it, or a shared
+    block, which frees nothing. `evict` takes all blocks of as few sequences as suffice.
     """
     pool = make_pool(10)
     for sequence_id, num_blocks in ((1, 4), (2, 2), (3, 2)):
@@ -290,14 +290,14 @@ def test_the_pool_itself_evicts_whole_sequences():
     pool.fork(2, 4)
     assert pool.evict(3) == [1]
     assert pool.get_free_blocks() == 6
-    assert pool.evict(1) == [2, 3]  # what 2 shares with 4 does not become free
+    assert pool.evict(1) == [2, 3]  # blocks that 2 shares with 4 do not become free
     assert pool.list_sequences() == [4]
 
 
 # ---- compaction ----------------------------------------------------------------------------------
 
 
-def test_compaction_closes_gaps_passes_over_pinned_blocks_and_keeps_the_bytes():
+def test_compaction_skips_pinned_blocks_and_keeps_bytes():
     pool = make_pool(20, placement="first_fit")
     for sequence_id in range(1, 11):
         pool.allocate(BlockAllocationRequest(2, sequence_id, pinned=sequence_id == 10))
@@ -318,7 +318,7 @@ def test_compaction_closes_gaps_passes_over_pinned_blocks_and_keeps_the_bytes():
 # ---- other devices -------------------------------------------------------------------------------
 
 
-def test_a_sequence_migrates_by_device_id_with_nothing_but_two_connected_pools():
+def test_a_sequence_migrates_between_connected_pools():
     here, there = make_pool(), make_pool(device_id=1)
     here.connect(there)
     there.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=9))
@@ -333,7 +333,7 @@ def test_a_sequence_migrates_by_device_id_with_nothing_but_two_connected_pools()
     with pytest.raises(UnknownSequenceError):
         manager.migrate_to_remote(12, 1)
     with pytest.raises(
-        UnknownDeviceError, match=r"device 2 is not connected to device 0; connected are \[1\]"
+        UnknownDeviceError, match=r"device 2 is not connected to device 0; the connected devices are \[1\]"
     ):
         manager.migrate_to_remote(9, 2)
     with pytest.raises(InvalidArgumentError, match="node 'gpu-node-2' is reached through a migrator"):
@@ -342,7 +342,7 @@ def test_a_sequence_migrates_by_device_id_with_nothing_but_two_connected_pools()
     check(there)
 
 
-def test_a_migrated_sequence_takes_along_what_it_shares_and_leaves_it_to_the_others():
+def test_a_migrated_sequence_leaves_shared_blocks_to_others():
     here, there = make_pool(), make_pool(device_id=1)
     here.connect(there)
     here.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1))
@@ -391,7 +391,7 @@ def test_ids_run_from_0_over_all_devices():
     assert [pool.get_free_blocks() for pool in pools.pools.values()] == [2, 4]
 
 
-def test_a_request_goes_to_its_device_or_to_the_one_with_the_most_room():
+def test_a_request_goes_to_its_or_the_emptiest_device():
     pools = make_devices(4, 6)
     ids = pools.allocate(BlockAllocationRequest(num_blocks=5, sequence_id=1))
     assert pools.get_block_info(ids[0]).device_id == 1
@@ -403,7 +403,7 @@ def test_a_request_goes_to_its_device_or_to_the_one_with_the_most_room():
         pools.allocate(BlockAllocationRequest(num_blocks=7, sequence_id=3))
 
 
-def test_blocks_migrate_between_devices_under_one_series_of_ids():
+def test_blocks_migrate_between_devices_under_common_ids():
     pools = make_devices(8, 8)
     ids = pools.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=1, device_id=0))
     fill(pools.pools[0])
@@ -421,7 +421,7 @@ def test_blocks_migrate_between_devices_under_one_series_of_ids():
         check(pool)
 
 
-def test_compaction_and_its_rate_are_those_of_all_devices():
+def test_compaction_and_rate_cover_all_devices():
     pools = make_devices(40, 40)
     for device_id in (0, 1):
         for sequence_id in range(20):
@@ -437,8 +437,8 @@ def test_compaction_and_its_rate_are_those_of_all_devices():
     assert (pools.get_free_blocks(), pools.get_fragmentation_rate()) == (0, 0.0)
 
 
-def test_pools_of_one_device_or_of_no_device_are_refused():
-    with pytest.raises(InvalidArgumentError, match="device 0 is known"):
+def test_duplicate_or_missing_devices_are_refused():
+    with pytest.raises(InvalidArgumentError, match="device 0 is already connected"):
         DevicePools([make_pool(), make_pool()])
     with pytest.raises(InvalidArgumentError, match="pools is empty"):
         DevicePools([])

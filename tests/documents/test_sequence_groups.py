@@ -1,7 +1,7 @@
 """The article on vLLM 0.6's block space manager: groups of sequences that wait, run and are swapped.
 
-Its order is kept: blocks for tokens, admission, appends, swap, watermark, the three answers. The bytes are
-real: a block's content is its tokens, and a sequence that comes back from the host has to find them.
+In the article's order: blocks for tokens, admission, appends, swap, watermark, the three results. The bytes
+are real: a block contains its tokens, and a sequence swapped in from the host has to find them.
 """
 
 import random
@@ -36,7 +36,7 @@ class Group:
 
 
 class Engine:
-    """A manager, and the bytes of both sides: the token that is in each slot."""
+    """A manager, and the bytes of device and host: the token in each slot."""
 
     def __init__(self, num_gpu_blocks, num_cpu_blocks, watermark=0.0):
         self.manager = BlockSpaceManager(BLOCK_SIZE, num_gpu_blocks, num_cpu_blocks, watermark)
@@ -84,28 +84,28 @@ class Engine:
 # ---- blocks for tokens ---------------------------------------------------------------------------
 
 
-def test_tokens_take_as_many_blocks_as_they_fill_or_begin():
+def test_tokens_take_full_and_partial_blocks():
     assert [count_required_blocks(n, 0, block_size=16) for n in (1, 16, 17, 32)] == [1, 1, 2, 2]
     assert count_required_blocks(16, 1, block_size=16) == 2
 
 
 @pytest.mark.parametrize("num_full_slots", range(8))
 @pytest.mark.parametrize("num_tokens", range(1, 12))
-def test_an_append_touches_the_block_that_is_not_full_and_those_behind_it(num_full_slots, num_tokens):
+def test_an_append_touches_the_partial_and_the_new_blocks(num_full_slots, num_tokens):
     first_chunk = BLOCK_SIZE - num_full_slots % BLOCK_SIZE
     by_the_article = 1 + -(-(num_tokens - first_chunk) // BLOCK_SIZE)
     assert count_blocks_touched_by_append(num_full_slots, num_tokens, 0, BLOCK_SIZE) == by_the_article
 
 
 def test_an_append_of_nothing_touches_nothing():
-    """The article's formula counts the block that is partly filled, though nothing is written to it."""
+    """The article's formula counts the partly filled block, although nothing is written to it."""
     assert count_blocks_touched_by_append(6, 0, 0, BLOCK_SIZE) == 0
 
 
 # ---- waiting -> running --------------------------------------------------------------------------
 
 
-def test_a_group_is_admitted_as_one_and_its_sequences_share_the_prompt():
+def test_an_admitted_group_shares_its_prompt():
     engine = Engine(num_gpu_blocks=10, num_cpu_blocks=10)
     manager = engine.manager
     first, second, third = (Sequence(n, range(10, 20)) for n in (1, 2, 3))
@@ -114,34 +114,34 @@ def test_a_group_is_admitted_as_one_and_its_sequences_share_the_prompt():
     engine.prefill(group)
     assert manager.get_block_table(first) == manager.get_block_table(third) == [0, 1, 2]
     assert manager.get_num_free_gpu_blocks() == 7
-    with pytest.raises(InvalidArgumentError, match="sequence 1 has blocks already"):
+    with pytest.raises(InvalidArgumentError, match="sequence 1 already has blocks"):
         manager.allocate(group)
 
 
-def test_what_waits_is_told_whether_to_wait_on_or_for_ever():
+def test_a_waiting_group_gets_later_or_never():
     manager = Engine(10, 0).manager
     manager.allocate(Group(Sequence(1, range(20))))
     assert manager.can_allocate(Group(Sequence(2, range(20)))) is AllocStatus.OK
     assert manager.can_allocate(Group(Sequence(2, range(21)))) is AllocStatus.LATER
     assert manager.can_allocate(Group(Sequence(2, range(20))), 1) is AllocStatus.LATER
     assert manager.can_allocate(Group(Sequence(2, range(41)))) is AllocStatus.NEVER
-    with pytest.raises(OutOfBlocksError, match=r"needs 6 blocks, 5 are free of 10.* answers LATER"):
+    with pytest.raises(OutOfBlocksError, match=r"needs 6 blocks, 5 are free of 10.* returns LATER"):
         manager.allocate(Group(Sequence(2, range(21))))
     assert manager.get_num_free_gpu_blocks() == 5
     with pytest.raises(InvalidArgumentError, match="sequence 2 has no blocks"):
         manager.get_block_table(Sequence(2, []))
 
 
-def test_sequences_of_different_prompts_are_no_group():
+def test_a_group_of_different_prompts_is_refused():
     manager = Engine(10, 0).manager
-    with pytest.raises(InvalidArgumentError, match=r"have \[4, 5\] tokens; a group has one prompt"):
+    with pytest.raises(InvalidArgumentError, match=r"have \[4, 5\] tokens; they must share one prompt"):
         manager.can_allocate(Group(Sequence(1, range(4)), Sequence(2, range(5))))
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
-def test_new_tokens_get_slots_and_a_block_where_one_is_full():
+def test_new_tokens_get_slots_and_new_blocks():
     engine = Engine(4, 0)
     seq = Sequence(1, range(10, 17))
     engine.prefill(Group(seq))
@@ -153,7 +153,7 @@ def test_new_tokens_get_slots_and_a_block_where_one_is_full():
     assert engine.manager.get_block_table(seq) == [0, 1, 2, 3]
 
 
-def test_the_first_that_writes_to_a_shared_block_gets_a_copy_of_it():
+def test_the_first_writer_of_a_shared_block_gets_a_copy():
     engine = Engine(10, 0)
     first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
     engine.prefill(Group(first, second))
@@ -168,14 +168,14 @@ def test_the_first_that_writes_to_a_shared_block_gets_a_copy_of_it():
     assert engine.read(second) == [*range(10, 16), 80]
 
 
-def test_an_append_is_refused_where_the_blocks_it_touches_are_not_free():
+def test_an_append_without_free_blocks_is_refused():
     engine = Engine(3, 0)
     first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
     group = Group(first, second)
     engine.prefill(group)
     for seq in group.get_seqs():
         seq.token_ids.append(7)
-    # One for a copy and one for the block that is left to the other: what the article counts.
+    # One for the copy and one for the block that the other sequence keeps, as in the article.
     assert not engine.manager.can_append_slots(group)
     engine.manager.free(second)
     assert engine.manager.can_append_slots(group)
@@ -190,7 +190,7 @@ def test_an_append_is_refused_where_the_blocks_it_touches_are_not_free():
 # ---- running <-> swapped -------------------------------------------------------------------------
 
 
-def test_a_group_is_swapped_as_one_and_finds_its_bytes_again():
+def test_a_swapped_group_finds_its_bytes_again():
     engine = Engine(8, 8)
     manager = engine.manager
     first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
@@ -212,7 +212,7 @@ def test_a_group_is_swapped_as_one_and_finds_its_bytes_again():
     engine.check()
 
 
-def test_a_group_goes_to_a_full_host_not_at_all():
+def test_a_swap_out_to_a_full_host_is_refused():
     engine = Engine(8, 3)
     first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
     group = Group(first, second)
@@ -224,7 +224,7 @@ def test_a_group_goes_to_a_full_host_not_at_all():
     assert engine.read(first) == list(range(10, 16))
 
 
-def test_a_swapped_sequence_neither_appends_nor_is_asked_for_room_and_can_be_given_up():
+def test_a_swapped_sequence_can_be_freed_but_not_appended():
     engine = Engine(8, 8)
     seq = Sequence(1, range(10, 16))
     group = Group(seq)
@@ -240,7 +240,7 @@ def test_a_swapped_sequence_neither_appends_nor_is_asked_for_room_and_can_be_giv
     assert engine.manager.get_num_free_cpu_blocks() == 8
 
 
-# ---- the watermark, and the three answers --------------------------------------------------------
+# ---- the watermark, and the three results --------------------------------------------------------
 
 
 def test_a_watermark_of_a_tenth_of_1000_blocks_is_100_blocks():
@@ -253,9 +253,9 @@ def test_a_watermark_of_a_tenth_of_1000_blocks_is_100_blocks():
     assert manager.can_append_slots(Group(running))  # running sequences may go below it
 
 
-def test_what_fits_alone_is_let_in_above_the_watermark():
-    """In the article the watermark always stays free: what needs more than 900 of 1,000 blocks would wait for
-    ever. Here it counts while others hold blocks.
+def test_a_group_alone_may_ignore_the_watermark():
+    """In the article the watermark always stays free: a group that needs more than 900 of 1,000 blocks would
+    wait for ever. Here it applies only while other sequences hold blocks.
     """
     manager = BlockSpaceManager(16, 1000, 0, watermark=0.1)
     large = Group(Sequence(1, range(16 * 950)))
@@ -265,7 +265,7 @@ def test_what_fits_alone_is_let_in_above_the_watermark():
     assert manager.can_allocate(large) is AllocStatus.LATER
 
 
-def test_swapping_in_asks_for_the_groups_blocks_its_next_tokens_and_the_watermark():
+def test_swap_in_needs_next_tokens_and_the_watermark():
     engine = Engine(10, 20, watermark=0.2)
     manager = engine.manager
     first, second = Sequence(1, range(8)), Sequence(2, range(8))
@@ -283,17 +283,17 @@ def test_swapping_in_asks_for_the_groups_blocks_its_next_tokens_and_the_watermar
     assert manager.can_swap_in(group, 12) is AllocStatus.NEVER
     engine.prefill(Group(Sequence(4, range(24))))
     with pytest.raises(
-        OutOfBlocksError, match=r"4 blocks are free of 10, 2 .* can_swap_in\(\) answers LATER"
+        OutOfBlocksError, match=r"4 blocks are free of 10, 2 .* can_swap_in\(\) returns LATER"
     ):
         engine.swap_in(group)
     assert manager.get_num_free_cpu_blocks() == 16
 
 
-# ---- all of it under a scheduler -----------------------------------------------------------------
+# ---- everything with a scheduler -----------------------------------------------------------------
 
 
 class Scheduler:
-    """Runs what came first; the last to come is swapped out, or recomputed where the host is full."""
+    """A first-come-first-served scheduler; swaps out the newest group, or recomputes it."""
 
     def __init__(self, engine, groups, rng):
         self.engine = engine
@@ -345,7 +345,7 @@ class Scheduler:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_groups_wait_run_are_swapped_and_end_with_their_bytes(seed):
+def test_scheduled_and_swapped_groups_keep_their_bytes(seed):
     rng = random.Random(seed)
     engine = Engine(24, 20, watermark=0.05)
     groups = []

@@ -1,16 +1,16 @@
-"""Waiting for what another thread or process does: by looking again, for so long and no longer."""
+"""Polling helpers for conditions that another thread or process makes true, with a time limit."""
 
 import threading
 import time
 
 TIMEOUT_S = 20.0
-"""No test waits as long; it is what a broken one takes to fail."""
+"""Time after which a broken test fails; passing tests wait less."""
 
 LOOK_AGAIN_S = 0.01
 
 
 def wait_until(is_so, what, timeout_s=TIMEOUT_S):
-    """Look until it is so; what is it, for the message."""
+    """Poll until the condition is true; `what` names it in the error message."""
     pause = threading.Event()
     deadline = time.monotonic() + timeout_s
     while not is_so():
@@ -19,7 +19,7 @@ def wait_until(is_so, what, timeout_s=TIMEOUT_S):
 
 
 def wait_for_equal(get, expected, timeout_s=TIMEOUT_S):
-    """Look until `get()` is what is expected; the last answer is shown if it never is."""
+    """Poll until `get()` returns the expected value; a failure shows the last value."""
     pause = threading.Event()
     deadline = time.monotonic() + timeout_s
     while (found := get()) != expected and time.monotonic() < deadline:

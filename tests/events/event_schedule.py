@@ -1,4 +1,4 @@
-"""Random calls on a real pool, without those that no event tells of."""
+"""Random calls on a real pool, without calls that emit no event."""
 
 from core.pool_schedule import PoolSchedule
 
@@ -6,7 +6,7 @@ from core.pool_schedule import PoolSchedule
 class EventSchedule(PoolSchedule):
     """`PoolSchedule` for a pool whose events are taken after each call.
 
-    Left out: keys that others insert, and events that they append; bare blocks; a map edited by hand.
+    Omitted: keys inserted and events appended from outside; bare blocks; direct edits of the map.
     """
 
     def __init__(self, seed):

@@ -1,4 +1,4 @@
-"""A stream from our publisher to a subscriber that follows it, over real sockets on loopback."""
+"""A stream from kv_pool's publisher to a subscriber that follows it, over real loopback sockets."""
 
 import threading
 import time
@@ -20,11 +20,11 @@ def subscribe(publisher, **options):
 
 
 def read_until(subscriber, is_done, on_item=lambda item: None):
-    """Items until `is_done()` after one of them, or none came for too long."""
+    """Return items until `is_done()` is true after one of them, or until none arrives in time."""
     items = []
-    give_up = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     while not is_done(items):
-        assert time.monotonic() < give_up, items[-5:]
+        assert time.monotonic() < deadline, items[-5:]
         for item in subscriber.poll(0.05):
             items.append(item)
             on_item(item)
@@ -36,20 +36,22 @@ def losses(items):
 
 
 def wait_until_sent(publisher, num_batches):
-    give_up = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     never = threading.Event()
-    while publisher.statistics().num_batches_sent < num_batches:
-        assert time.monotonic() < give_up, publisher.statistics()
+    while publisher.get_statistics().num_batches_sent < num_batches:
+        assert time.monotonic() < deadline, publisher.get_statistics()
         never.wait(0.005)
 
 
 def read_to_the_end(subscriber, publisher, num_batches, mirror):
-    """Everything that was published; all of it arrives, or a snapshot of it."""
+    """Read until all published batches, or a snapshot of them, have arrived."""
     wait_until_sent(publisher, num_batches)
-    end = publisher.statistics().last_sequence + 1
+    end = publisher.get_statistics().last_sequence + 1
     items = read_until(
         subscriber,
-        lambda _: subscriber.stats().next_sequence == end and not subscriber.stats().is_recovering,
+        lambda _: (
+            subscriber.get_statistics().next_sequence == end and not subscriber.get_statistics().is_recovering
+        ),
         lambda item: apply_item(mirror, item, "pool"),
     )
     assert losses(items) == []
@@ -64,7 +66,7 @@ def our_publisher(**options):
 
 
 class DroppingSocket:
-    """A PUB socket that loses some of what it is given."""
+    """A PUB socket that drops some of its messages."""
 
     def __init__(self, real, rng, share):
         self.real, self.rng, self.share = real, rng, share
@@ -72,7 +74,7 @@ class DroppingSocket:
         self.frames = []
 
     def send(self, frame, flags=0, **options):
-        """Send or drop a frame; all frames of a message share its fate."""
+        """Send or drop a frame; all frames of a message are treated alike."""
         self.frames.append((frame, flags, options))
         if flags & zmq.SNDMORE:
             return

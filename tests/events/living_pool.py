@@ -1,4 +1,4 @@
-"""A pool under a short random life, so that there are events to follow."""
+"""A pool with random requests, as a source of events."""
 
 import random
 
@@ -6,7 +6,7 @@ from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 
 
 class LivingPool:
-    """Requests over a few shared prompts, some evictions, once in a while a reset."""
+    """A pool that serves requests with a few shared prompts, with evictions and occasional resets."""
 
     def __init__(self, seed=0, num_blocks=40, **options):
         self.rng = random.Random(seed)
@@ -17,7 +17,7 @@ class LivingPool:
         self.number = 0
 
     def step(self):
-        """One request comes and goes; its events, of which there are some, since its last tokens are new."""
+        """Serve one request; return its events. There are always some, since its last tokens are new."""
         self.number += 1
         if self.rng.random() < 0.02:
             self.pool.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""Events by a few letters: hashes are numbers, block size 2, and block n has the tokens 10n and 10n + 1."""
+"""Short notation for events: hashes are numbers, block size is 2, block n has tokens 10n and 10n + 1."""
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 
@@ -22,7 +22,7 @@ def removed(*hashes, medium="GPU", group_idx=0, **fields):
 
 
 def draw(events, name=str):
-    """`1 > 2 3` for a store of 2 and 3 after 1, `- 2 3` for a removal, `clear`."""
+    """Parse `1 > 2 3` (a store of 2 and 3 after 1), `- 2 3` (a removal) or `clear`."""
     drawn = []
     for event in events:
         if isinstance(event, BlockStored):

@@ -1,4 +1,4 @@
-"""Publishers for tests: on free ports, closed at the end."""
+"""Publishers for tests, on free ports, closed at the end."""
 
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.events.config import PublisherConfig
@@ -13,7 +13,7 @@ def make_publisher(state=None, clock=lambda: 1700000000.5, **settings):
 
 
 class GatedState:
-    """A state that holds up the publisher's thread at its first batch until the gate is open."""
+    """A state that blocks the publisher's thread at its first batch until the gate is open."""
 
     def __init__(self, entered, gate):
         self.entered = entered

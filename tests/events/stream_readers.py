@@ -10,7 +10,7 @@ from kv_pool.events.batch import decode_batch
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 
 TIMEOUT_MS = 20_000
-"""No test waits as long; it is what a broken one takes to fail."""
+"""Time after which a broken test fails; passing tests wait less."""
 
 
 def removed(number):
@@ -18,7 +18,7 @@ def removed(number):
 
 
 def numbers_of(batch):
-    """The hashes that a batch removes, in order."""
+    """Return the hashes that a batch removes, in order."""
     return [block_hash for event in batch.events for block_hash in event.block_hashes]
 
 
@@ -46,26 +46,26 @@ class Reader:
 
 
 class Subscriber(Reader):
-    """A SUB."""
+    """A SUB socket."""
 
     def __init__(self, endpoint, topic=b"", **options):
         super().__init__(zmq.SUB, endpoint, **{"rcvhwm": 0, **options})
         self.socket.subscribe(topic)
 
     def receive(self):
-        """The next live batch: its sequence, and the batch."""
+        """Return the next live batch as (sequence, batch)."""
         _, sequence, payload = self.receive_frames()
         return unpack_sequence(sequence), decode_batch(payload)
 
     def receive_numbers(self):
-        """The next live batch that is not empty: its sequence, and the hashes it removes."""
+        """Return the sequence of the next live batch that is not empty, and the hashes it removes."""
         while True:
             sequence, batch = self.receive()
             if batch.events:
                 return sequence, numbers_of(batch)
 
     def wait_until_subscribed(self, publisher):
-        """Publish on a fresh publisher until something arrives; the sequence that the next batch gets."""
+        """Publish on a new publisher until a batch arrives; return the next sequence."""
         publisher.publish([removed(0)])
         num_published = 1
         while not self.socket.poll(10):
@@ -77,7 +77,7 @@ class Subscriber(Reader):
 
 
 class Requester(Reader):
-    """A DEALER for replays."""
+    """A DEALER socket for replays."""
 
     def __init__(self, endpoint, **options):
         super().__init__(zmq.DEALER, endpoint, rcvhwm=0, **options)
@@ -86,7 +86,7 @@ class Requester(Reader):
         self.socket.send_multipart([b"", pack_sequence(start)])
 
     def receive_answer(self):
-        """(sequence, batch) of each reply up to the end marker."""
+        """Return (sequence, batch) of each reply up to the end marker."""
         answer = []
         while True:
             empty, _, sequence, payload = self.receive_frames()
@@ -101,13 +101,13 @@ class Requester(Reader):
         return self.receive_answer()
 
     def ask_until(self, start, last):
-        """Ask until the newest batch is the one with sequence `last`."""
-        give_up_s = time.monotonic() + TIMEOUT_MS / 1000
+        """Repeat the request until the newest batch has the sequence `last`."""
+        deadline_s = time.monotonic() + TIMEOUT_MS / 1000
         while True:
             answer = self.ask(start)
             if answer and answer[-1][0] == last:
                 return answer
-            assert time.monotonic() < give_up_s, answer
+            assert time.monotonic() < deadline_s, answer
 
     def ask_for_sequences(self, start):
         return [sequence for sequence, _ in self.ask(start)]
@@ -115,6 +115,6 @@ class Requester(Reader):
 
 @contextmanager
 def subscribed(publisher, **options):
-    """A subscriber whom everything published from now on reaches, and the next sequence."""
+    """Return a subscriber that receives everything published from now on, and the next sequence."""
     with Subscriber(publisher.endpoint, **options) as subscriber:
         yield subscriber, subscriber.wait_until_subscribed(publisher)

@@ -1,4 +1,4 @@
-"""Byte for byte what vLLM 0.33 sends, and whatever others send is read."""
+"""Batches are encoded byte for byte as by vLLM 0.33; batches of other publishers are decoded."""
 
 import contextlib
 import random
@@ -82,7 +82,7 @@ def pack(*elements):
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_batch_is_byte_for_byte_that_of_vllm_both_ways(name):
+def test_batches_match_vllm_byte_for_byte_both_ways(name):
     payload, events, rank = GOLDEN[name]
     assert encode_batch(KVEventBatch(TS, events, rank)).hex() == payload
     batch = decode_batch(bytes.fromhex(payload))
@@ -90,7 +90,7 @@ def test_a_batch_is_byte_for_byte_that_of_vllm_both_ways(name):
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_array_form_carries_the_same_but_for_the_session(name):
+def test_array_form_carries_all_fields_except_session(name):
     _, events, rank = GOLDEN[name]
     batch = decode_batch(encode_batch_positional(KVEventBatch(TS, events, rank)))
     for event in events:
@@ -100,7 +100,7 @@ def test_the_array_form_carries_the_same_but_for_the_session(name):
     assert (batch.events, batch.data_parallel_rank, batch.num_dropped) == ([], rank, 0)
 
 
-def test_the_array_form_is_tag_first_with_trailing_defaults_cut_off():
+def test_array_form_has_tag_first_and_omits_trailing_defaults():
     events = [stored([7], [1, 2], block_size=2), BlockRemoved([7], "GPU"), AllBlocksCleared(), EVERY_FIELD]
     raw = msgspec.msgpack.decode(encode_batch_positional(KVEventBatch(TS, events, 0)))
     assert raw == [
@@ -115,12 +115,12 @@ def test_the_array_form_is_tag_first_with_trailing_defaults_cut_off():
     ]
 
 
-def test_an_event_without_an_array_form_is_refused():
+def test_event_without_array_form_is_rejected():
     with pytest.raises(InvalidTypeError, match="int has no array form"):
         encode_batch_positional(KVEventBatch(TS, [3], 0))
 
 
-def test_every_field_survives():
+def test_every_field_survives_a_round_trip():
     batch = decode_batch(encode_batch(KVEventBatch(TS, [EVERY_FIELD], 0)))
     assert batch.events == [EVERY_FIELD]
 
@@ -167,7 +167,7 @@ STORED_MAP = {
     ],
     ids=str,
 )
-def test_what_other_publishers_send_is_read(raw, expected):
+def test_batches_of_other_publishers_are_decoded(raw, expected):
     batch = decode_batch(pack(TS, [raw], 0))
     assert (batch.events, batch.num_dropped) == ([expected], 0)
 
@@ -182,7 +182,7 @@ def test_what_other_publishers_send_is_read(raw, expected):
     ],
 )
 @pytest.mark.parametrize("form", ["array", "map"])
-def test_two_to_four_elements_and_integer_times_are_read(payload, rank, form):
+def test_two_to_four_elements_and_integer_times_are_decoded(payload, rank, form):
     if form == "map":
         ts, _, *rest = msgspec.msgpack.decode(payload)
         payload = pack(ts, [{"type": "AllBlocksCleared"}], *rest)
@@ -208,7 +208,7 @@ def test_two_to_four_elements_and_integer_times_are_read(payload, rank, form):
     ],
     ids=str,
 )
-def test_an_event_that_makes_no_sense_is_dropped_and_counted_and_the_others_are_kept(raw, reason):
+def test_invalid_event_is_dropped_and_counted_others_are_kept(raw, reason):
     batch = decode_batch(pack(TS, [raw, {"type": "AllBlocksCleared"}, raw], 0))
     assert batch.events == [AllBlocksCleared()]
     assert batch.num_dropped == 2
@@ -233,12 +233,12 @@ def test_an_event_that_makes_no_sense_is_dropped_and_counted_and_the_others_are_
     ],
     ids=lambda payload: payload[:12].hex(),
 )
-def test_a_payload_that_is_no_batch_is_a_typed_error(payload):
-    with pytest.raises(EventStreamError, match=f"{len(payload)} bytes is no event batch"):
+def test_payload_that_is_not_a_batch_raises_typed_error(payload):
+    with pytest.raises(EventStreamError, match=f"{len(payload)} bytes is not an event batch"):
         decode_batch(payload)
 
 
-def test_a_batch_of_a_snapshots_size_is_read_like_a_small_one():
+def test_batch_of_snapshot_size_is_decoded_like_a_small_one():
     stores = [stored([number], list(range(100)), **FULL, block_size=100) for number in range(2000)]
     payload = encode_batch(KVEventBatch(TS, [AllBlocksCleared(), *stores], 3))
     assert len(payload) > 2 * _LARGE_BYTES
@@ -247,7 +247,7 @@ def test_a_batch_of_a_snapshots_size_is_read_like_a_small_one():
     nonsense = {"type": "BlockMoved"}
     batch = decode_batch(pack(TS, [nonsense, *[STORED_MAP] * 2000], 0))
     assert (len(batch.events), batch.num_dropped) == (2000, 1)
-    with pytest.raises(EventStreamError, match="is no event batch"):
+    with pytest.raises(EventStreamError, match="is not an event batch"):
         decode_batch(payload[:-1])
 
 
@@ -265,7 +265,7 @@ def test_damaged_bytes_give_a_batch_or_a_typed_error(seed):
             decode_batch(bytes(payload))
 
 
-def test_tokens_are_decoded_when_the_events_are_looked_at():
+def test_tokens_are_decoded_on_first_access_to_events():
     event = BlockStored([1], None, [1, 2, 70_000, 3], 4, None, "GPU", None)
     batch = decode_lazily(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
     assert isinstance(batch.unread_events[0].token_ids, msgspec.Raw)
@@ -275,7 +275,7 @@ def test_tokens_are_decoded_when_the_events_are_looked_at():
     assert batch == decode_batch(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
 
 
-def test_a_store_whose_tokens_are_none_is_dropped_when_looked_at():
+def test_store_with_invalid_tokens_is_dropped_on_first_access():
     event = BlockStored([1], None, ["x"], 4, None, "GPU", None)
     batch = decode_lazily(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
     assert batch.num_dropped == 0

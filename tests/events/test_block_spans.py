@@ -1,4 +1,4 @@
-"""Blocks that one event announced are kept together, and told apart where they have to be."""
+"""Blocks of one event share a span, and are separated when needed."""
 
 import random
 
@@ -29,13 +29,13 @@ def snap(state):
 
 
 def list_spans(state):
-    """The spans of the only place, by what is resident of them."""
+    """Return the resident hashes of each span in the only place."""
     (blocks,) = state.resident.places.values()
     return [span.hashes[span.start : span.end] for shard in blocks.shards for span in shard.values()]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 65535, 65536])
-def test_packed_tokens_come_back_and_can_be_joined(num_tokens):
+def test_packed_tokens_can_be_unpacked_and_joined(num_tokens):
     token_ids = [number * 7 for number in range(num_tokens)]
     packed = pack_tokens(token_ids)
     assert unpack_tokens(packed) == token_ids
@@ -49,7 +49,7 @@ def test_packed_tokens_come_back_and_can_be_joined(num_tokens):
     ]
 
 
-def test_what_no_message_can_hold_is_not_packed():
+def test_values_that_msgpack_cannot_encode_are_not_packed():
     assert pack_tokens([object()]) is None
     assert pack_tokens([2**64]) is None
 
@@ -78,7 +78,7 @@ def test_a_copy_does_not_join_a_span():
     assert draw(state.apply([removed(9)])) == ["- 9"]
 
 
-def test_a_long_event_becomes_several_spans_and_is_sent_whole():
+def test_long_event_is_split_into_spans_but_sent_whole():
     numbers = range(1, 2 * MAX_SPAN_BLOCKS + 6)
     state = StreamState()
     event = stored(numbers)
@@ -91,7 +91,7 @@ def test_a_long_event_becomes_several_spans_and_is_sent_whole():
     check_knowledge(state, reader, late)
 
 
-def test_a_span_whose_blocks_are_mostly_removed_forgets_what_it_held_of_them():
+def test_span_drops_fields_of_blocks_once_most_are_removed():
     numbers = list(range(1, 4 * MIN_TRIMMED_BLOCKS + 1))
     state = made(stored(numbers))
     kept = numbers[8:16]
@@ -103,7 +103,7 @@ def test_a_span_whose_blocks_are_mostly_removed_forgets_what_it_held_of_them():
     assert snap(state) == ["8 > " + " ".join(map(str, kept))]
 
 
-def test_removals_between_others_split_a_span():
+def test_removing_an_inner_block_splits_a_span():
     state = made(stored(range(1, 101)))
     state.apply([removed(50), removed(20), removed(80), removed(19), removed(51)])
     assert sorted((span[0], span[-1]) for span in list_spans(state)) == [
@@ -116,7 +116,7 @@ def test_removals_between_others_split_a_span():
     assert draw(state.apply([stored([51], 50)]))[0].startswith("- 52 53")
 
 
-def test_without_packing_token_ids_are_lists():
+def test_token_ids_are_lists_unless_packing_is_allowed():
     state = StreamState()
     assert state.apply([stored(range(1, 200))])[0].token_ids == stored(range(1, 200)).token_ids
 
@@ -125,7 +125,7 @@ def test_without_packing_token_ids_are_lists():
 
 
 class Forest:
-    """Random sequences that fork, and what is resident of them."""
+    """Random sequences that fork, and their resident blocks."""
 
     def __init__(self, rng, longest):
         self.rng = rng
@@ -134,7 +134,7 @@ class Forest:
         self.next = 1
 
     def grow(self):
-        """An event of new blocks behind any block there has been, some of them copies of resident ones."""
+        """Return a store of new blocks after any earlier block, some of them copies of resident ones."""
         rng = self.rng
         num_blocks = rng.choice([1, 1, rng.randint(1, 8), rng.randint(1, self.longest)])
         parent = rng.choice([None, rng.randint(1, self.next), *self.resident[-1:]])
@@ -148,7 +148,7 @@ class Forest:
         return stored(hashes, parent)
 
     def shrink(self):
-        """Removals of one hash each: from the end, from the front, or from anywhere."""
+        """Return removals of one hash each: from the end, the front, or anywhere."""
         rng = self.rng
         num_blocks = min(len(self.resident), rng.randint(1, 2 * self.longest))
         if rng.random() < 0.4:
@@ -167,7 +167,7 @@ class Forest:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_sequences_leave_readers_with_what_is_resident(seed):
+def test_random_sequences_leave_readers_with_resident_blocks(seed):
     rng = random.Random(seed)
     forest = Forest(rng, rng.choice([5, 60, 700]))
     state = StreamState()

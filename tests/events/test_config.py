@@ -27,18 +27,18 @@ def path(tmp_path):
     return path
 
 
-def test_only_this_machine_reaches_the_default():
+def test_default_endpoint_is_loopback():
     config = PublisherConfig()
     assert (config.endpoint, config.replay_endpoint) == ("tcp://127.0.0.1:5557", None)
     assert (config.buffer_steps, config.hwm, config.max_queue_size) == (10_000, 100_000, 100_000)
 
 
-def test_a_config_does_not_change():
+def test_config_is_immutable():
     with pytest.raises(FrozenInstanceError):
         PublisherConfig().topic = "t"
 
 
-def test_a_file_says_it_all(path):
+def test_file_can_set_every_field(path):
     assert PublisherConfig.from_toml(path) == PublisherConfig(
         endpoint="tcp://*:5557",
         replay_endpoint="tcp://*:5558",
@@ -50,7 +50,7 @@ def test_a_file_says_it_all(path):
     )
 
 
-def test_a_table_may_be_inside_another(path):
+def test_table_may_be_nested(path):
     assert PublisherConfig.from_toml(path, "engine.events").rank_endpoint == "tcp://127.0.0.1:5560"
 
 
@@ -61,10 +61,10 @@ def test_a_table_may_be_inside_another(path):
         ("[publisher]\n", "publisher.events", r"there is no table \[publisher.events\]"),
         ("publisher = 3\n", "publisher", "is a value, not a table"),
         ("publisher = \n", "publisher", "not TOML"),
-        ("[publisher]\nhwm = 0\n", "publisher", "hwm is 0; it is an integer, 1 or more"),
+        ("[publisher]\nhwm = 0\n", "publisher", "hwm is 0; it must be an integer, 1 or more"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_told_by_name(tmp_path, text, table, message):
+def test_error_for_invalid_file_names_the_file(tmp_path, text, table, message):
     path = tmp_path / "kv.toml"
     path.write_text(text)
     with pytest.raises(InvalidArgumentError, match=message) as caught:
@@ -73,8 +73,8 @@ def test_a_file_that_cannot_be_meant_is_told_by_name(tmp_path, text, table, mess
 
 
 @pytest.mark.parametrize("values", [{"bufer_steps": 3}, {"groups": [{"bufer_steps": 3}]}])
-def test_an_unknown_key_is_told_with_the_known_ones(values):
-    with pytest.raises(InvalidArgumentError, match=r"unknown '.*bufer_steps'.* known are .*buffer_steps"):
+def test_error_for_unknown_key_lists_known_keys(values):
+    with pytest.raises(InvalidArgumentError, match=r"unknown key '.*bufer_steps'.* known are .*buffer_steps"):
         PublisherConfig.from_mapping(values)
 
 
@@ -96,9 +96,9 @@ def test_an_unknown_key_is_told_with_the_known_ones(values):
         ({"linger_s": float("inf")}, "linger_s is inf"),
         ({"endpoint": "5557"}, "write tcp://host:port"),
         ({"replay_endpoint": "5557"}, "write tcp://host:port"),
-        ({"replay_endpoint": "tcp://127.0.0.1:5557"}, "they are two sockets"),
+        ({"replay_endpoint": "tcp://127.0.0.1:5557"}, "they must differ"),
         ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, "65536"),
-        ({"endpoint": "ipc:///tmp/e", "data_parallel_rank": 1}, "no room"),
+        ({"endpoint": "ipc:///tmp/e", "data_parallel_rank": 1}, "cannot be offset"),
         ({"groups": [{"kind": "half_attention"}]}, "half_attention.* one of full_attention"),
         ({"groups": [{"sliding_window": 0}]}, "sliding_window is 0"),
         ({"groups": 3}, "groups"),
@@ -108,25 +108,25 @@ def test_an_unknown_key_is_told_with_the_known_ones(values):
     ],
     ids=str,
 )
-def test_a_value_that_cannot_be_meant_is_told(values, message):
+def test_invalid_value_is_rejected_with_a_message(values, message):
     with pytest.raises(InvalidArgumentError, match=message):
         PublisherConfig.from_mapping(values)
 
 
-def test_the_constructor_checks_what_a_file_is_checked_for():
+def test_constructor_checks_the_same_as_a_file():
     for wrong in ({"hwm": "many"}, {"when_full": "block"}, {"hwm": 1.0}):
         with pytest.raises(InvalidArgumentError):
             PublisherConfig(**wrong)
 
 
-def test_free_ports_may_be_the_same():
+def test_both_endpoints_may_have_a_wildcard_port():
     config = PublisherConfig(
         endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", data_parallel_rank=4
     )
     assert config.rank_endpoint == config.rank_replay_endpoint == "tcp://127.0.0.1:0"
 
 
-def test_the_preset_for_routers_has_what_they_need_and_room_for_ranks():
+def test_router_preset_has_required_settings_and_ports_for_ranks():
     config = PublisherConfig.for_routers()
     assert (config.first_sequence, config.heartbeat_s, config.topic) == ("clock", 1.0, "")
     ports = {
@@ -138,7 +138,7 @@ def test_the_preset_for_routers_has_what_they_need_and_room_for_ranks():
     assert len(ports) == 200
 
 
-def test_settings_win_over_the_preset_for_routers():
+def test_settings_override_the_router_preset():
     config = PublisherConfig.for_routers(replay_endpoint=None, first_sequence="zero", topic="t")
     assert (config.replay_endpoint, config.first_sequence, config.topic) == (None, "zero", "t")
     with pytest.raises(InvalidArgumentError, match="slow_reader_s"):

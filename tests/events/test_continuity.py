@@ -1,6 +1,6 @@
-"""Every fault of a stream, without sockets: what is handed on, what is asked for, what is called lost.
+"""All faults of a stream, without sockets: returned items, requests, reported losses.
 
-A batch is written as its life and number, `a3`: the publisher's life a, sequence 3. `S7` is a snapshot.
+A batch is written as incarnation and number: `a3` is sequence 3 of incarnation a. `S7` is a snapshot.
 """
 
 import pytest
@@ -15,14 +15,14 @@ from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, Publish
 
 
 def payload_of(name, ts=None):
-    """Bytes that differ between lives; `S` begins with a clear."""
+    """Return bytes that differ between incarnations; `S` begins with a clear."""
     sequence = int(name[1:])
     events = [AllBlocksCleared()] if name[0] in "ST" else [BlockRemoved([ord(name[0])], "GPU")]
     return encode_batch(KVEventBatch(float(sequence) if ts is None else ts, events, 0))
 
 
 class Stream:
-    """A machine on a clock that the test turns, and its items as short words."""
+    """A `Continuity` with a fake clock; its items are rendered as short words."""
 
     def __init__(self, can_replay=True, **options):
         self.now = 100.0
@@ -34,25 +34,25 @@ class Stream:
         return self.words(
             item
             for name in names
-            for item in self.machine.take_live(int(name[1:]), payload_of(name, ts), self.now)
+            for item in self.machine.handle_live(int(name[1:]), payload_of(name, ts), self.now)
         )
 
     def replay(self, *names, ts=None):
-        """An answer; `end` is its marker."""
+        """Replay an answer; `end` is the end marker."""
         items = []
         for name in names:
             if name == "end":
-                items += self.machine.take_replay_end(self.now)
+                items += self.machine.handle_replay_end(self.now)
             else:
-                items += self.machine.take_replayed(int(name[1:]), payload_of(name, ts), self.now)
+                items += self.machine.handle_replayed(int(name[1:]), payload_of(name, ts), self.now)
         return self.words(items)
 
     def wait(self, seconds):
         self.now += seconds
-        return self.words(self.machine.take_time(self.now))
+        return self.words(self.machine.handle_timers(self.now))
 
     def asked(self):
-        """Where the new request starts; None if there is no new one."""
+        """Return the start of the new request; None if there is none."""
         request = self.machine.request
         if request is None or request is self.last_request:
             return None
@@ -78,19 +78,19 @@ class Stream:
 
 
 def started(*names, ts=None, **options):
-    """A stream that has begun from an answer of these batches."""
+    """Return a stream that started with an answer of these batches."""
     stream = Stream(**options)
     assert stream.asked() == 0
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     stream.replay(*names, "end", ts=ts)
     assert stream.asked() is None
     return stream
 
 
-# ---- the beginning -------------------------------------------------------------------------------
+# ---- the start -----------------------------------------------------------------------------------
 
 
-def test_the_beginning_is_asked_for_at_once():
+def test_start_is_requested_at_once():
     stream = Stream()
     assert stream.asked() == 0
     assert stream.replay("a0", "a1", "end") == "a0r a1r"
@@ -98,62 +98,62 @@ def test_the_beginning_is_asked_for_at_once():
     assert stream.asked() is None
 
 
-def test_live_batches_wait_for_the_answer_and_come_once():
+def test_live_batches_wait_for_the_answer_and_are_returned_once():
     stream = Stream()
     assert stream.live("a1", "a2", "a3") == ""
     assert stream.replay("a0", "a1", "a2") == "a0r a1r a2r"
     assert stream.replay("end") == "a3"
-    assert stream.machine.counts().num_duplicates == 2
+    assert stream.machine.get_counts().num_duplicates == 2
 
 
-def test_live_batches_that_were_replayed_may_also_come_after_the_answer():
+def test_replayed_batches_may_arrive_live_after_the_answer():
     stream = started("a0", "a1", "a2")
     assert stream.live("a1", "a2", "a3") == "a3"
-    assert stream.machine.counts().num_restarts == 0
+    assert stream.machine.get_counts().num_restarts == 0
 
 
-def test_a_late_start_is_answered_short():
+def test_late_start_gets_the_remaining_batches():
     stream = Stream()
     assert stream.live("a9") == ""
     assert stream.replay("a6", "a7", "a8", "a9", "end") == "lost:0-5 a6r a7r a8r a9r"
-    assert stream.machine.counts().num_lost == 6
+    assert stream.machine.get_counts().num_lost == 6
 
 
-def test_a_late_start_is_answered_with_a_snapshot():
+def test_late_start_gets_a_snapshot():
     stream = Stream()
     assert stream.live("a8", "a9") == ""
     assert stream.replay("S8", ts=99.0) == "skipped:0-7 S8r"
     assert stream.replay("a9", "end") == "a9r"
     assert stream.live("a10") == "a10"
-    counts = stream.machine.counts()
+    counts = stream.machine.get_counts()
     assert (counts.num_lost, counts.num_skipped, counts.num_snapshots, counts.num_restarts) == (0, 8, 1, 0)
 
 
-def test_live_batches_that_are_in_the_snapshot_are_passed_over_when_they_come_later():
+def test_later_live_batches_included_in_snapshot_are_skipped():
     stream = started("S8", ts=99.0)
     assert stream.live("a7", "a8", ts=98.0) == ""
     assert stream.live("a9") == "a9"
 
 
-def test_a_restart_right_after_a_snapshot_is_told_by_falling_numbers():
+def test_lower_numbers_show_a_restart_after_a_snapshot():
     stream = started("S8", ts=99.0)
     assert stream.live("a8", ts=98.0) == ""
     assert stream.live("b0", ts=98.0) == "restarted b0"
 
 
-def test_an_idle_publisher_answers_with_the_end_alone():
+def test_idle_publisher_answers_with_only_the_end_marker():
     stream = started()
     assert stream.live("a0") == "a0"
 
 
-def test_batches_between_an_empty_answer_and_the_first_live_one_are_asked_for():
+def test_batches_between_empty_answer_and_live_are_requested():
     stream = started()
     assert stream.live("a3") == ""
     assert stream.asked() == 0
     assert stream.replay("a0", "a1", "a2", "a3", "end") == "a0r a1r a2r a3r"
 
 
-def test_a_publisher_that_has_nothing_to_replay_is_asked_twice():
+def test_publisher_without_batches_gets_a_second_request():
     stream = Stream()
     assert stream.live("a3") == ""
     assert stream.replay("end") == ""
@@ -161,11 +161,11 @@ def test_a_publisher_that_has_nothing_to_replay_is_asked_twice():
     assert stream.live("a4") == "a4"
 
 
-def test_the_beginning_is_asked_for_when_something_comes_live():
-    """What is sent between an answer and the subscription reaches nobody, and may take a second snapshot."""
+def test_first_live_batch_triggers_the_first_request():
+    """Batches sent between an answer and the subscription are lost, and may need a second snapshot."""
     stream = Stream(settle_s=0.25)
     assert stream.asked() is None
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.asked() is None
     assert stream.live("a40") == ""
     assert stream.asked() == 0
@@ -176,9 +176,9 @@ def test_the_beginning_is_asked_for_when_something_comes_live():
     assert stream.machine.deadline is None
 
 
-def test_the_beginning_is_asked_for_after_a_while_if_nothing_comes_live():
+def test_first_request_is_sent_after_a_delay_without_batches():
     stream = Stream(settle_s=0.25)
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.wait(0.2) == ""
     assert stream.asked() is None
     assert stream.wait(0.05) == ""
@@ -187,23 +187,23 @@ def test_the_beginning_is_asked_for_after_a_while_if_nothing_comes_live():
     assert not stream.machine.is_recovering
 
 
-def test_a_request_from_before_the_connection_is_made_again():
-    """A publisher that came later than its reader may have answered before it knew of the subscription."""
+def test_request_from_before_the_connection_is_repeated():
+    """A publisher that started after its reader may have answered before it knew the subscription."""
     stream = Stream(settle_s=0.25)
     stream.wait(0.25)
     assert stream.asked() == 0
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.machine.request is None
     assert stream.live("a3") == ""
     assert stream.asked() == 0
 
 
-def test_what_comes_live_at_a_new_connection_may_be_from_before_and_does_not_shorten_the_wait():
+def test_live_batch_after_reconnection_does_not_end_the_delay():
     stream = Stream(settle_s=0.25)
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     stream.wait(0.25)
     assert stream.replay("a0", "end") == "a0r"
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.live("a1", "b2") == ""
     assert stream.machine.request is None
     assert stream.wait(0.25) == ""
@@ -214,13 +214,13 @@ def test_what_comes_live_at_a_new_connection_may_be_from_before_and_does_not_sho
     assert not stream.machine.is_recovering
 
 
-def test_without_a_replay_endpoint_a_late_start_is_a_loss():
+def test_late_start_without_replay_is_a_loss():
     stream = Stream(can_replay=False)
     assert stream.asked() is None
     assert stream.live("a5", "a6") == "lost:0-4 a5 a6"
 
 
-def test_the_beginning_of_a_clock_based_stream_is_a_snapshot_below_its_first_number():
+def test_clock_stream_starts_with_snapshot_below_first_number():
     stream = started("S999")
     assert stream.live("a1000") == "a1000"
 
@@ -228,28 +228,28 @@ def test_the_beginning_of_a_clock_based_stream_is_a_snapshot_below_its_first_num
 # ---- gaps ----------------------------------------------------------------------------------------
 
 
-def test_a_gap_is_filled_beginning_with_the_last_batch():
+def test_gap_request_starts_with_the_last_received_batch():
     stream = started("a0", "a1", "a2")
     assert stream.live("a5", "a6") == ""
     assert stream.asked() == 2
     assert stream.replay("a2", "a3", "a4", "a5", "a6", "end") == "a3r a4r a5r a6r"
     assert stream.live("a7") == "a7"
-    assert stream.machine.counts().num_lost == 0
+    assert stream.machine.get_counts().num_lost == 0
 
 
-def test_a_gap_is_filled_though_the_last_batch_is_gone():
+def test_gap_is_filled_although_last_batch_left_the_buffer():
     stream = started("a0", "a1", "a2")
     stream.live("a5")
     assert stream.replay("a3", "a4", "a5", "end") == "a3r a4r a5r"
 
 
-def test_a_gap_is_answered_short():
+def test_gap_gets_the_remaining_batches():
     stream = started("a0")
     stream.live("a5", "a6")
     assert stream.replay("a4", "a5", "end") == "lost:1-3 a4r a5r a6"
 
 
-def test_a_gap_is_answered_with_a_snapshot():
+def test_gap_gets_a_snapshot():
     stream = started("a0")
     assert stream.live("a5") == ""
     assert stream.asked() == 0
@@ -259,17 +259,17 @@ def test_a_gap_is_answered_with_a_snapshot():
     assert stream.asked() is None
 
 
-def test_without_a_replay_endpoint_a_gap_is_a_loss():
+def test_gap_without_replay_is_a_loss():
     stream = Stream(can_replay=False)
     assert stream.live("a0", "a3", "a4") == "a0 lost:1-2 a3 a4"
 
 
-def test_without_a_replay_endpoint_a_clear_heals_a_gap():
+def test_clear_heals_a_gap_without_replay():
     stream = Stream(can_replay=False)
     assert stream.live("a0", "S3", "a4") == "a0 skipped:1-2 S3 a4"
 
 
-def test_gaps_between_batches_that_waited_are_filled_in_turn():
+def test_gaps_between_queued_batches_are_filled_in_turn():
     stream = started("a0")
     stream.live("a2")
     assert stream.asked() == 0
@@ -280,7 +280,7 @@ def test_gaps_between_batches_that_waited_are_filled_in_turn():
     assert stream.asked() is None
 
 
-def test_a_hole_in_an_answer_is_asked_for_once_more_and_filled():
+def test_hole_in_an_answer_is_requested_again_and_filled():
     stream = started("a0")
     stream.live("a5")
     assert stream.asked() == 0
@@ -289,8 +289,8 @@ def test_a_hole_in_an_answer_is_asked_for_once_more_and_filled():
     assert stream.replay("a2", "a3", "a4", "a5", "end") == "a2r a3r a4r a5r"
 
 
-def test_a_hole_in_an_answer_is_filled_by_what_came_live():
-    """The publisher's buffer moved on while it answered with a snapshot."""
+def test_hole_in_an_answer_is_filled_by_live_batches():
+    """The publisher's buffer advanced while it answered with a snapshot."""
     stream = started("a0")
     stream.live("a2", "a3", "a4", "a5")
     assert stream.asked() == 0
@@ -300,8 +300,8 @@ def test_a_hole_in_an_answer_is_filled_by_what_came_live():
     assert stream.asked() is None
 
 
-def test_a_hole_that_is_there_again_is_a_loss():
-    """A batch that could not be encoded leaves one for good."""
+def test_hole_in_two_answers_is_a_loss():
+    """A batch that could not be encoded leaves a permanent hole."""
     stream = started("a0")
     stream.live("a4")
     stream.asked()
@@ -310,13 +310,13 @@ def test_a_hole_that_is_there_again_is_a_loss():
     assert stream.replay("a3", "a4", "end") == "lost:2-2 a3r a4r"
 
 
-def test_a_hole_before_a_batch_that_begins_with_a_clear_is_healed():
+def test_hole_before_a_clear_is_healed():
     stream = started("a0")
     stream.live("a3")
     assert stream.replay("a0", "S2", "a3", "end") == "skipped:1-1 S2r a3r"
 
 
-def test_an_answer_without_its_end_is_asked_for_again_from_where_it_broke_off():
+def test_answer_without_end_is_requested_again_where_it_stopped():
     stream = started("a0", replay_timeout_s=5)
     stream.live("a9")
     assert stream.asked() == 0
@@ -331,7 +331,7 @@ def test_an_answer_without_its_end_is_asked_for_again_from_where_it_broke_off():
     )
 
 
-def test_a_request_that_is_never_answered_is_given_up():
+def test_unanswered_request_is_abandoned():
     stream = started("a0", replay_timeout_s=5, max_attempts=3)
     stream.live("a4", "a5")
     for _ in range(2):
@@ -340,30 +340,30 @@ def test_a_request_that_is_never_answered_is_given_up():
     assert stream.asked() == 0
     assert stream.wait(5) == "lost:1-3 a4 a5"
     assert stream.asked() is None
-    assert stream.machine.counts().num_timeouts == 3
-    # The next gap is asked for again.
+    assert stream.machine.get_counts().num_timeouts == 3
+    # The next gap is requested again.
     stream.live("a8")
     assert stream.asked() == 5
 
 
-def test_what_waits_is_bounded_and_what_was_dropped_is_asked_for():
-    stream = Stream(max_held=3)
+def test_queue_is_bounded_and_dropped_batches_are_requested():
+    stream = Stream(max_queued=3)
     stream.asked()
     stream.live(*[f"a{n}" for n in range(1, 10)])
-    assert stream.machine.num_held == 3
+    assert stream.machine.num_queued == 3
     assert stream.replay("a0", "a1", "end") == "a0r a1r"
     assert stream.asked() == 1
-    assert stream.machine.num_held == 3
+    assert stream.machine.num_queued == 3
     assert stream.replay(*[f"a{n}" for n in range(1, 9)], "end") == (
         " ".join(f"a{n}r" for n in range(2, 9)) + " a9"
     )
 
 
-# ---- requests that are not answered --------------------------------------------------------------
+# ---- unanswered requests -------------------------------------------------------------------------
 
 
 def unanswered(*names, **options):
-    """A stream that began with a0 and lost a1 to a3, since three requests were not answered."""
+    """Return a stream that started with a0 and lost a1 to a3 after three unanswered requests."""
     stream = started("a0", replay_timeout_s=5, max_attempts=3, **options)
     stream.live("a4", *names)
     for _ in range(2):
@@ -373,7 +373,7 @@ def unanswered(*names, **options):
     return stream
 
 
-def test_a_loss_to_unanswered_requests_is_healed_by_a_snapshot():
+def test_loss_from_unanswered_requests_is_healed_by_snapshot():
     stream = unanswered()
     assert stream.machine.is_incomplete
     assert stream.wait(5) == ""
@@ -385,10 +385,10 @@ def test_a_loss_to_unanswered_requests_is_healed_by_a_snapshot():
     assert stream.live("a7") == "a7"
     assert not stream.machine.is_incomplete
     assert stream.machine.deadline is None
-    assert stream.machine.counts().num_heals == 1
+    assert stream.machine.get_counts().num_heals == 1
 
 
-def test_a_snapshot_older_than_what_came_live_leaves_no_gap():
+def test_snapshot_older_than_live_batches_leaves_no_gap():
     stream = unanswered("a5", "a6", "a7")
     stream.wait(5)
     assert stream.replay("S3", "a4", "end", ts=99.0) == "S3r a4r"
@@ -397,18 +397,18 @@ def test_a_snapshot_older_than_what_came_live_leaves_no_gap():
     assert stream.replay("a4", "a5", "a6", "a7", "a8", "end", ts=99.0) == "a5r a6r a7r a8r"
 
 
-def test_a_loss_is_healed_by_reading_the_whole_stream_again():
+def test_loss_is_healed_by_reading_the_whole_stream_again():
     stream = unanswered()
     stream.wait(5)
     assert stream.asked() == 0
-    item = stream.machine.take_replayed(0, payload_of("a0"), stream.now)[0]
+    item = stream.machine.handle_replayed(0, payload_of("a0"), stream.now)[0]
     assert item.is_reset
     assert item.batch.events[1:] == [BlockRemoved([ord("a")], "GPU")]
     assert stream.replay(*[f"a{n}" for n in range(1, 6)], "end") == "a1r a2r a3r a4r a5r"
     assert not stream.machine.is_incomplete
 
 
-def test_what_is_left_from_before_the_loss_is_read_again():
+def test_batches_left_from_before_the_loss_are_read_again():
     stream = unanswered("a5", "a6")
     stream.wait(5)
     assert stream.replay("a2", "a3", "a4", "a5", "a6", "end") == "S2r a3r a4r a5r a6r"
@@ -416,17 +416,17 @@ def test_what_is_left_from_before_the_loss_is_read_again():
     assert not stream.machine.is_incomplete
 
 
-def test_an_answer_with_nothing_older_ends_the_healing():
+def test_answer_without_older_batches_ends_healing():
     stream = unanswered("a5", "a6")
     stream.wait(5)
     assert stream.replay("a5", "a6", "end") == ""
     assert stream.live("a7") == "a7"
     assert not stream.machine.is_incomplete
     assert stream.machine.deadline is None
-    assert stream.machine.counts().num_heals == 0
+    assert stream.machine.get_counts().num_heals == 0
 
 
-def test_healing_is_tried_again_with_growing_pauses():
+def test_healing_is_retried_with_growing_pauses():
     stream = unanswered()
     pauses = []
     while len(pauses) < 9:
@@ -445,7 +445,7 @@ def test_healing_is_tried_again_with_growing_pauses():
     assert not stream.machine.is_incomplete
 
 
-def test_a_stream_whose_beginning_is_not_answered_is_healed():
+def test_unanswered_first_request_is_healed():
     stream = Stream(replay_timeout_s=5, max_attempts=1)
     assert stream.wait(5) == ""
     assert stream.machine.is_incomplete
@@ -454,13 +454,13 @@ def test_a_stream_whose_beginning_is_not_answered_is_healed():
     assert not stream.machine.is_incomplete
 
 
-def test_a_live_clear_ends_the_healing():
+def test_live_clear_ends_healing():
     stream = unanswered()
     assert stream.live("S5") == "S5"
     assert not stream.machine.is_incomplete
 
 
-def test_an_answer_to_a_later_gap_is_followed_by_the_healing():
+def test_answer_to_a_later_gap_is_followed_by_healing():
     stream = unanswered()
     stream.live("a7")
     assert stream.asked() == 4
@@ -470,33 +470,33 @@ def test_an_answer_to_a_later_gap_is_followed_by_the_healing():
     assert stream.replay("S7", "end", ts=99.0) == "S7r"
 
 
-def test_the_highest_number_is_followed_by_a_request():
-    """One more would be the end marker, which cannot be asked for."""
+def test_highest_number_is_followed_by_a_request():
+    """The next number is the end marker, which cannot be requested."""
     highest = 2**64 - 2
     stream = Stream(can_replay=True)
     stream.replay(f"S{highest}", "end")
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.machine.request.start == highest
 
 
 # ---- restarts ------------------------------------------------------------------------------------
 
 
-def test_a_restart_at_0_is_noticed():
+def test_restart_at_0_is_detected():
     stream = started("a0", "a1", "a2")
     assert stream.live("b0", "b1") == "restarted b0 b1"
     assert stream.asked() is None
 
 
-def test_a_restart_is_noticed_though_its_first_batches_were_missed():
+def test_restart_is_detected_although_first_batches_were_missed():
     stream = started(*[f"a{n}" for n in range(8)])
     assert stream.live("b2", "b3") == "restarted"
     assert stream.asked() == 0
     assert stream.replay("b0", "b1", "b2", "b3", "end") == "b0r b1r b2r b3r"
 
 
-def test_a_restart_whose_numbers_have_passed_the_old_ones_is_noticed():
-    """Numbers alone would call this a gap, and keep the blocks of the life before."""
+def test_restart_with_numbers_above_the_old_ones_is_detected():
+    """By numbers alone this would be a gap, and the old incarnation's blocks would be kept."""
     stream = started("a0", "a1", "a2")
     assert stream.live("b7") == ""
     assert stream.asked() == 2
@@ -505,7 +505,7 @@ def test_a_restart_whose_numbers_have_passed_the_old_ones_is_noticed():
     assert stream.replay(*[f"b{n}" for n in range(8)], "end") == " ".join(f"b{n}r" for n in range(8))
 
 
-def test_a_restart_with_numbers_by_the_clock_is_healed_by_a_snapshot():
+def test_restart_with_clock_numbers_is_healed_by_a_snapshot():
     stream = started("a10")
     assert stream.live("b1000") == ""
     assert stream.asked() == 10
@@ -513,9 +513,9 @@ def test_a_restart_with_numbers_by_the_clock_is_healed_by_a_snapshot():
     assert stream.live("b1001") == "b1001"
 
 
-def test_after_a_reconnect_an_idle_new_life_is_noticed():
+def test_idle_new_incarnation_is_detected_after_reconnection():
     stream = started("a0", "a1")
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.asked() == 1
     assert stream.replay("end") == "restarted"
     assert stream.asked() == 0
@@ -523,19 +523,19 @@ def test_after_a_reconnect_an_idle_new_life_is_noticed():
     assert stream.live("b0") == "b0"
 
 
-def test_after_a_reconnect_the_same_life_goes_on():
+def test_same_incarnation_continues_after_reconnection():
     stream = started("a0", "a1")
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.replay("a1", "a2", "end") == "a2r"
     assert stream.live("a3") == "a3"
-    assert stream.machine.counts().num_restarts == 0
+    assert stream.machine.get_counts().num_restarts == 0
 
 
-def test_a_reconnect_during_a_request_makes_a_new_one_and_what_waited_is_forgotten():
+def test_reconnection_replaces_the_request_and_drops_the_queue():
     stream = started("a0")
     stream.live("a2")
     assert stream.asked() == 0
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.asked() == 0
     assert stream.replay("b0") == "restarted"
     assert stream.asked() == 0
@@ -543,69 +543,69 @@ def test_a_reconnect_during_a_request_makes_a_new_one_and_what_waited_is_forgott
     assert stream.asked() is None
 
 
-def test_after_a_reconnect_an_answer_without_the_last_batch_may_be_of_a_new_life():
+def test_answer_without_last_batch_means_restart_on_reconnection():
     stream = started("a0", "a1")
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.asked() == 1
     assert stream.replay("b2") == "restarted"
     assert stream.asked() == 0
     assert stream.replay("b2", "b3", "end") == "lost:0-1 b2r b3r"
 
 
-def test_after_a_reconnect_that_nobody_explains_nothing_is_relied_upon():
+def test_unanswered_reconnection_counts_as_a_restart():
     stream = started("a0", "a1", replay_timeout_s=5, max_attempts=2)
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.live("b2", "b3") == ""
     assert stream.wait(5) == ""
     assert stream.wait(5) == "restarted lost:0-1 b2 b3"
     assert stream.machine.request is None
 
 
-def test_whoever_connects_late_is_asked_late():
+def test_late_connection_delays_the_request():
     stream = Stream(replay_timeout_s=5, max_attempts=1)
     stream.asked()
     assert stream.wait(5) == ""
     assert stream.asked() is None
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.asked() == 0
 
 
-def test_the_first_connection_asks_nothing_more():
+def test_first_connection_sends_no_second_request():
     stream = Stream()
     assert stream.asked() == 0
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.replay("a0", "a1", "end") == "a0r a1r"
     assert stream.replay("a1", "end") == ""
     assert stream.asked() is None
 
 
-def test_after_a_snapshot_the_next_request_begins_behind_it():
-    """What the publisher has under the snapshot's number is a batch, with other bytes."""
+def test_next_request_starts_after_the_snapshot():
+    """Under the snapshot's number the publisher has a batch with other bytes."""
     stream = started("S8")
     stream.live("a10")
     assert stream.asked() == 9
     assert stream.replay("a9", "a10", "end") == "a9r a10r"
 
 
-def test_a_reconnect_right_after_a_snapshot_takes_another():
-    """Nothing is known yet that only this life has."""
+def test_reconnection_after_a_snapshot_takes_another_snapshot():
+    """No batch that identifies this incarnation is known yet."""
     stream = started("S8")
-    stream.machine.take_connected(stream.now)
+    stream.machine.handle_connection(stream.now)
     assert stream.asked() == 9
     assert stream.replay("a9") == "restarted"
     assert stream.asked() == 0
     assert stream.replay("S9", "end") == "skipped:0-8 S9r"
 
 
-def test_a_live_batch_of_an_earlier_life_is_passed_over_when_the_answer_has_another():
+def test_live_batch_of_old_incarnation_is_skipped():
     stream = Stream()
     stream.live("a1", "b0")
     assert stream.replay("b0", "b1", "end") == "b0r b1r"
     assert stream.asked() is None
-    assert stream.machine.counts().num_stale == 1
+    assert stream.machine.get_counts().num_stale == 1
 
 
-def test_a_restart_during_a_request_ends_in_the_new_life():
+def test_restart_during_a_request_ends_in_new_incarnation():
     stream = started("a0", "a1")
     stream.live("a5", "b0", "b1")
     assert stream.asked() == 1
@@ -613,12 +613,12 @@ def test_a_restart_during_a_request_ends_in_the_new_life():
     assert stream.asked() == 0
     words = stream.replay("b0", "b1", "end")
     assert words.startswith("b0r b1r")
-    # a5 is taken for a gap in the new life, until the numbers fall
+    # a5 counts as a gap in the new incarnation, until the numbers decrease
     assert stream.asked() == 1
     assert stream.replay("b1", "end") == "lost:2-4 a5 restarted b0 b1"
 
 
-def test_without_a_replay_endpoint_a_restart_that_was_missed_in_part_is_named():
+def test_partly_missed_restart_without_replay_is_reported():
     stream = Stream(can_replay=False)
     assert stream.live("a0", "a1", "a2", "b1") == "a0 a1 a2 restarted lost:0-0 b1"
 
@@ -626,12 +626,12 @@ def test_without_a_replay_endpoint_a_restart_that_was_missed_in_part_is_named():
 # ---- silence -------------------------------------------------------------------------------------
 
 
-def test_silence_is_asked_about_before_it_is_told():
+def test_silent_publisher_is_probed_before_it_is_reported():
     stream = started("a0", silence_after_s=10, replay_timeout_s=5, max_attempts=2)
     assert stream.wait(9) == ""
     assert stream.wait(1) == ""
     assert stream.asked() == 0
-    assert stream.replay("a0", "end") == ""  # it lives
+    assert stream.replay("a0", "end") == ""  # a sign of life
     stream.wait(10)
     assert stream.asked() == 0
     assert stream.wait(5) == ""
@@ -644,32 +644,32 @@ def test_silence_is_asked_about_before_it_is_told():
     assert not stream.machine.is_silent
 
 
-def test_batches_lost_at_the_end_show_when_the_silence_is_asked_about():
+def test_probe_finds_batches_lost_at_the_end():
     stream = started("a0", silence_after_s=10)
     stream.wait(10)
     assert stream.replay("a0", "a1", "a2", "end") == "a1r a2r"
 
 
-def test_without_a_replay_endpoint_silence_is_told_at_once():
+def test_silence_without_replay_is_reported_at_once():
     stream = Stream(can_replay=False, silence_after_s=10)
     assert stream.live("a0") == "a0"
     assert stream.machine.deadline == 110
     assert stream.wait(10) == "silent:10"
-    assert stream.machine.counts().num_silences == 1
+    assert stream.machine.get_counts().num_silences == 1
 
 
-def test_heartbeats_are_life():
+def test_heartbeats_prevent_silence():
     stream = Stream(can_replay=False, silence_after_s=10)
     for sequence in range(5):
-        stream.machine.take_live(sequence, encode_batch(KVEventBatch(0.0, [], 0)), stream.now)
+        stream.machine.handle_live(sequence, encode_batch(KVEventBatch(0.0, [], 0)), stream.now)
         assert stream.wait(9) == ""
 
 
-def test_by_default_silence_is_nothing():
+def test_silence_is_not_reported_by_default():
     assert started("a0").machine.deadline is None
 
 
-def test_a_live_batch_during_the_question_ends_the_silence():
+def test_live_batch_during_a_probe_ends_silence():
     stream = started("a0", silence_after_s=10, replay_timeout_s=5, max_attempts=1)
     stream.wait(10)
     stream.live("a1")
@@ -677,25 +677,25 @@ def test_a_live_batch_during_the_question_ends_the_silence():
     assert not stream.machine.is_silent
 
 
-# ---- what is no batch ----------------------------------------------------------------------------
+# ---- malformed batches ---------------------------------------------------------------------------
 
 
-def test_a_malformed_batch_is_counted_and_lost_and_the_stream_goes_on():
+def test_malformed_batch_is_lost_and_the_stream_continues():
     stream = started("a0")
-    items = stream.machine.take_live(1, b"\xc1 rubbish", stream.now)
+    items = stream.machine.handle_live(1, b"\xc1 rubbish", stream.now)
     assert stream.words(items) == "lost:1-1"
     assert stream.live("a2") == "a2"
-    assert stream.machine.counts().num_malformed == 1
+    assert stream.machine.get_counts().num_malformed == 1
 
 
-def test_a_malformed_batch_in_an_answer_is_counted_and_lost():
+def test_malformed_batch_in_an_answer_is_counted_and_lost():
     stream = Stream()
     assert stream.replay("a0") == "a0r"
-    assert stream.words(stream.machine.take_replayed(1, b"", stream.now)) == "lost:1-1"
+    assert stream.words(stream.machine.handle_replayed(1, b"", stream.now)) == "lost:1-1"
     assert stream.replay("a2", "end") == "a2r"
 
 
-def test_answers_that_nobody_asked_for_are_passed_over():
+def test_unrequested_answers_are_ignored():
     stream = started("a0")
     assert stream.replay("a7", "end") == ""
     assert stream.live("a1") == "a1"
@@ -713,11 +713,11 @@ def test_answers_that_nobody_asked_for_are_passed_over():
     ],
 )
 @pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
-def test_a_snapshot_is_told_by_its_first_bytes(events, expected, encode):
+def test_snapshot_is_recognized_by_its_first_bytes(events, expected, encode):
     assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected
 
 
-# ---- anything ------------------------------------------------------------------------------------
+# ---- random streams ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_snapshots", [True, False])
@@ -732,16 +732,14 @@ def test_a_snapshot_is_told_by_its_first_bytes(events, expected, encode):
     capacity=st.integers(1, 8),
     settle_s=st.sampled_from([None, 1]),
 )
-def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
-    has_snapshots, steps, capacity, settle_s
-):
-    """A publisher of numbers with a small buffer; a reader that obeys the items has them all, or was told."""
+def test_random_stream_is_complete_or_reports_its_losses(has_snapshots, steps, capacity, settle_s):
+    """A publisher with a small buffer; a reader has all its numbers or was notified of the losses."""
     words = {"R": "restart", "C": "clock", "A": "answer", "P": "part", "T": "time", "L": "live again"}
     steps = [words.get(step, step) for step in steps]
-    life, sequence, sent = 0, 0, []  # this life's batches as (sequence, payload)
+    life, sequence, sent = 0, 0, []  # batches of this incarnation as (sequence, payload)
     stream = Stream(silence_after_s=10, settle_s=settle_s)
     machine = stream.machine
-    machine.take_connected(stream.now)
+    machine.handle_connection(stream.now)
     held, is_whole = [], True
 
     def read(items):
@@ -779,9 +777,9 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
         for one, payload in kept if whole else kept[: len(kept) // 2]:
             if machine.request is not request:
                 return
-            read(machine.take_replayed(one, payload, stream.now))
+            read(machine.handle_replayed(one, payload, stream.now))
         if whole and machine.request is request:
-            read(machine.take_replay_end(stream.now))
+            read(machine.handle_replay_end(stream.now))
 
     clock = 0
     for step in [*steps, "settle"]:
@@ -790,28 +788,28 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
             payload = encode(BlockRemoved([number_of(life, sequence)], "GPU"))
             sent.append((sequence, payload))
             if step != "drop":
-                read(machine.take_live(sequence, payload, stream.now))
+                read(machine.handle_live(sequence, payload, stream.now))
             sequence += 1
         elif step in ("restart", "clock"):
             life += 1
             sequence = 0 if step == "restart" else sequence + 1000
             if step == "clock" and not has_snapshots:
-                sequence = 0  # numbers by the clock need snapshots
+                sequence = 0  # clock numbers need snapshots
             sent = []
-            read(machine.take_connected(stream.now))
+            read(machine.handle_connection(stream.now))
         elif step in ("answer", "part") and machine.request is not None:
             answer(step == "answer")
         elif step == "time" and machine.deadline is not None:
             stream.now = machine.deadline
-            read(machine.take_time(stream.now))
+            read(machine.handle_timers(stream.now))
         elif step == "live again":
-            read(machine.take_connected(stream.now))
+            read(machine.handle_connection(stream.now))
     for _ in range(50):
         if machine.request is not None:
             answer(True)
         elif machine.is_recovering or machine.is_incomplete:
             stream.now = machine.deadline
-            read(machine.take_time(stream.now))
+            read(machine.handle_timers(stream.now))
         else:
             break
     assert machine.request is None
@@ -819,7 +817,7 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
     assert not machine.is_incomplete
     assert is_whole or not has_snapshots
     if is_whole:
-        # Nothing missing, nothing twice, nothing of a life before.
+        # No batch is missing, repeated or from a previous incarnation.
         assert held == [number_of(life, one) for one, _ in sent]
     else:
-        assert not has_snapshots or not machine.can_replay or machine.counts().num_lost
+        assert not has_snapshots or not machine.can_replay or machine.get_counts().num_lost

@@ -20,7 +20,7 @@ from kv_pool.events.endpoints import check_endpoint, is_ipv6, is_loopback, offse
         ("tcp://localhost:0", True),
     ],
 )
-def test_a_publisher_binds_what_is_its_own(endpoint, binds):
+def test_publisher_binds_local_endpoints(endpoint, binds):
     assert should_bind(endpoint) is binds
 
 
@@ -44,11 +44,11 @@ def test_each_rank_has_its_own_endpoint(endpoint, rank, expected):
 @pytest.mark.parametrize(
     ("endpoint", "rank", "message"),
     [
-        ("ipc:///tmp/events", 1, "no room for data-parallel rank 1; use tcp or inproc"),
+        ("ipc:///tmp/events", 1, "cannot be offset by data-parallel rank 1; use tcp or inproc"),
         ("tcp://*:65535", 1, "is port 65536; a port is at most 65535"),
     ],
 )
-def test_a_rank_without_an_endpoint_is_told(endpoint, rank, message):
+def test_rank_without_an_endpoint_is_rejected(endpoint, rank, message):
     with pytest.raises(InvalidArgumentError, match=message):
         offset_endpoint(endpoint, rank)
 
@@ -70,7 +70,7 @@ def test_a_rank_without_an_endpoint_is_told(endpoint, rank, message):
         "inproc://",
     ],
 )
-def test_what_is_no_endpoint_is_refused(endpoint):
+def test_invalid_endpoint_is_rejected(endpoint):
     with pytest.raises(InvalidArgumentError, match="endpoint is"):
         check_endpoint(endpoint)
 
@@ -91,12 +91,12 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("tcp://10.0.0.7:1", False),
     ],
 )
-def test_loopback_is_what_no_other_machine_reaches(endpoint, is_own):
+def test_loopback_endpoints_are_recognized(endpoint, is_own):
     check_endpoint(endpoint)
     assert is_loopback(endpoint) is is_own
 
 
-def test_ipv6_is_seen():
+def test_ipv6_endpoints_are_recognized():
     assert is_ipv6("tcp://[::1]:1")
     assert is_ipv6("tcp://:::1")
     assert not is_ipv6("tcp://*:1")

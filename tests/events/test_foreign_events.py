@@ -1,4 +1,4 @@
-"""Events of classes that an engine brings."""
+"""Events of an engine's own classes."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from kv_pool.events.stream_state import StreamState
 
 
 def make_foreign(event, *left_out, name=None, **more):
-    """The same event as a struct of another class of that name, as an engine has it."""
+    """Return the same event as a struct of another class with that name, as an engine defines it."""
     kind = type(event)
     fields = [field for field in kind.__struct_fields__ if field not in left_out]
     foreign = msgspec.defstruct(name or kind.__name__, [*fields, *more])
@@ -28,18 +28,18 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_an_engines_event_becomes_ours(event):
+def test_event_of_an_engine_is_converted(event):
     assert adopt(make_foreign(event)) == event
     assert adopt(make_foreign(event, news=1)) == event
     assert adopt(event) is event
 
 
-def test_fields_that_an_older_engine_does_not_have_are_unset():
+def test_fields_missing_in_an_older_engine_are_unset():
     event = stored([1])
     assert adopt(make_foreign(event, "session_id", "lookahead_token_ids", "ownership")) == event
 
 
-def test_a_report_of_an_engine_that_marks_them_is_a_report():
+def test_report_of_an_engine_is_converted_to_a_report():
     adopted = adopt(make_foreign(stored([1], event_class=kv_events.BlockReported)))
     assert type(adopted) is kv_events.BlockReported
 
@@ -47,19 +47,19 @@ def test_a_report_of_an_engine_that_marks_them_is_a_report():
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        ({"type": "BlockStored"}, "a dict can not be sent"),
-        (SimpleNamespace(block_hashes=[1]), "a SimpleNamespace can not be sent"),
-        (make_foreign(stored([1]), "token_ids"), "a BlockStored that can not be sent: .*token_ids"),
+        ({"type": "BlockStored"}, "a dict cannot be sent"),
+        (SimpleNamespace(block_hashes=[1]), "a SimpleNamespace cannot be sent"),
+        (make_foreign(stored([1]), "token_ids"), "a BlockStored cannot be sent: .*token_ids"),
     ],
 )
-def test_what_is_no_event_is_refused_and_nothing_has_changed(event, message):
+def test_object_that_is_not_an_event_is_rejected_without_change(event, message):
     state = StreamState()
     with pytest.raises(InvalidTypeError, match=message):
         state.apply([stored([1]), event])
     assert len(state.resident) == 0
 
 
-def test_a_state_counts_ours_and_theirs_together():
+def test_state_counts_own_and_foreign_events_together():
     state = StreamState()
     assert draw(state.apply([make_foreign(stored([1])), stored([1])])) == ["> 1"]
     assert draw(state.apply([removed(1), make_foreign(removed(1))])) == ["- 1"]

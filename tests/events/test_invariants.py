@@ -1,4 +1,4 @@
-"""Each invariant of the stream notices the damage that it is there for."""
+"""Each invariant of the stream detects the corresponding damage."""
 
 import pytest
 from drawing import blocks, hash_of, make_pool, make_request
@@ -13,7 +13,7 @@ REQUEST = make_request([hash_of(number) for number in (11, 12, 13)])
 
 
 def make_followed():
-    """A pool with two copies of 11 and one of 12 and 13, a state that has its events, and a reader."""
+    """Return a pool with two copies of 11 and one of 12 and 13, its state, and a reader."""
     pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
     pool.cache_full_blocks(REQUEST, blocks(pool, 4), 0, 1, 4, 0)
@@ -23,19 +23,19 @@ def make_followed():
 
 
 def find_block(state, position):
-    """The blocks of the only place, and the hash at this position of the sequence."""
+    """Return the blocks of the only place, and the hash at this position of the sequence."""
     (found,) = state.resident.places.values()
     chain = [block_hash for event in state.take_snapshot()[1][1:] for block_hash in event.block_hashes]
     return found, chain[position]
 
 
-def test_a_followed_pool_is_sound():
+def test_followed_pool_satisfies_all_invariants():
     pool, state, reader = make_followed()
     check_resident(state, pool)
     check_knowledge(state, reader)
 
 
-def test_e1_a_lost_event_is_noticed():
+def test_e1_detects_a_lost_event():
     pool, state, _ = make_followed()
     pool.evict_blocks([2])
     pool.take_events()
@@ -43,7 +43,7 @@ def test_e1_a_lost_event_is_noticed():
         check_resident(state, pool)
 
 
-def test_e1_a_lost_hash_is_noticed():
+def test_e1_detects_a_lost_hash():
     pool, state, _ = make_followed()
     found, block_hash = find_block(state, 1)
     del found.spans[block_hash]
@@ -51,7 +51,7 @@ def test_e1_a_lost_hash_is_noticed():
         check_resident(state, pool)
 
 
-def test_e2_a_copy_counted_wrongly_is_noticed():
+def test_e2_detects_a_wrong_number_of_copies():
     pool, state, _ = make_followed()
     found, block_hash = find_block(state, 0)
     del found.copies[block_hash]
@@ -59,7 +59,7 @@ def test_e2_a_copy_counted_wrongly_is_noticed():
         check_resident(state, pool)
 
 
-def test_e3_a_reader_who_missed_a_batch_is_noticed():
+def test_e3_detects_a_reader_that_missed_a_batch():
     pool, state, reader = make_followed()
     pool.evict_blocks([2])
     state.apply(pool.take_events())
@@ -72,23 +72,23 @@ def test_e3_a_reader_who_missed_a_batch_is_noticed():
 @pytest.mark.parametrize(
     "damage", [{"parent": 5}, {"tokens": pack_tokens([9] * 12)}, {"lookahead_token_ids": ([1], [2], [3])}]
 )
-def test_e3_a_snapshot_that_tells_something_else_is_noticed(damage):
+def test_e3_detects_a_snapshot_with_other_fields(damage):
     _, state, reader = make_followed()
     found, block_hash = find_block(state, 0)
     for name, wrong in damage.items():
         setattr(found.spans[block_hash], name, wrong)
     late = Reader()
     late.read(state.take_snapshot()[1])
-    with pytest.raises(CorruptedPoolError, match=r"E3: of .* is known .*, and .* was sent"):
+    with pytest.raises(CorruptedPoolError, match=r"E3: .* is known as .*, but sent as"):
         check_knowledge(state, reader, late)
 
 
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([stored([2], 1), stored([1])], "E4: 1 comes after a block whose parent it is"),
-        ([stored([1, 2, 1])], "E5: a hash is twice"),
-        ([removed(7, 7)], "E5: a hash is twice"),
+        ([stored([2], 1), stored([1])], "E4: 1 is stored after its child"),
+        ([stored([1, 2, 1])], "E5: a hash occurs twice"),
+        ([removed(7, 7)], "E5: a hash occurs twice"),
         ([stored([1], 1)], "E5: 1 is its own parent"),
         ([stored([1, 2], token_ids=[1] * 6)], "E6: 6 tokens for 2 blocks of 2"),
         ([stored([], token_ids=[1])], "E6: 1 tokens for 0 blocks"),
@@ -97,13 +97,13 @@ def test_e3_a_snapshot_that_tells_something_else_is_noticed(damage):
         ([removed(9), removed(9)], r"E7: .* is removed twice"),
     ],
 )
-def test_e4_to_e7_what_must_not_be_sent_is_noticed(events, message):
+def test_e4_to_e7_detect_forbidden_events(events, message):
     reader = Reader()
     reader.read([stored([9])])
     with pytest.raises(CorruptedPoolError, match=message):
         check_events(StreamState(), events, reader)
 
 
-def test_what_no_option_promises_is_not_asked_for():
+def test_checks_skip_what_the_options_do_not_guarantee():
     state = StreamState(exact=False, dense=False)
     check_events(state, [stored([1, 1], token_ids=[3]), stored([1], 1), stored([], token_ids=[1])], Reader())

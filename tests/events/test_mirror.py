@@ -1,4 +1,4 @@
-"""What a mirror answers, and what it does with events that do not fit together."""
+"""Lookups of a mirror, and inconsistent events."""
 
 import threading
 
@@ -24,7 +24,7 @@ from kv_pool.events.mirror import PrefixMirror
 
 
 def stored(*hashes, parent=None, tokens=None, block_size=4, medium="GPU", lora=None, **more):
-    """A store of blocks whose tokens are those of their number, unless others are given."""
+    """Return a store of blocks; by default tokens are derived from the block number."""
     if tokens is None:
         tokens = [number for one in hashes for number in [abs(hash(one)) % 1000] * block_size]
     return BlockStored(list(hashes), parent, tokens, block_size, None, medium, lora, **more)
@@ -42,32 +42,32 @@ def make_mirror(**publishers):
 
 
 def wide(token):
-    """A token in the longest form that msgpack has for it."""
+    """Return a token in msgpack's longest form."""
     return b"\xcf" + token.to_bytes(8, "big")
 
 
 # ---- prefixes by hash ----------------------------------------------------------------------------
 
 
-def test_a_prefix_ends_at_the_first_block_that_is_not_held():
+def test_prefix_ends_at_the_first_block_not_held():
     mirror = make_mirror(a=[stored(1, 2, 3, 4)], b=[stored(1, 2)], c=[stored(2, 3)], d=[stored(1), stored(3)])
     assert mirror.find_prefix([1, 2, 3, 9]) == {"a": 3, "b": 2, "d": 1}
     assert mirror.find_best([1, 2, 3]) == ("a", 3)
 
 
 @pytest.mark.parametrize("hashes", [[], [9], [9, 1]])
-def test_nobody_holds_the_first_block(hashes):
+def test_prefix_without_first_block_has_no_holders(hashes):
     mirror = make_mirror(a=[stored(1)])
     assert mirror.find_prefix(hashes) == {}
     assert mirror.find_best(hashes) is None
 
 
-def test_of_equals_the_publisher_known_longest_is_best():
+def test_of_equal_publishers_the_first_registered_is_best():
     mirror = make_mirror(z=[stored(1)], a=[stored(1)])
     assert mirror.find_best([1]) == ("z", 1)
 
 
-def test_a_mirror_without_publishers_answers():
+def test_mirror_without_publishers_returns_nothing():
     assert PrefixMirror().find_prefix([1]) == {}
     assert PrefixMirror().publisher_ids == []
 
@@ -84,20 +84,20 @@ def test_hashes_may_be_signed_or_bytes_on_either_side():
 
 
 @pytest.mark.parametrize("wrong", ["1", None, ("a",)])
-def test_what_is_no_hash_is_refused(wrong):
+def test_invalid_hash_is_rejected(wrong):
     mirror = make_mirror(a=[stored(1)])
     with pytest.raises(InvalidTypeError, match="hashes are ints or bytes"):
         mirror.find_prefix([wrong])
 
 
-def test_what_is_no_event_is_refused_after_those_before_it():
+def test_invalid_event_is_rejected_after_earlier_ones_applied():
     mirror = PrefixMirror()
-    with pytest.raises(InvalidTypeError, match="a str is no event"):
+    with pytest.raises(InvalidTypeError, match="a str is not an event"):
         mirror.apply("a", [stored(1), "BlockStored", stored(2)])
-    assert mirror.state_of("a") == {(0, "GPU", 1)}
+    assert mirror.get_blocks("a") == {(0, "GPU", 1)}
 
 
-def test_many_publishers():
+def test_prefix_counts_are_right_for_many_publishers():
     mirror = PrefixMirror()
     for number in range(100):
         mirror.apply(f"p{number}", [stored(*range(number + 1))])
@@ -107,41 +107,41 @@ def test_many_publishers():
 # ---- groups and media ----------------------------------------------------------------------------
 
 
-def test_a_prefix_may_lie_in_several_media_and_be_asked_for_in_one():
+def test_prefix_may_span_media_or_be_searched_in_one():
     mirror = make_mirror(a=[stored(1, 2), stored(3, parent=2, medium="CPU"), stored(1, medium="cpu")])
     assert mirror.find_prefix([1, 2, 3]) == {"a": 3}
     assert mirror.find_prefix([1, 2, 3], medium="GPU") == {"a": 2}
     assert mirror.find_prefix([1, 2, 3], medium="cpu") == {"a": 1}
     assert mirror.find_prefix([1, 2, 3], medium="STORAGE") == {}
-    assert mirror.state_of("a") == {(0, "GPU", 1), (0, "GPU", 2), (0, "CPU", 3), (0, "CPU", 1)}
+    assert mirror.get_blocks("a") == {(0, "GPU", 1), (0, "GPU", 2), (0, "CPU", 3), (0, "CPU", 1)}
     assert mirror.count_blocks("a") == 4
 
 
-def test_no_medium_is_gpu_and_no_group_is_group_0():
+def test_missing_medium_is_gpu_and_missing_group_is_0():
     mirror = make_mirror(a=[stored(1, medium=None), stored(2, group_idx=0)])
     assert mirror.find_prefix([1, 2], group=0, medium="GPU") == {"a": 2}
     mirror.apply("a", [removed(2, medium=None), removed(1, group_idx=0)])
-    assert mirror.state_of("a") == set()
+    assert mirror.get_blocks("a") == set()
 
 
-def test_a_removal_in_one_medium_leaves_the_other():
+def test_removal_in_one_medium_leaves_the_other():
     mirror = make_mirror(a=[stored(1), stored(1, medium="CPU"), removed(1)])
     assert mirror.find_prefix([1], medium="GPU") == {}
     assert mirror.find_prefix([1]) == {"a": 1}
 
 
 @pytest.mark.parametrize("kind", ["sliding_window", "mamba", "chunked_local_attention", "something_new"])
-def test_groups_that_are_no_prefix_are_kept_but_not_looked_up(kind):
+def test_groups_that_are_not_prefixes_are_kept_but_not_searched(kind):
     mirror = make_mirror(a=[stored(1, 2, group_idx=0, kv_cache_spec_kind=kind)])
     assert mirror.find_prefix([1, 2]) == {}
     assert mirror.find_prefix([1, 2], group=0) == {}
-    assert mirror.state_of("a") == {(0, "GPU", 1), (0, "GPU", 2)}
+    assert mirror.get_blocks("a") == {(0, "GPU", 1), (0, "GPU", 2)}
     mirror.apply("a", [removed(1, group_idx=0)])
-    assert mirror.state_of("a") == {(0, "GPU", 2)}
+    assert mirror.get_blocks("a") == {(0, "GPU", 2)}
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
-def test_main_attention_in_any_group_is_looked_up(kind):
+def test_full_attention_in_any_group_is_searched(kind):
     mirror = make_mirror(
         a=[
             stored(1, group_idx=0, kv_cache_spec_kind="sliding_window"),
@@ -153,7 +153,7 @@ def test_main_attention_in_any_group_is_looked_up(kind):
     assert mirror.find_prefix([1, 2], group=0) == {}
 
 
-def test_a_group_without_a_kind_is_looked_up_once_the_kind_is_known():
+def test_group_is_searched_once_its_kind_is_known():
     mirror = make_mirror(a=[stored(1, tokens=[1, 2, 3, 4], group_idx=3)])
     assert mirror.find_prefix([1]) == mirror.find_prefix_of_tokens([1, 2, 3, 4]) == {}
     mirror.apply("a", [stored(2, parent=1, group_idx=3, kv_cache_spec_kind="full_attention")])
@@ -164,17 +164,17 @@ def test_a_group_without_a_kind_is_looked_up_once_the_kind_is_known():
     assert mirror.count_blocks("a") == 3
 
 
-def test_events_about_blocks_elsewhere_are_left_out():
+def test_events_about_remote_blocks_are_ignored():
     mirror = make_mirror(a=[stored(1, locality="LOCAL"), stored(2, locality="REMOTE")])
     mirror.apply("a", [removed(1, locality="REMOTE")])
-    assert mirror.state_of("a") == {(0, "GPU", 1)}
-    assert mirror.counts_of("a").num_remote == 2
+    assert mirror.get_blocks("a") == {(0, "GPU", 1)}
+    assert mirror.get_counts("a").num_remote == 2
 
 
 # ---- copies, clears, publishers ------------------------------------------------------------------
 
 
-def test_copies_are_counted_where_the_publisher_announces_each():
+def test_copies_are_counted_if_the_publisher_announces_each():
     mirror = PrefixMirror()
     mirror.add_publisher("each copy", counts_copies=True)
     for name in ("each copy", "first and last"):
@@ -184,32 +184,32 @@ def test_copies_are_counted_where_the_publisher_announces_each():
     assert mirror.find_prefix([1]) == {"each copy": 1}
     mirror.apply("each copy", [removed(1), removed(1)])
     assert mirror.find_prefix([1]) == {}
-    counts = mirror.counts_of("each copy")
+    counts = mirror.get_counts("each copy")
     assert (counts.num_stored, counts.num_stored_again, counts.num_removed) == (1, 2, 1)
     assert counts.num_removed_unknown == 1
 
 
-def test_a_report_of_a_hit_is_no_copy():
+def test_reported_hit_is_not_a_copy():
     mirror = PrefixMirror(counts_copies=True)
     mirror.apply("a", [stored(1), BlockReported([1], None, [1] * 4, 4, None, "GPU", None), removed(1)])
-    assert mirror.state_of("a") == set()
+    assert mirror.get_blocks("a") == set()
 
 
-def test_counting_starts_anew_after_a_clear():
+def test_clear_resets_copy_counts():
     mirror = PrefixMirror(counts_copies=True)
     mirror.apply("a", [stored(1), stored(1), AllBlocksCleared(), stored(1), removed(1)])
-    assert mirror.state_of("a") == set()
+    assert mirror.get_blocks("a") == set()
 
 
-def test_a_clear_concerns_one_publisher_and_all_its_media():
+def test_clear_affects_one_publisher_and_all_its_media():
     mirror = make_mirror(a=[stored(1), stored(1, medium="CPU")], b=[stored(1)])
     mirror.apply("a", [AllBlocksCleared(), stored(2)])
-    assert mirror.state_of("a") == {(0, "GPU", 2)}
+    assert mirror.get_blocks("a") == {(0, "GPU", 2)}
     assert mirror.find_prefix([1]) == {"b": 1}
-    assert mirror.counts_of("a").num_clears == 1
+    assert mirror.get_counts("a").num_clears == 1
 
 
-def test_a_publisher_can_be_cleared_and_removed():
+def test_publisher_can_be_cleared_and_removed():
     mirror = make_mirror(a=[stored(1)], b=[stored(1)])
     mirror.clear_publisher("a")
     assert mirror.find_prefix([1]) == {"b": 1}
@@ -218,15 +218,15 @@ def test_a_publisher_can_be_cleared_and_removed():
     mirror.remove_publisher("nobody")
     mirror.clear_publisher("nobody")
     assert mirror.publisher_ids == ["a"]
-    mirror.apply("c", [stored(1)])  # takes the place of b
+    mirror.apply("c", [stored(1)])  # takes the bit of b
     assert mirror.find_prefix([1]) == {"c": 1}
-    assert mirror.state_of("b") == set()
+    assert mirror.get_blocks("b") == set()
     assert mirror.count_blocks("b") == 0
-    with pytest.raises(InvalidArgumentError, match="no publisher 'b'"):
-        mirror.counts_of("b")
+    with pytest.raises(InvalidArgumentError, match="unknown publisher 'b'"):
+        mirror.get_counts("b")
 
 
-def test_a_second_publisher_keeps_the_first_ones_blocks_findable():
+def test_blocks_stay_findable_when_a_second_publisher_joins():
     mirror = make_mirror(a=[stored(1, 2, 3), removed(3)])
     mirror.apply("b", [stored(1)])
     assert mirror.find_prefix([1, 2, 3]) == {"b": 1, "a": 2}
@@ -240,85 +240,85 @@ def test_a_second_publisher_keeps_the_first_ones_blocks_findable():
     assert mirror.find_prefix([1, 4]) == {"c": 2}
 
 
-def test_nothing_is_left_of_blocks_that_are_gone():
+def test_no_memory_is_left_of_removed_blocks():
     mirror = make_mirror(a=[stored(1, 2)], b=[stored(1, 2)])
     mirror.apply("a", [removed(2), removed(1)])
     mirror.apply("b", [AllBlocksCleared()])
-    for table in mirror._held.tables.values():
-        assert table.holders == {}
-        assert table.token_holders == {}
+    for table in mirror._tables.tables.values():
+        assert table.publishers == {}
+        assert table.token_publishers == {}
 
 
-# ---- what a publisher can make the mirror keep ---------------------------------------------------
+# ---- bounds on one publisher ---------------------------------------------------------------------
 
 
-def test_a_publisher_with_8000_media_does_not_slow_lookups():
-    """Each used to be a table that every lookup walked, for good: 6 s a lookup."""
+def test_publisher_with_8000_media_does_not_slow_lookups():
+    """Each medium used to be a permanent table that every lookup scanned: 6 s per lookup."""
     mirror = make_mirror(honest=[stored(1, 2)], hostile=[stored(1, medium=f"M{n}") for n in range(8000)])
-    assert len(mirror._held.tables) <= 33
-    assert mirror.counts_of("hostile").num_refused == 8000 - 32
+    assert len(mirror._tables.tables) <= 33
+    assert mirror.get_counts("hostile").num_refused == 8000 - 32
     assert mirror.count_blocks("hostile") == 32
     assert mirror.find_prefix([1, 2]) == {"honest": 2, "hostile": 1}
     mirror.remove_publisher("hostile")
-    assert [*mirror._held.tables] == [(0, "GPU")]
+    assert [*mirror._tables.tables] == [(0, "GPU")]
     assert mirror.find_prefix([1, 2]) == {"honest": 2}
 
 
-def test_groups_and_media_without_blocks_make_room_for_others():
+def test_empty_groups_and_media_do_not_count_towards_the_bound():
     mirror = PrefixMirror(max_places=2)
     for number in range(100):
         mirror.apply("a", [stored(1, medium=f"M{number}"), removed(1, medium=f"M{number}")])
     mirror.apply("a", [stored(1, group_idx=number, kv_cache_spec_kind="mamba") for number in range(100)])
-    assert mirror.counts_of("a").num_refused == 98
+    assert mirror.get_counts("a").num_refused == 98
     mirror.apply("a", [AllBlocksCleared(), stored(5, medium="CPU"), stored(6)])
-    assert mirror.state_of("a") == {(0, "CPU", 5), (0, "GPU", 6)}
-    assert mirror._held.tables.keys() == {(0, "CPU"), (0, "GPU")}
+    assert mirror.get_blocks("a") == {(0, "CPU", 5), (0, "GPU", 6)}
+    assert mirror._tables.tables.keys() == {(0, "CPU"), (0, "GPU")}
 
 
-def test_a_medium_with_a_long_name_is_refused():
+def test_medium_with_a_long_name_is_rejected():
     mirror = make_mirror(a=[stored(1, medium="M" * 65), stored(2, medium="M" * 64)])
-    assert mirror.state_of("a") == {(0, "M" * 64, 2)}
-    assert mirror.counts_of("a").num_refused == 1
+    assert mirror.get_blocks("a") == {(0, "M" * 64, 2)}
+    assert mirror.get_counts("a").num_refused == 1
 
 
-def test_a_publisher_with_8000_block_sizes_does_not_slow_lookups():
-    """Each used to cost every lookup by tokens a pass over the prompt, for good."""
+def test_publisher_with_8000_block_sizes_does_not_slow_lookups():
+    """Each block size used to add a permanent pass over the prompt to every token lookup."""
     mirror = make_mirror(
         honest=[stored(1, 2, tokens=range(100, 108))],
         hostile=[stored(n, tokens=[1] * n, block_size=n) for n in range(1, 8001) if n != 4],
     )
-    assert len(mirror._held.block_sizes) == 9
-    assert mirror.counts_of("hostile").num_refused_sizes == 7999 - 8
+    assert len(mirror._tables.block_sizes) == 9
+    assert mirror.get_counts("hostile").num_refused_sizes == 7999 - 8
     assert mirror.count_blocks("hostile") == 7999
     assert mirror.find_prefix_of_tokens(range(100, 108)) == {"honest": 8}
     mirror.clear_publisher("hostile")
-    assert mirror._held.block_sizes == (4,)
+    assert mirror._tables.block_sizes == (4,)
     mirror.apply("hostile", [stored(1, tokens=[9] * 16, block_size=16)])
     assert mirror.find_prefix_of_tokens([9] * 16) == {"hostile": 16}
     mirror.remove_publisher("hostile")
-    assert mirror._held.block_sizes == (4,)
+    assert mirror._tables.block_sizes == (4,)
 
 
 @pytest.mark.parametrize("learns_tokens", [False, True])
-def test_a_publisher_cannot_make_the_mirror_hold_any_number_of_blocks(learns_tokens):
-    """It used to take memory without end."""
+def test_number_of_blocks_per_publisher_is_bounded(learns_tokens):
+    """Memory used to grow without bound."""
     mirror = PrefixMirror(learns_tokens, max_blocks=5)
     mirror.apply("honest", [stored(1, 2, 3)])
     mirror.apply("hostile", [stored(*range(1, 1000)), stored(7000, medium="CPU")])
-    assert mirror.state_of("hostile") == {(0, "GPU", block_hash) for block_hash in range(1, 6)}
-    assert mirror.counts_of("hostile").num_refused == 994 + 1
+    assert mirror.get_blocks("hostile") == {(0, "GPU", block_hash) for block_hash in range(1, 6)}
+    assert mirror.get_counts("hostile").num_refused == 994 + 1
     assert mirror.find_prefix(range(1, 1000)) == {"honest": 3, "hostile": 5}
     mirror.apply("hostile", [removed(4, 5, 6), stored(8), stored(9, 10, medium="CPU")])
-    assert mirror.state_of("hostile") == {(0, "GPU", n) for n in (1, 2, 3, 8)} | {(0, "CPU", 9)}
-    assert mirror.counts_of("hostile").num_refused == 996
+    assert mirror.get_blocks("hostile") == {(0, "GPU", n) for n in (1, 2, 3, 8)} | {(0, "CPU", 9)}
+    assert mirror.get_counts("hostile").num_refused == 996
     mirror.apply("hostile", [AllBlocksCleared(), stored(*range(20, 25))])
     assert mirror.count_blocks("hostile") == 5
-    assert mirror.counts_of("hostile").num_refused == 996
-    assert mirror.counts_of("honest").num_refused == 0
+    assert mirror.get_counts("hostile").num_refused == 996
+    assert mirror.get_counts("honest").num_refused == 0
 
 
 @pytest.mark.parametrize("options", [{"max_places": 0}, {"max_block_sizes": 0}, {"max_blocks": 0}])
-def test_bounds_below_one_are_refused(options):
+def test_bounds_below_one_are_rejected(options):
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         PrefixMirror(**options)
 
@@ -326,7 +326,7 @@ def test_bounds_below_one_are_refused(options):
 # ---- prefixes by tokens --------------------------------------------------------------------------
 
 
-def test_tokens_are_found_whatever_the_engines_hash_with():
+def test_tokens_are_found_with_any_hash_algorithm():
     prompt = list(range(100, 112))
     mirror = make_mirror(
         a=[stored(7, 8, 9, tokens=prompt)],
@@ -340,7 +340,7 @@ def test_tokens_are_found_whatever_the_engines_hash_with():
     assert mirror.find_prefix_of_tokens(prompt) == {"a": 4, "b": 4, "wide": 8}
 
 
-def test_adapter_and_extra_keys_tell_prompts_apart():
+def test_adapter_and_extra_keys_distinguish_prompts():
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     mirror = make_mirror(
         plain=[stored(1, 2, tokens=prompt, extra_keys=[None, None])],
@@ -356,7 +356,7 @@ def test_adapter_and_extra_keys_tell_prompts_apart():
     assert mirror.find_prefix_of_tokens(prompt, extra_keys=image) == {"image": 8, "plain": 4}
 
 
-def test_blocks_behind_an_unknown_parent_or_with_tokens_of_others_are_found_by_hash_only():
+def test_blocks_without_known_tokens_are_found_by_hash_only():
     mirror = make_mirror(
         a=[
             stored(2, parent=1, tokens=[5, 6, 7, 8]),
@@ -367,24 +367,24 @@ def test_blocks_behind_an_unknown_parent_or_with_tokens_of_others_are_found_by_h
     assert mirror.find_prefix([2]) == {"a": 1}
     assert mirror.find_prefix([8, 9]) == {"a": 2}
     assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {}
-    assert mirror.counts_of("a").num_unknown_parents == 1
-    # Told again with a parent that is known, the block is placed.
+    assert mirror.get_counts("a").num_unknown_parents == 1
+    # Stored again after a known parent, the block can be found by tokens.
     mirror.apply("a", [stored(1, 2, tokens=[1, 2, 3, 4, 5, 6, 7, 8])])
     assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 8}
     mirror.apply("a", [removed(2)])
     assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 4}
 
 
-def test_a_block_that_moves_to_another_medium_without_tokens_keeps_its_place():
+def test_block_offloaded_without_tokens_keeps_its_token_key():
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     mirror = make_mirror(a=[stored(1, 2, tokens=prompt)])
     mirror.apply("a", [stored(1, 2, tokens=[], block_size=0, medium="CPU"), removed(1), removed(2)])
     assert mirror.find_prefix_of_tokens(prompt) == {"a": 8}
-    mirror.apply("a", [stored(3, parent=2, tokens=[9, 9, 9, 9])])  # the parent is on the other medium
+    mirror.apply("a", [stored(3, parent=2, tokens=[9, 9, 9, 9])])  # the parent is in the other medium
     assert mirror.find_prefix_of_tokens([*prompt, 9, 9, 9, 9]) == {"a": 12}
 
 
-def test_a_prompt_under_two_hashes_is_held_until_both_are_gone():
+def test_prompt_with_two_hashes_is_held_until_both_are_removed():
     prompt = [1, 2, 3, 4]
     ahead = [stored(10 + token, tokens=prompt, lookahead_token_ids=[[token]]) for token in (5, 6)]
     mirror = make_mirror(a=[*ahead, removed(15)])
@@ -397,8 +397,8 @@ def test_a_prompt_under_two_hashes_is_held_until_both_are_gone():
     "tokens", [[0, 127, 128, 255], [256, 65535, 65536, 2**32 - 1], [2**32, 2**64 - 1, 1, 2]]
 )
 @pytest.mark.parametrize("encode_token", [int, wide], ids=["shortest", "wide"])
-def test_tokens_are_found_however_the_publisher_encodes_them(tokens, encode_token):
-    """A publisher may write an integer in more bytes than it needs; the key must not depend on that."""
+def test_tokens_are_found_in_any_encoding(tokens, encode_token):
+    """A publisher may encode an integer in more bytes than needed; the key must not depend on it."""
     event = msgspec.structs.asdict(stored(7, tokens=tokens)) | {"type": "BlockStored"}
     packed = [msgspec.Raw(one) if isinstance(one, bytes) else one for one in map(encode_token, tokens)]
     payload = msgspec.msgpack.encode([1.5, [event | {"token_ids": packed}], 0])
@@ -408,24 +408,24 @@ def test_tokens_are_found_however_the_publisher_encodes_them(tokens, encode_toke
     assert decode_lazily(payload).events[0].token_ids == tokens
 
 
-def test_a_prompt_shorter_than_a_block_is_held_by_no_publisher():
-    """Every publisher used to be named, with 0 tokens."""
+def test_prompt_shorter_than_a_block_has_no_holders():
+    """Every publisher used to be returned, with 0 tokens."""
     mirror = make_mirror(a=[stored(1, tokens=[1, 2, 3, 4])])
     assert mirror.find_prefix_of_tokens([1, 2, 3]) == {}
 
 
-def test_tokens_need_a_mirror_that_learns_them():
+def test_token_lookup_requires_learns_tokens():
     with pytest.raises(InvalidArgumentError, match="learns_tokens=True"):
         PrefixMirror().find_prefix_of_tokens([1])
 
 
-def test_tokens_that_are_none_are_refused():
+def test_invalid_tokens_are_rejected():
     mirror = make_mirror(a=[stored(1)])
     with pytest.raises(InvalidArgumentError, match="token 3 is -1"):
         mirror.find_prefix_of_tokens([1, 2, 3, -1])
 
 
-def test_lookups_run_while_other_threads_apply():
+def test_lookups_run_while_other_threads_apply_events():
     mirror = PrefixMirror(learns_tokens=True)
     prompt = list(range(40))
     mirror.apply("still", [stored(*range(1, 11), tokens=prompt)])
@@ -458,13 +458,13 @@ def test_lookups_run_while_other_threads_apply():
     done.set()
     looking.join()
     assert failures == []
-    assert mirror.state_of("still") == {(0, "GPU", one) for one in range(1, 11)}
+    assert mirror.get_blocks("still") == {(0, "GPU", one) for one in range(1, 11)}
 
 
 # ---- a pool's own events -------------------------------------------------------------------------
 
 
-def test_the_mirror_of_a_pool_is_its_map_and_its_hasher_finds_prompts():
+def test_mirror_matches_pool_and_its_hasher_finds_prompts():
     pool = BlockPool(9, True, 4, enable_kv_cache_events=True)
     manager = KVCacheManager(pool)
     hasher = BlockHasher("sha256_cbor", block_size=4)
@@ -477,15 +477,15 @@ def test_the_mirror_of_a_pool_is_its_map_and_its_hasher_finds_prompts():
         assert manager.allocate_slots(request, request.num_tokens) is not None
         manager.free(request)
         mirror.apply("pool", manager.take_events())
-        assert mirror.state_of("pool") == pool_map(pool)
+        assert mirror.get_blocks("pool") == pool_map(pool)
     assert mirror.find_prefix(hasher.hash_blocks(list(range(14)))) == {"pool": 3}
     assert mirror.find_prefix_of_tokens(range(14)) == {"pool": 12}
     pool.reset_prefix_cache()
     mirror.apply("pool", manager.take_events())
-    assert mirror.state_of("pool") == pool_map(pool) == set()
+    assert mirror.get_blocks("pool") == pool_map(pool) == set()
 
 
-def test_a_second_copy_of_a_block_keeps_it_in_the_mirror():
+def test_second_copy_keeps_a_block_in_the_mirror():
     """vLLM's pools announce copies one by one (vLLM #55092)."""
     pool = BlockPool(4, True, 4, enable_kv_cache_events=True)
     mirror = PrefixMirror(counts_copies=True)
@@ -496,4 +496,4 @@ def test_a_second_copy_of_a_block_keeps_it_in_the_mirror():
         pool.cache_full_blocks(request, [block], 0, 1, 4, 0)
     pool.evict_blocks({blocks[0].block_id})
     mirror.apply("pool", pool.take_events())
-    assert mirror.state_of("pool") == pool_map(pool) != set()
+    assert mirror.get_blocks("pool") == pool_map(pool) != set()

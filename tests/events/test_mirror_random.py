@@ -1,4 +1,4 @@
-"""Random events of several publishers, into the mirror and into a slow model of sets and full scans."""
+"""Random events of several publishers, applied to the mirror and to a slow model with full scans."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ steps = st.lists(
 
 
 def hash_of_prefix(prefix):
-    """Each prefix has a hash of its own: here its tokens as digits of a number, with a 1 before them."""
+    """Return a unique hash per prefix: its tokens as digits of a number, after a leading 1."""
     number = 1
     for token in prefix:
         number = number * NUM_TOKENS + token
@@ -37,7 +37,7 @@ def hash_of_prefix(prefix):
 
 
 class SlowMirror:
-    """Per publisher, how many copies of each (group, medium, prefix) there are."""
+    """Per publisher, the number of copies of each (group, medium, prefix)."""
 
     def __init__(self):
         self.copies = {publisher: Counter() for publisher in PUBLISHERS}
@@ -52,11 +52,11 @@ class SlowMirror:
         if copies[place] <= 0:
             del copies[place]
 
-    def state_of(self, publisher):
+    def get_blocks(self, publisher):
         return {(group, medium, hash_of_prefix(prefix)) for group, medium, prefix in self.copies[publisher]}
 
     def find(self, prefix, medium):
-        """Group 1 is a window and is not looked up."""
+        """Group 1 is a sliding window and is not searched."""
         found = {}
         for publisher, copies in self.copies.items():
             count = 0
@@ -71,7 +71,7 @@ class SlowMirror:
 
 
 def make_store(prefix, first, medium, group):
-    """Blocks `first` to the end of `prefix`; a block is its one token, twice."""
+    """Return a store of blocks `first` to the end of `prefix`; each block is one token, twice."""
     first = min(first, len(prefix) - 1)
     hashes = [hash_of_prefix(prefix[: end + 1]) for end in range(first, len(prefix))]
     tokens = [token for token in prefix[first:] for _ in range(2)]
@@ -84,7 +84,7 @@ def make_store(prefix, first, medium, group):
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=steps)
-def test_the_mirror_is_what_a_full_scan_says(steps):
+def test_mirror_matches_a_full_scan(steps):
     mirror = PrefixMirror(learns_tokens=True)
     model = SlowMirror()
     for publisher, what, prefix, first, medium, group in steps:
@@ -106,20 +106,20 @@ def test_the_mirror_is_what_a_full_scan_says(steps):
             else:
                 mirror.remove_publisher(publisher)
         for one in PUBLISHERS:
-            assert mirror.state_of(one) == model.state_of(one)
+            assert mirror.get_blocks(one) == model.get_blocks(one)
             assert mirror.count_blocks(one) == len(model.copies[one])
         for asked in (None, *MEDIA):
             hashes = [hash_of_prefix(prefix[: end + 1]) for end in range(len(prefix))]
             assert mirror.find_prefix(hashes, medium=asked) == model.find(prefix, asked)
-            # By tokens no more is found than by hash, and all of it where every parent was known.
+            # A token lookup finds at most as much as a hash lookup, and the same if every parent was known.
             tokens = [token for token in prefix for _ in range(2)]
             by_tokens = mirror.find_prefix_of_tokens(tokens, medium=asked)
             by_hash = model.find(prefix, asked)
             for one in PUBLISHERS:
                 assert by_tokens.get(one, 0) <= 2 * by_hash.get(one, 0)
-                known = one in mirror.publisher_ids and mirror.counts_of(one).num_unknown_parents == 0
+                known = one in mirror.publisher_ids and mirror.get_counts(one).num_unknown_parents == 0
                 if known:
                     assert by_tokens.get(one, 0) == 2 * by_hash.get(one, 0)
     for publisher in PUBLISHERS:
         mirror.remove_publisher(publisher)
-    assert not any(table.holders or table.token_holders for table in mirror._held.tables.values())
+    assert not any(table.publishers or table.token_publishers for table in mirror._tables.tables.values())

@@ -1,4 +1,4 @@
-"""Both publishers keep one contract; what is said of sockets is tried on sockets."""
+"""The contract of both publishers; socket behaviour is tested on real sockets."""
 
 import socket as tcp
 import subprocess
@@ -44,32 +44,32 @@ def stored(group_idx=0, **optional):
 # ---- the contract of all publishers ------------------------------------------------------------------
 
 
-def test_a_publisher_takes_events_and_tells_numbers(any_publisher):
+def test_publisher_accepts_events_and_has_statistics(any_publisher):
     any_publisher.publish([removed(1)])
     any_publisher.publish([])
-    assert isinstance(any_publisher.statistics(), PublisherStatistics)
+    assert isinstance(any_publisher.get_statistics(), PublisherStatistics)
 
 
-def test_closing_twice_is_closing_once(any_publisher):
+def test_close_is_idempotent(any_publisher):
     any_publisher.publish([removed(1)])
     any_publisher.close()
     any_publisher.close()
 
 
-def test_a_closed_publisher_refuses_events(any_publisher):
+def test_closed_publisher_rejects_events(any_publisher):
     any_publisher.close()
     with pytest.raises(PublisherClosedError):
         any_publisher.publish([removed(1)])
 
 
-def test_leaving_the_context_closes(any_publisher):
+def test_leaving_the_context_closes_the_publisher(any_publisher):
     with any_publisher as entered:
         assert entered is any_publisher
     with pytest.raises(PublisherClosedError):
         any_publisher.publish([removed(1)])
 
 
-def test_endpoints_are_told_or_none(any_publisher):
+def test_endpoints_are_strings_or_none(any_publisher):
     for endpoint in (any_publisher.endpoint, any_publisher.replay_endpoint):
         assert endpoint is None or (endpoint.startswith("tcp://127.0.0.1:") and not endpoint.endswith(":0"))
 
@@ -77,7 +77,7 @@ def test_endpoints_are_told_or_none(any_publisher):
 # ---- live batches ------------------------------------------------------------------------------------
 
 
-def test_batches_come_in_order_numbered_without_a_gap():
+def test_batches_are_in_order_without_gaps():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         for number in range(100):
             publisher.publish([removed(number), removed(number + 1)])
@@ -85,7 +85,7 @@ def test_batches_come_in_order_numbered_without_a_gap():
             assert subscriber.receive_numbers() == (first + number, [number, number + 1])
 
 
-def test_the_frames_are_topic_sequence_payload():
+def test_frames_are_topic_sequence_payload():
     events = [stored(kv_cache_spec_kind="full_attention")]
     with (
         make_publisher(topic="kv@pod@model", data_parallel_rank=3) as publisher,
@@ -97,21 +97,21 @@ def test_the_frames_are_topic_sequence_payload():
     assert payload == encode_batch(KVEventBatch(1700000000.5, events, 3))
 
 
-def test_no_events_are_no_batch():
+def test_empty_list_sends_no_batch():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         publisher.publish([])
         publisher.publish([removed(1)])
         assert subscriber.receive_numbers() == (first, [1])
 
 
-def test_a_clear_of_an_idle_engine_is_sent_at_once():
+def test_clear_of_an_idle_engine_is_sent_at_once():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         publisher.publish([AllBlocksCleared()])
         sequence, batch = subscriber.receive()
     assert (sequence, batch.events) == (first, [AllBlocksCleared()])
 
 
-def test_the_array_form_is_sent_when_asked_for():
+def test_array_form_is_sent_if_configured():
     with make_publisher(positional=True) as publisher, subscribed(publisher) as (subscriber, _):
         publisher.publish([removed(1)])
         payload = subscriber.receive_frames()[2]
@@ -134,22 +134,22 @@ def test_stores_carry_the_kind_of_their_group():
     ]
 
 
-def test_an_idle_publisher_sends_empty_batches():
+def test_idle_publisher_sends_heartbeats():
     with make_publisher(heartbeat_s=0.001) as publisher, Subscriber(publisher.endpoint) as subscriber:
         first, batch = subscriber.receive()
         assert batch.events == []
         assert [subscriber.receive()[0] for _ in range(3)] == [first + 1, first + 2, first + 3]
-    assert publisher.statistics().num_empty_batches_sent >= 4
+    assert publisher.get_statistics().num_empty_batches_sent >= 4
 
 
-def test_a_batch_that_cannot_be_encoded_leaves_a_hole_and_the_next_one_is_sent():
+def test_batch_that_cannot_be_encoded_leaves_a_hole():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         publisher.publish([removed(1), object()])
         publisher.publish([removed(2**64)])
         publisher.publish(7)
         publisher.publish([removed(4)])
         assert subscriber.receive_numbers() == (first + 3, [4])
-        statistics = publisher.statistics()
+        statistics = publisher.get_statistics()
     assert (statistics.num_batches_failed, statistics.num_events_failed) == (3, 4)
 
 
@@ -174,15 +174,15 @@ def test_several_threads_may_publish():
     assert seen == [list(range(num_batches))] * num_threads
 
 
-def test_a_subscriber_that_stalls_loses_batches_and_sees_it_and_can_ask_for_them():
+def test_stalled_subscriber_sees_its_losses_and_requests_them():
     num_batches = 60
-    tokens = [70_000] * 100_000  # more than the operating system keeps for a reader
+    tokens = [70_000] * 100_000  # more than the operating system buffers for a reader
     with make_publisher(hwm=5, linger_s=0.0) as publisher, Requester(publisher.replay_endpoint) as requester:
         with subscribed(publisher, rcvhwm=5, rcvbuf=4096) as (stalled, first):
             for number in range(num_batches):
                 publisher.publish([BlockStored([number], None, tokens, len(tokens), None, "GPU", None)])
             last = first + num_batches - 1
-            requester.ask_until(last, last)  # all were sent: nobody waited for the one that does not read
+            requester.ask_until(last, last)  # all were sent: the publisher did not wait for the slow reader
             sequences = [stalled.receive()[0]]
             while stalled.socket.poll(100):
                 sequences.append(stalled.receive()[0])
@@ -198,7 +198,7 @@ def test_a_subscriber_that_stalls_loses_batches_and_sees_it_and_can_ask_for_them
 
 
 def publish_into_a_full_queue(when_full):
-    """Batches 1 to 5 for a queue of 3 behind batch 0, which is held up; the batches that were sent."""
+    """Publish batches 1 to 5 into a queue of 3 while batch 0 blocks; return the sent batches."""
     entered, gate = threading.Event(), threading.Event()
     state = GatedState(entered, gate)
     publisher = make_publisher(state, max_queue_size=3, when_full=when_full)
@@ -207,13 +207,14 @@ def publish_into_a_full_queue(when_full):
         assert entered.wait(20)
         for number in range(1, 6):
             publisher.publish([removed(number)])
-        dropped = publisher.statistics()
+        dropped = publisher.get_statistics()
         gate.set()
         if when_full == "drop_newest":
-            wait_until(lambda: publisher.statistics().last_sequence == 3, "sent")
+            wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
             publisher.publish([removed(6)])
         wait_until(
-            lambda: publisher.statistics().last_sequence == (6 if when_full == "drop_newest" else 5), "sent"
+            lambda: publisher.get_statistics().last_sequence == (6 if when_full == "drop_newest" else 5),
+            "sent",
         )
         answer = [
             (sequence, decode_batch(payload)) for sequence, payload in publisher._buffer.list_from(0, 9)
@@ -231,16 +232,16 @@ def publish_into_a_full_queue(when_full):
     ]
 
 
-def test_a_full_queue_loses_the_oldest_and_leaves_a_hole_there():
+def test_full_queue_drops_oldest_batch_and_leaves_a_hole():
     assert publish_into_a_full_queue("drop_oldest") == [(0, [0]), (3, ["clear", 3]), (4, [4]), (5, [5])]
 
 
-def test_a_full_queue_loses_the_newest_and_leaves_a_hole_there():
+def test_full_queue_drops_newest_batch_and_leaves_a_hole():
     answer = publish_into_a_full_queue("drop_newest")
     assert answer == [(0, [0]), (1, [1]), (2, [2]), (3, [3]), (6, ["clear", 6])]
 
 
-def test_a_heartbeat_tells_of_a_loss_that_no_batch_follows():
+def test_heartbeat_shows_a_loss_that_no_batch_follows():
     entered, gate = threading.Event(), threading.Event()
     state = GatedState(entered, gate)
     with make_publisher(state, max_queue_size=1, when_full="drop_newest", heartbeat_s=0.01) as publisher:
@@ -253,14 +254,14 @@ def test_a_heartbeat_tells_of_a_loss_that_no_batch_follows():
             answer = []
             while len(answer) < 3:
                 answer = requester.ask(0)
-    assert publisher.statistics().num_batches_dropped == 1
+    assert publisher.get_statistics().num_batches_dropped == 1
     assert (3, [AllBlocksCleared()]) in [(sequence, batch.events) for sequence, batch in answer]
 
 
 # ---- closing -----------------------------------------------------------------------------------------
 
 
-def test_closing_sends_what_is_queued():
+def test_close_sends_queued_batches():
     publisher = make_publisher()
     with subscribed(publisher) as (subscriber, first):
         for number in range(1_000):
@@ -268,21 +269,21 @@ def test_closing_sends_what_is_queued():
         publisher.close()
         for number in range(1_000):
             assert subscriber.receive_numbers() == (first + number, [number])
-    statistics = publisher.statistics()
+    statistics = publisher.get_statistics()
     assert (statistics.num_queued, statistics.last_sequence) == (0, first + 999)
 
 
-def test_closing_gives_up_on_a_subscriber_that_does_not_read():
+def test_close_does_not_wait_forever_for_a_slow_subscriber():
     publisher = make_publisher(linger_s=0.0)
     with subscribed(publisher) as (_, first):
         publisher.publish([removed(1)])
         publisher.close()
-    statistics = publisher.statistics()
+    statistics = publisher.get_statistics()
     assert statistics.num_queued == 0
     assert statistics.num_batches_sent + statistics.num_batches_dropped == first + 1
 
 
-def test_a_program_that_forgets_to_close_ends():
+def test_program_that_forgets_to_close_exits():
     code = (
         "from kv_pool.events.config import PublisherConfig\n"
         "from kv_pool.events.publisher import ZMQEventPublisher\n"
@@ -301,11 +302,11 @@ def test_a_program_that_forgets_to_close_ends():
 
 
 @pytest.mark.parametrize("taken", ["endpoint", "replay_endpoint"])
-def test_a_port_in_use_is_a_typed_error_and_nothing_is_left_running(taken):
+def test_port_in_use_raises_typed_error_and_leaves_no_threads(taken):
     with make_publisher() as publisher:
         num_threads = threading.active_count()
         settings = {"endpoint": FREE_PORT, "replay_endpoint": FREE_PORT, taken: getattr(publisher, taken)}
-        with pytest.raises(EndpointError, match=r"cannot bind .*Take another port, or 0") as caught:
+        with pytest.raises(EndpointError, match=r"cannot bind .*Use another port, or 0") as caught:
             make_publisher(**settings)
         assert caught.value.errno == zmq.EADDRINUSE
         assert isinstance(caught.value, OSError)
@@ -317,17 +318,17 @@ def test_a_port_in_use_is_a_typed_error_and_nothing_is_left_running(taken):
     ("settings", "warns"),
     [({}, False), ({"endpoint": "tcp://*:0"}, True), ({"replay_endpoint": "tcp://*:0"}, True)],
 )
-def test_an_open_stream_that_other_machines_reach_is_worth_a_warning(settings, warns, caplog):
+def test_unencrypted_stream_on_a_network_logs_a_warning(settings, warns, caplog):
     with make_publisher(**settings):
         assert ("can read the token ids" in caplog.text) is warns
 
 
-def test_an_address_of_another_machine_cannot_be_bound():
-    with pytest.raises(EndpointError, match="connects to one of another"):
+def test_address_of_another_machine_cannot_be_bound():
+    with pytest.raises(EndpointError, match="connects to those of other machines"):
         make_publisher(endpoint="tcp://192.0.2.1:5557", bind=True)
 
 
-def test_a_publisher_can_connect_to_a_subscriber_that_binds():
+def test_publisher_can_connect_to_a_subscriber_that_binds():
     with Reader(zmq.SUB, "inproc://unused") as reader:
         reader.socket.subscribe(b"")
         port = reader.socket.bind_to_random_port("tcp://127.0.0.1")
@@ -336,14 +337,14 @@ def test_a_publisher_can_connect_to_a_subscriber_that_binds():
                 publisher.publish([removed(1)])
 
 
-def test_without_a_replay_endpoint_there_is_no_replay():
+def test_no_replay_without_a_replay_endpoint():
     with make_publisher(replay_endpoint=None) as publisher, subscribed(publisher) as (subscriber, first):
         assert publisher.replay_endpoint is None
         publisher.publish([removed(1)])
         assert subscriber.receive_numbers() == (first, [1])
 
 
-def test_inproc_is_found_in_the_shared_context():
+def test_inproc_endpoint_is_in_the_shared_context():
     with make_publisher(
         endpoint="inproc://test-events", data_parallel_rank=2, replay_endpoint=None
     ) as publisher:
@@ -376,7 +377,7 @@ def test_garbage_on_the_ports_changes_nothing():
 # ---- restarts ----------------------------------------------------------------------------------------
 
 
-def test_a_restart_with_zero_goes_down_and_with_the_clock_up():
+def test_restart_lowers_numbers_from_zero_raises_clock_numbers():
     now = [1700000000.0]
     first_batches = {}
     for first_sequence in ("zero", "clock"):
@@ -386,7 +387,7 @@ def test_a_restart_with_zero_goes_down_and_with_the_clock_up():
                 make_publisher(clock=lambda: now[0], first_sequence=first_sequence) as publisher,
                 Requester(publisher.replay_endpoint) as requester,
             ):
-                assert publisher.statistics().last_sequence is None
+                assert publisher.get_statistics().last_sequence is None
                 publisher.publish([removed(life)])
                 publisher.publish([removed(life)])
                 first = 0 if first_sequence == "zero" else int(now[0] * 1e6)
@@ -397,8 +398,8 @@ def test_a_restart_with_zero_goes_down_and_with_the_clock_up():
     assert first_batches["clock", 1] == [1700000004000000, 1700000004000001]
 
 
-def test_a_restart_with_a_number_goes_on_where_it_stopped():
-    """A reader of the first life misses nothing, and notices nothing."""
+def test_restart_with_a_number_continues_the_sequence():
+    """A reader of the first incarnation misses no batch and sees no restart."""
     seen = []
     first_sequence = 0
     for life in range(2):
@@ -419,7 +420,7 @@ def test_a_restart_with_a_number_goes_on_where_it_stopped():
 
 @pytest.fixture
 def keys(tmp_path):
-    """Key files of a server and two clients, and a directory in which only the first client is."""
+    """Create key files of a server and two clients, and a directory with only the first client's key."""
     made = {name: zmq.auth.create_certificates(tmp_path, name) for name in ("server", "friend", "stranger")}
     admitted = tmp_path / "admitted"
     admitted.mkdir()
@@ -434,7 +435,7 @@ def client_options(keys, name):
 
 
 def handshake_of(kind, endpoint, **options):
-    """How the handshake of a new connection ends, as the monitor's event."""
+    """Return the monitor event with which the handshake of a new connection ends."""
     outcomes = (
         zmq.EVENT_HANDSHAKE_SUCCEEDED
         | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -452,7 +453,7 @@ def handshake_of(kind, endpoint, **options):
     return event
 
 
-def test_an_encrypted_stream_is_read_by_who_has_the_servers_key(keys):
+def test_encrypted_stream_is_readable_with_the_server_key(keys):
     with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
         options = client_options(keys, "friend")
         with subscribed(publisher, **options) as (subscriber, first):
@@ -463,7 +464,7 @@ def test_an_encrypted_stream_is_read_by_who_has_the_servers_key(keys):
 
 
 @pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
-def test_an_encrypted_stream_refuses_those_without_the_servers_key(keys, kind):
+def test_encrypted_stream_rejects_readers_without_server_key(keys, kind):
     with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
         endpoint = publisher.endpoint if kind == zmq.SUB else publisher.replay_endpoint
         wrong = client_options(keys, "stranger")
@@ -483,7 +484,7 @@ def test_only_listed_clients_are_admitted(keys):
 
 
 @pytest.mark.parametrize("module", ["reader_connections", "replay_server", "publisher"])
-def test_a_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
+def test_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
     with make_publisher(replay_endpoint=FREE_PORT) as publisher:
         places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
     before = set(threading.enumerate())
@@ -501,7 +502,7 @@ def test_a_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
         assert publisher.endpoint == places["endpoint"]
 
 
-def test_keys_that_cannot_be_used_are_told(keys, tmp_path):
+def test_invalid_keys_are_rejected_with_a_message(keys, tmp_path):
     empty = tmp_path / "empty.key"
     empty.write_text("nothing\n")
     for path in (str(tmp_path / "missing"), str(empty), keys["server"].removesuffix("_secret")):
@@ -514,7 +515,7 @@ def test_keys_that_cannot_be_used_are_told(keys, tmp_path):
 # ---- without pyzmq -----------------------------------------------------------------------------------
 
 
-def test_without_pyzmq_the_error_says_how_to_get_it():
+def test_error_without_pyzmq_says_how_to_install_it():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
         "import kv_pool.events.config, kv_pool.events.event_publisher\n"

@@ -1,4 +1,4 @@
-"""What readers that missed batches are answered, on real sockets."""
+"""Answers to readers that missed batches, on real sockets."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ def publish_numbers(publisher, numbers):
 
 
 def resident_after(batches):
-    """The hashes that someone knows who has read these batches."""
+    """Return the hashes that a reader of these batches knows."""
     resident = set()
     for _, batch in batches:
         for event in batch.events:
@@ -49,7 +49,7 @@ def resident_after(batches):
 
 @pytest.fixture
 def publisher():
-    """Batches 0 to 7, of which 3 to 7 are still there."""
+    """A publisher of batches 0 to 7, with 3 to 7 in its buffer."""
     with make_publisher(buffer_steps=5, topic="t") as publisher:
         publish_numbers(publisher, range(8))
         with Requester(publisher.replay_endpoint) as requester:
@@ -69,14 +69,14 @@ def publisher():
         (2**64 - 2, []),
     ],
 )
-def test_a_reader_gets_what_is_left_from_the_wanted_sequence_on(publisher, start, sequences):
+def test_reader_gets_buffered_batches_from_requested_sequence(publisher, start, sequences):
     with Requester(publisher.replay_endpoint) as requester:
         answer = requester.ask(start)
     assert [sequence for sequence, _ in answer] == sequences
     assert [numbers_of(batch) for _, batch in answer] == [[sequence] for sequence in sequences]
 
 
-def test_a_replay_has_the_frames_of_the_contract(publisher):
+def test_replay_has_the_documented_frames(publisher):
     with Requester(publisher.replay_endpoint) as requester:
         requester.request(7)
         empty, topic, sequence, payload = requester.receive_frames()
@@ -86,7 +86,7 @@ def test_a_replay_has_the_frames_of_the_contract(publisher):
     assert end == [b"", b"", END_OF_REPLAY, b""]
 
 
-def test_replayed_batches_are_the_live_ones_byte_for_byte():
+def test_replayed_batches_equal_live_ones_byte_for_byte():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         publisher.publish([stored(1), removed(2)])
         live = subscriber.receive_frames()
@@ -95,17 +95,17 @@ def test_replayed_batches_are_the_live_ones_byte_for_byte():
             assert requester.receive_frames() == [b"", *live]
 
 
-def test_a_req_client_gets_only_the_first_reply(publisher):
+def test_req_client_gets_only_the_first_reply(publisher):
     with Reader(zmq.REQ, publisher.replay_endpoint) as reader:
         reader.socket.send(pack_sequence(4))
         topic, sequence, _ = reader.receive_frames()
         assert (topic, sequence) == (b"t", pack_sequence(4))
         with pytest.raises(zmq.ZMQError) as caught:
             reader.socket.recv()
-        assert caught.value.errno == zmq.EFSM  # it wants to ask again before it reads on
+        assert caught.value.errno == zmq.EFSM  # a REQ socket must send again before it receives again
 
 
-def test_requests_that_wait_are_all_answered(publisher):
+def test_all_queued_requests_are_answered(publisher):
     with Requester(publisher.replay_endpoint) as requester:
         for start in (3, 5, 9):
             requester.request(start)
@@ -127,21 +127,21 @@ def test_requests_that_wait_are_all_answered(publisher):
     ],
     ids=lambda frames: f"{len(frames)} frames, last {frames[-1]!r}",
 )
-def test_a_malformed_request_is_counted_and_ignored(publisher, frames):
+def test_malformed_request_is_counted_and_ignored(publisher, frames):
     with Requester(publisher.replay_endpoint) as requester:
         requester.socket.send_multipart(frames)
         assert requester.ask_for_sequences(7) == [7]
-    assert publisher.statistics().num_malformed_requests == 1
+    assert publisher.get_statistics().num_malformed_requests == 1
 
 
-def test_a_frame_that_is_too_long_cuts_its_sender_off_and_nobody_else(publisher):
+def test_oversized_frame_disconnects_only_its_sender(publisher):
     with Requester(publisher.replay_endpoint) as requester, Requester(publisher.replay_endpoint) as greedy:
         greedy.socket.send_multipart([b"", b"\0" * 100_000])
         assert requester.ask_for_sequences(7) == [7]
 
 
-def test_closing_ends_though_the_replay_thread_was_faster():
-    """`close()` waited for ever when a request woke that thread, and it saw that it should stop."""
+def test_close_returns_if_the_replay_thread_has_ended():
+    """`close()` used to wait forever if a request woke the thread, which then saw the stop flag."""
     with make_publisher() as publisher, Requester(publisher.replay_endpoint) as requester:
         server = publisher._replay_server
         server._is_stopping = True
@@ -150,7 +150,7 @@ def test_closing_ends_though_the_replay_thread_was_faster():
         assert not server._thread.is_alive()
 
 
-# ---- readers that do not read ------------------------------------------------------------------------
+# ---- slow readers ------------------------------------------------------------------------------------
 
 
 def publish_large_batches(publisher, num_batches, num_hashes):
@@ -158,14 +158,14 @@ def publish_large_batches(publisher, num_batches, num_hashes):
         publisher.publish([removed(2**60 + offset) for offset in range(num_hashes)] + [removed(number)])
 
 
-def test_live_batches_go_on_while_a_replay_is_not_read():
+def test_live_batches_continue_while_a_replay_is_unread():
     with make_publisher(linger_s=0.0) as publisher, subscribed(publisher) as (subscriber, first):
         publish_large_batches(publisher, 100, 2_000)
         for _ in range(100):
             subscriber.receive()
         with Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled:
             stalled.socket.send_multipart([b"", pack_sequence(0)])
-            assert stalled.socket.poll(20_000)  # the answer is under way, and stays so
+            assert stalled.socket.poll(20_000)  # the answer has started, and stays incomplete
             publish_numbers(publisher, range(50))
             assert [subscriber.receive_numbers()[0] for _ in range(50)] == list(
                 range(first + 100, first + 150)
@@ -174,7 +174,7 @@ def test_live_batches_go_on_while_a_replay_is_not_read():
                 assert len(requester.ask(first)) == 150
 
 
-def test_a_reader_that_asks_again_and_again_and_does_not_read_is_given_up():
+def test_reader_that_only_sends_requests_is_abandoned():
     with make_publisher(linger_s=0.0, buffer_steps=20) as publisher:
         publish_large_batches(publisher, 20, 2_000)
         with (
@@ -182,12 +182,12 @@ def test_a_reader_that_asks_again_and_again_and_does_not_read_is_given_up():
             Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
         ):
             requester.ask_until(0, 19)
-            while not publisher.statistics().num_replays_abandoned:
+            while not publisher.get_statistics().num_replays_abandoned:
                 stalled.socket.send_multipart([b"", pack_sequence(0)])
                 assert len(requester.ask(0)) == 20
 
 
-def test_a_reader_that_is_gone_is_no_trouble(publisher):
+def test_disconnected_reader_does_not_disturb_the_server(publisher):
     for _ in range(20):
         with Requester(publisher.replay_endpoint) as leaving:
             leaving.request(0)
@@ -198,7 +198,7 @@ def test_a_reader_that_is_gone_is_no_trouble(publisher):
 # ---- snapshots ---------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_is_too_late_gets_what_is_resident_and_goes_on_from_there():
+def test_late_reader_gets_resident_blocks_and_continues():
     with (
         make_publisher(StreamState(), buffer_steps=2) as publisher,
         subscribed(publisher) as (subscriber, first),
@@ -216,10 +216,10 @@ def test_a_reader_that_is_too_late_gets_what_is_resident_and_goes_on_from_there(
         assert resident_after(answer) == set(range(1, 10))
         publisher.publish([stored(11, 9)])
         assert subscriber.receive()[0] == first + 11
-    assert publisher.statistics().num_snapshots == 1
+    assert publisher.get_statistics().num_snapshots == 1
 
 
-def test_a_reader_that_is_in_time_gets_a_replay_in_spite_of_a_state():
+def test_reader_in_time_gets_a_replay_although_there_is_a_state():
     with (
         make_publisher(StreamState(), buffer_steps=3) as publisher,
         Requester(publisher.replay_endpoint) as requester,
@@ -231,7 +231,7 @@ def test_a_reader_that_is_in_time_gets_a_replay_in_spite_of_a_state():
         assert requester.ask_for_sequences(1) == [1, 2, 3, 4]  # the first is a snapshot
 
 
-def test_a_hole_is_filled_by_a_snapshot():
+def test_hole_is_filled_by_a_snapshot():
     with make_publisher(StreamState()) as publisher, Requester(publisher.replay_endpoint) as requester:
         publisher.publish([stored(1)])
         publisher.publish([stored(2), object()])
@@ -240,12 +240,12 @@ def test_a_hole_is_filled_by_a_snapshot():
         assert [sequence for sequence, _ in batches] == [0, 1, 2]
         answer = requester.ask(1)
         assert [sequence for sequence, _ in answer] == [1, 2]
-        # What was in the lost batch is not known, so nothing from before it is kept.
+        # The content of the lost batch is unknown, so no earlier block is kept.
         assert resident_after(answer) == {3}
         assert resident_after(batches) == {3}
 
 
-def test_a_stream_of_steps_without_news_is_numbered_all_the_same():
+def test_steps_without_changes_are_numbered():
     with make_publisher(StreamState()) as publisher, Requester(publisher.replay_endpoint) as requester:
         publisher.publish([stored(1)])
         publisher.publish([stored(1)])  # a second copy
@@ -255,7 +255,7 @@ def test_a_stream_of_steps_without_news_is_numbered_all_the_same():
         assert [len(batch.events) for _, batch in answer] == [1, 0, 0, 1]
 
 
-def test_after_a_restart_with_the_clock_readers_are_told_to_clear():
+def test_readers_clear_after_a_restart_with_clock_numbers():
     with (
         make_publisher(StreamState(), first_sequence="clock") as publisher,
         Requester(publisher.replay_endpoint) as requester,
@@ -267,7 +267,7 @@ def test_after_a_restart_with_the_clock_readers_are_told_to_clear():
         requester.ask_until(sequence + 1, sequence + 1)
 
 
-def test_a_snapshot_has_the_wanted_number_where_no_more_than_the_bound_are_to_be_filled(monkeypatch):
+def test_snapshot_has_requested_number_up_to_the_fill_bound(monkeypatch):
     monkeypatch.setattr(replay_server, "MAX_FILLED", 50)
     with (
         make_publisher(StreamState(), first_sequence=100) as publisher,
@@ -280,13 +280,13 @@ def test_a_snapshot_has_the_wanted_number_where_no_more_than_the_bound_are_to_be
         assert (sequence, snapshot.events) == (99, [AllBlocksCleared()])
 
 
-def test_heartbeats_do_not_outdate_snapshots():
+def test_snapshots_stay_valid_across_heartbeats():
     with (
         make_publisher(StreamState(), heartbeat_s=0.001, buffer_steps=2) as publisher,
         Requester(publisher.replay_endpoint) as requester,
     ):
         publisher.publish([stored(1)])
-        while publisher.statistics().num_empty_batches_sent < 10:
+        while publisher.get_statistics().num_empty_batches_sent < 10:
             answer = requester.ask(0)
         assert resident_after(answer) <= {1}
         answer = requester.ask(0)
@@ -296,8 +296,8 @@ def test_heartbeats_do_not_outdate_snapshots():
 
 
 @pytest.mark.parametrize("positional", [False, True])
-def test_snapshots_are_true_while_batches_go_on(positional):
-    """Whatever a reader in need is answered, with the live batches after it, it ends where the pool does."""
+def test_snapshots_are_correct_while_batches_continue(positional):
+    """Any answer plus the live batches after it leads to the pool's state."""
     num_batches = 2_000
     with (
         make_publisher(StreamState(), positional=positional) as publisher,
@@ -321,18 +321,18 @@ def test_snapshots_are_true_while_batches_go_on(positional):
         assert resident_after([*answer, *following]) == set(range(num_batches - 29, num_batches + 1))
 
 
-def test_an_answer_ends_with_a_snapshot_that_the_buffer_does_not_continue():
-    """Dynamo's indexer went on behind the gap that was there, and never had the batches in it."""
+def test_answer_ends_if_buffer_does_not_continue_its_snapshot():
+    """Dynamo's indexer used to continue after the gap, without the batches in it."""
 
     class Busy(StreamState):
-        """While a snapshot is taken for the first time, four more batches are sent."""
+        """A state that sends four more batches while the first snapshot is taken."""
 
-        def iter_snapshot(self, pace=None):
+        def iter_snapshot(self, yield_timer=None):
             snapshot = super().iter_snapshot()
             if self.last_sequence == 2:
                 for number in range(4, 8):
                     publisher.publish([stored(number)])
-                wait_until(lambda: publisher.statistics().num_batches_sent == 7, "sent")
+                wait_until(lambda: publisher.get_statistics().num_batches_sent == 7, "sent")
             return snapshot
 
     with (
@@ -341,12 +341,12 @@ def test_an_answer_ends_with_a_snapshot_that_the_buffer_does_not_continue():
     ):
         for number in range(1, 4):
             publisher.publish([stored(number)])
-        wait_until(lambda: publisher.statistics().num_batches_sent == 3, "sent")
+        wait_until(lambda: publisher.get_statistics().num_batches_sent == 3, "sent")
         assert requester.ask_for_sequences(0) == [0, 1, 2]
         assert requester.ask_for_sequences(3) == [3, 4, 5, 6]
 
 
-def test_readers_that_come_together_all_get_a_snapshot():
+def test_simultaneous_readers_all_get_a_snapshot():
     with make_publisher(StreamState(), buffer_steps=1) as publisher:
         for number in range(1, 4):
             publisher.publish([stored(number)])
@@ -359,7 +359,7 @@ def test_readers_that_come_together_all_get_a_snapshot():
             reader.close()
 
 
-def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
+def test_reader_with_an_unread_snapshot_gets_no_second_one():
     with (
         make_publisher(
             StreamState(), buffer_steps=1, linger_s=0.0, first_sequence="clock", slow_reader_s=100.0
@@ -371,25 +371,25 @@ def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
         publisher.publish([BlockStored([1], None, tokens, len(tokens), None, "GPU", None)])
         publisher.publish([stored(2)])
         last = 1700000000500001
-        # A request before that would have another snapshot.
-        wait_until(lambda: publisher.statistics().last_sequence == last, "published")
+        # A request before that would get another snapshot.
+        wait_until(lambda: publisher.get_statistics().last_sequence == last, "published")
         assert requester.ask_for_sequences(0) == [last]
         stalled.socket.send_multipart([b"", pack_sequence(0)])
-        wait_until(lambda: publisher.statistics().num_snapshots == 2, "sent to both")
+        wait_until(lambda: publisher.get_statistics().num_snapshots == 2, "sent to both")
         for _ in range(MAX_WAITING_REQUESTS + 2):
             stalled.socket.send_multipart([b"", pack_sequence(0)])
-        while publisher.statistics().num_replays_abandoned < 2:
+        while publisher.get_statistics().num_replays_abandoned < 2:
             assert requester.ask_for_sequences(last) == [last]
         assert requester.ask_for_sequences(last) == [last]
-        assert publisher.statistics().num_snapshots == 2
-        # The first, and those that had to wait for it.
+        assert publisher.get_statistics().num_snapshots == 2
+        # The first snapshot, and the one shared by the readers that waited.
         sequences = [stalled.receive_frames()[2] for _ in range(2 * MAX_WAITING_REQUESTS + 2)]
         assert sequences == [pack_sequence(last), END_OF_REPLAY] * (MAX_WAITING_REQUESTS + 1)
 
 
-def test_a_state_that_cannot_tell_costs_readers_the_snapshot_and_nothing_else():
+def test_failing_state_costs_readers_only_the_snapshot():
     class Forgetful(StreamState):
-        def iter_snapshot(self, pace=None):
+        def iter_snapshot(self, yield_timer=None):
             raise RuntimeError("forgotten")
 
     with (
@@ -399,10 +399,10 @@ def test_a_state_that_cannot_tell_costs_readers_the_snapshot_and_nothing_else():
         publish_numbers(publisher, range(5))
         requester.ask_until(0, 4)
         assert requester.ask_for_sequences(0) == [3, 4]
-    assert publisher.statistics().num_snapshots == 0
+    assert publisher.get_statistics().num_snapshots == 0
 
 
-def test_a_server_that_gets_no_thread_can_be_started_later_and_closes_its_socket():
+def test_server_without_thread_can_start_later_or_stop():
     with zmq.Context() as context:
         for is_started_later in (True, False):
             socket = context.socket(zmq.ROUTER)

@@ -9,14 +9,14 @@ def sequences_from(buffer, start):
     return [sequence for sequence, _ in buffer.list_from(start, 99)]
 
 
-def test_it_begins_one_below_the_first_sequence():
+def test_last_sequence_starts_one_below_the_first():
     buffer = ReplayBuffer(3, 100)
     assert (buffer.last_sequence, buffer.list_from(0, 9)) == (99, [])
     assert buffer.has_all_from(100)
     assert not buffer.has_all_from(99)
 
 
-def test_the_oldest_goes_first():
+def test_oldest_batch_is_dropped_first():
     buffer = ReplayBuffer(3, 0)
     for sequence in range(5):
         buffer.append(sequence, b"%d" % sequence)
@@ -24,7 +24,7 @@ def test_the_oldest_goes_first():
     assert [buffer.has_all_from(start) for start in range(6)] == [False, False, True, True, True, True]
 
 
-def test_a_hole_is_not_there_and_counts_as_sent():
+def test_hole_is_not_listed_but_counts_as_sent():
     buffer = ReplayBuffer(3, 0)
     buffer.append(0, b"")
     buffer.leave_hole(2)
@@ -35,7 +35,7 @@ def test_a_hole_is_not_there_and_counts_as_sent():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_agrees_with_a_dict(seed):
+def test_random_calls_match_a_dict(seed):
     rng = random.Random(seed)
     first, capacity = rng.randrange(5), rng.randint(1, 8)
     buffer, kept, last = ReplayBuffer(capacity, first), {}, first - 1

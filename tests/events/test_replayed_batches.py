@@ -1,4 +1,4 @@
-"""Which live batches are known from answers."""
+"""Recognizing live batches that were replayed."""
 
 from kv_pool.events.replayed_batches import ReplayedBatches, make_fingerprint
 
@@ -10,46 +10,46 @@ def replayed(**payloads):
     return batches
 
 
-def test_a_live_batch_with_the_bytes_of_a_replayed_one_is_known():
+def test_live_batch_with_bytes_of_a_replayed_one_is_known():
     batches = replayed(s3=b"three")
-    assert batches.have(3, b"three")
-    assert not batches.have(3, b"another")
-    assert not batches.have(4, b"three")
+    assert batches.contains(3, b"three")
+    assert not batches.contains(3, b"another")
+    assert not batches.contains(4, b"three")
 
 
-def test_only_another_batch_under_the_same_number_contradicts():
+def test_only_other_bytes_under_the_same_number_contradict():
     batches = replayed(s3=b"three")
-    assert batches.contradict(3, b"another")
-    assert not batches.contradict(3, b"three")
-    assert not batches.contradict(4, b"another")
+    assert batches.contradicts(3, b"another")
+    assert not batches.contradicts(3, b"three")
+    assert not batches.contradicts(4, b"another")
 
 
-def test_numbers_that_a_snapshot_has_are_known_whatever_their_bytes():
+def test_numbers_in_a_snapshot_are_known_whatever_their_bytes():
     batches = ReplayedBatches()
     batches.pass_to(5)
-    assert (batches.have(5, b"x"), batches.have(6, b"x")) == (True, False)
+    assert (batches.contains(5, b"x"), batches.contains(6, b"x")) == (True, False)
 
 
-def test_a_number_that_did_not_grow_over_a_connection_was_not_sent_before():
+def test_number_up_to_the_last_live_one_is_not_known():
     batches = ReplayedBatches()
     batches.pass_to(5)
     batches.note_live(4)
-    assert (batches.have(4, b"x"), batches.have(5, b"x")) == (False, True)
+    assert (batches.contains(4, b"x"), batches.contains(5, b"x")) == (False, True)
 
 
-def test_a_new_life_forgets_all():
+def test_new_incarnation_forgets_all_batches():
     batches = replayed(s3=b"three")
     batches.pass_to(5)
     batches.note_live(4)
-    batches.begin_new_life()
-    assert not batches.have(3, b"three")
+    batches.begin_incarnation()
+    assert not batches.contains(3, b"three")
     assert batches.passed is None
     batches.pass_to(4)
-    assert batches.have(4, b"x")
+    assert batches.contains(4, b"x")
 
 
-def test_the_oldest_fingerprints_are_dropped():
+def test_oldest_fingerprints_are_dropped():
     batches = ReplayedBatches()
     for sequence in range(100_001):
         batches.add(sequence, make_fingerprint(b"x"))
-    assert (batches.have(0, b"x"), batches.have(1, b"x")) == (False, True)
+    assert (batches.contains(0, b"x"), batches.contains(1, b"x")) == (False, True)

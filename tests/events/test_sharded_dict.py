@@ -1,9 +1,9 @@
-"""A dict in pieces."""
+"""A dict in shards."""
 
 from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
 
 
-def test_what_is_put_into_its_shard_is_found_there():
+def test_value_is_found_in_its_shard():
     sharded = ShardedDict()
     for key in (1, b"bytes", 2**64 - 1, NUM_SHARDS + 1):
         sharded.shard(key)[key] = str(key)
@@ -14,7 +14,7 @@ def test_what_is_put_into_its_shard_is_found_there():
     assert 5 not in sharded
 
 
-def test_hashes_spread_evenly():
+def test_hashes_spread_evenly_over_shards():
     sharded = ShardedDict()
     for number in range(10_000):
         key = (number * 0x9E3779B97F4A7C15) % 2**64

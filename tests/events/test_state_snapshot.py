@@ -1,4 +1,4 @@
-"""What a reader is told who comes late."""
+"""Snapshots for readers that connect late."""
 
 import threading
 from itertools import pairwise
@@ -8,8 +8,8 @@ from events.made_events import draw, removed, stored
 
 from kv_pool import AllBlocksCleared, InvalidArgumentError
 from kv_pool.events.invariants import Reader, check_knowledge
-from kv_pool.events.pace import Pace
 from kv_pool.events.stream_state import StreamState
+from kv_pool.events.yield_timer import YieldTimer
 
 
 def snap(state):
@@ -23,15 +23,15 @@ def made(*events, **options):
     return state
 
 
-def test_nothing_resident_is_a_clear_and_nothing_else():
+def test_empty_snapshot_is_a_single_clear():
     assert snap(StreamState()) == ["clear"]
 
 
-def test_chains_become_one_event_whatever_they_came_in():
+def test_chain_becomes_one_event_however_it_was_stored():
     assert snap(made(stored([1, 2]), stored([3], 2), stored([4, 5], 3))) == ["clear", "> 1 2 3 4 5"]
 
 
-def test_a_chain_ends_where_it_forks():
+def test_chain_ends_where_it_forks():
     state = made(stored([1, 2, 3]), stored([5, 6], 2), stored([7], 2))
     assert snap(state) == ["clear", "> 1 2 3", "2 > 7", "2 > 5 6"]
 
@@ -50,12 +50,12 @@ def test_a_chain_ends_where_it_forks():
     ],
     ids=lambda fields: ", ".join(fields),
 )
-def test_a_chain_ends_where_its_kind_changes(fields):
+def test_chain_ends_where_its_kind_changes(fields):
     state = made(stored([1, 2]), stored([3, 4], 2, **fields))
     assert snap(state) == ["clear", "> 1 2", "2 > 3 4"]
 
 
-def test_what_events_told_of_blocks_is_told_again():
+def test_snapshot_repeats_all_fields_of_blocks():
     events = [
         stored([1, 2], extra_keys=[None, (("img", -1), "salt")], lora_name="a", lora_id=1, locality="LOCAL"),
         stored([3], 9, lookahead_token_ids=[[7]], token_ids=[2**40, 5], ownership="x", medium="STORAGE"),
@@ -67,38 +67,38 @@ def test_what_events_told_of_blocks_is_told_again():
     assert sorted(told[1:], key=repr) == sorted(events, key=repr)
 
 
-def test_the_session_that_stored_a_block_is_not_kept():
+def test_session_of_a_block_is_not_kept():
     _, (_, told) = made(stored([1], session_id="s-1")).take_snapshot()
     assert told == stored([1])
 
 
-def test_each_place_has_chains_of_its_own():
+def test_each_place_has_separate_chains():
     state = made(stored([1, 2]), stored([1, 2], medium="CPU"), stored([3], 2, medium="CPU"))
     assert snap(state) == ["clear", "> 1 2", "> 1 2 3"]
 
 
-def test_orphans_come_last_with_the_parent_they_had():
+def test_orphans_come_last_with_their_original_parent():
     state = made(stored([1, 2, 3, 4]), removed(2), stored([9], medium="CPU"))
     assert snap(state) == ["clear", "> 1", "> 9", "2 > 3 4"]
 
 
-def test_a_parent_that_was_stored_after_its_children_comes_before_them():
+def test_parent_stored_after_its_children_precedes_them():
     state = made(stored([1, 2, 3]), removed(1), stored([1]))
     assert snap(state) == ["clear", "> 1 2 3"]
 
 
-def test_blocks_whose_parents_lead_in_a_circle_are_told_once():
+def test_blocks_in_a_parent_cycle_are_stored_once():
     state = made(stored([1, 2], 3), stored([3], 2), stored([4], 4))
     _, events = state.take_snapshot()
     assert sorted(found for event in events[1:] for found in event.block_hashes) == [1, 2, 3, 4]
 
 
-def test_without_token_ids_events_have_none():
+def test_events_have_no_token_ids_unless_they_are_kept():
     _, (_, told) = made(stored([1, 2]), keeps_token_ids=False).take_snapshot()
     assert (told.block_hashes, told.token_ids, told.block_size) == ([1, 2], [], 2)
 
 
-def test_a_snapshot_names_the_last_batch_that_is_in_it():
+def test_snapshot_has_the_number_of_its_last_batch():
     state = StreamState()
     assert state.take_snapshot()[0] == -1
     state.apply([stored([1])])
@@ -108,7 +108,7 @@ def test_a_snapshot_names_the_last_batch_that_is_in_it():
     assert state.take_snapshot()[0] == 1000
 
 
-def test_a_batch_of_which_nothing_is_sent_has_a_number_all_the_same():
+def test_batch_without_sent_events_has_a_number():
     state = made(stored([1]))
     assert state.apply([stored([1])]) == []
     assert state.take_snapshot()[0] == 1
@@ -116,7 +116,7 @@ def test_a_batch_of_which_nothing_is_sent_has_a_number_all_the_same():
     assert state.take_snapshot()[0] == 7
 
 
-def test_long_chains_come_in_pieces_that_fit_into_chunks():
+def test_long_chains_are_split_to_fit_into_chunks():
     numbers = range(1, 1001)
     state = made(stored(numbers))
     _, chunks = state.iter_snapshot()
@@ -130,7 +130,7 @@ def test_long_chains_come_in_pieces_that_fit_into_chunks():
         assert after.parent_block_hash == before.block_hashes[-1]
 
 
-def test_a_list_has_at_least_one_block():
+def test_max_blocks_below_one_is_rejected():
     state = made(stored([1, 2]), stored([3], 2))
     assert [draw(chunk) for chunk in state.iter_snapshot(1)[1]] == [["clear"], ["> 1"], ["1 > 2"], ["2 > 3"]]
     with pytest.raises(InvalidArgumentError, match="max_blocks is 0"):
@@ -146,15 +146,15 @@ def test_many_short_events_fill_chunks():
 # ---- while batches are applied ------------------------------------------------------------------------
 
 
-class Interruption(Pace):
-    """Applies batches in the pauses of a snapshot that its copy falls into."""
+class Interruption(YieldTimer):
+    """A timer that applies batches during the pauses of a snapshot's copy."""
 
     def __init__(self, state, batches):
         super().__init__()
         self.state = state
         self.batches = batches
 
-    def step(self):
+    def yield_if_due(self):
         for batch in self.batches[:1]:
             del self.batches[0]
             self.state.apply(batch)
@@ -173,9 +173,9 @@ class Interruption(Pace):
     ],
     ids=lambda batches: " | ".join(" ".join(draw(batch)) for batch in batches),
 )
-def test_a_snapshot_has_what_was_applied_while_it_was_copied(batches):
+def test_snapshot_includes_batches_applied_during_the_copy(batches):
     state = made(stored(range(250)), stored([3, 4], medium="CPU"))
-    sequence, chunks = state.iter_snapshot(pace=Interruption(state, list(batches)))
+    sequence, chunks = state.iter_snapshot(yield_timer=Interruption(state, list(batches)))
     assert sequence == 1 + len(batches)
     reader = Reader()
     for chunk in chunks:
@@ -183,7 +183,7 @@ def test_a_snapshot_has_what_was_applied_while_it_was_copied(batches):
     check_knowledge(state, reader)
 
 
-def test_what_is_applied_after_the_copy_is_not_in_the_snapshot():
+def test_snapshot_excludes_batches_applied_after_the_copy():
     state = made(stored([1, 2]))
     sequence, chunks = state.iter_snapshot()
     state.apply([removed(2), stored([3])])
@@ -192,8 +192,8 @@ def test_what_is_applied_after_the_copy_is_not_in_the_snapshot():
     assert state.resident.changes is None
 
 
-def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name():
-    """Each batch leaves a state that only it leaves, so that a snapshot between two would be noticed."""
+def test_threaded_snapshots_match_the_state_after_their_batch():
+    """Each batch leaves a unique state, so that a snapshot between two batches would be detected."""
     num_batches, num_resident = 3000, 300
     state = StreamState()
     batches = []
@@ -210,7 +210,7 @@ def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name()
 
     def take_snapshots():
         while not stop.is_set():
-            sequence, chunks = state.iter_snapshot(pace=Pace(work_ns=20_000))
+            sequence, chunks = state.iter_snapshot(yield_timer=YieldTimer(work_ns=20_000))
             snapshots.append((sequence, [event for chunk in chunks for event in chunk]))
 
     thread = threading.Thread(target=take_snapshots)
@@ -221,7 +221,7 @@ def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name()
             reader.read(state.apply(batch))
             expected.append(dict(reader.known))
             if len(expected) % 50 == 0:
-                Pace(work_ns=0).step()
+                YieldTimer(work_ns=0).yield_if_due()
     finally:
         stop.set()
         thread.join()
@@ -233,7 +233,7 @@ def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name()
         assert late.known == (expected[sequence] if sequence >= 0 else {})
 
 
-def test_memory_of_what_was_cleared_goes_back_with_later_batches():
+def test_memory_of_cleared_blocks_is_freed_by_later_batches():
     state = made(stored(range(1000)), AllBlocksCleared())
     assert state.resident._forgotten
     state.apply([])

@@ -1,4 +1,4 @@
-"""Random histories of a pool through real sockets: whoever follows the stream ends up with the pool's map."""
+"""Random histories of a pool over real sockets: a follower of the stream gets the pool's map."""
 
 import random
 from contextlib import ExitStack
@@ -26,7 +26,7 @@ NUM_STEPS = 80
     starts_at=st.integers(0, NUM_STEPS - 1),
     is_replaced=st.booleans(),
 )
-def test_the_mirror_is_the_pool_whatever_happened(seed, buffer_steps, lost_share, starts_at, is_replaced):
+def test_mirror_matches_the_pool_after_random_events(seed, buffer_steps, lost_share, starts_at, is_replaced):
     """Stores, evictions, duplicates, resets, partial blocks, groups; lost batches, late and new readers."""
     schedule = EventSchedule(seed)
     side = PoolSide(kv_pool, schedule.options)
@@ -51,4 +51,4 @@ def test_the_mirror_is_the_pool_whatever_happened(seed, buffer_steps, lost_share
         live.share = 0.0
         publisher.publish(pool.take_events() or [kv_pool.BlockRemoved([1], "GPU")])
         read_to_the_end(subscriber, publisher, num_published + 1, mirror)
-    assert mirror.state_of("pool") == pool_map(pool)
+    assert mirror.get_blocks("pool") == pool_map(pool)

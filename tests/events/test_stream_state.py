@@ -1,4 +1,4 @@
-"""What is sent instead of what a pool tells; events are drawn as in made_events.py."""
+"""The events that a state sends instead of a pool's, in the notation of made_events.py."""
 
 import pytest
 from drawing import blocks, hash_of, make_pool, make_request
@@ -13,7 +13,7 @@ def send(state, *events):
     return draw(state.apply(list(events)))
 
 
-def test_with_all_options_off_what_is_given_is_sent():
+def test_all_options_off_sends_events_unchanged():
     state = StreamState(exact=False, dense=False, coalesce_removals=False)
     events = [
         stored([1, 1, 2], parent=1, token_ids=[5]),
@@ -28,7 +28,7 @@ def test_with_all_options_off_what_is_given_is_sent():
     assert all(one is other for one, other in zip(sent, events, strict=True))
 
 
-def test_a_hash_is_announced_with_its_first_copy_and_removed_with_its_last():
+def test_hash_is_stored_with_first_copy_and_removed_with_last():
     state = StreamState()
     assert send(state, stored([1, 2])) == ["> 1 2"]
     assert send(state, stored([1, 2])) == []
@@ -38,7 +38,7 @@ def test_a_hash_is_announced_with_its_first_copy_and_removed_with_its_last():
     assert send(state, removed(2), removed(2)) == ["- 2"]
 
 
-def test_of_a_store_only_what_is_new_is_sent_with_its_own_tokens_keys_and_parent():
+def test_only_new_blocks_of_a_store_are_sent():
     state = StreamState()
     state.apply([stored([2])])
     extra_keys = [("a",), ("b",), None, ("d",)]
@@ -48,7 +48,7 @@ def test_of_a_store_only_what_is_new_is_sent_with_its_own_tokens_keys_and_parent
     assert [event.extra_keys for event in sent] == [[("a",)], [None, ("d",)]]
 
 
-def test_the_same_hash_in_another_place_is_another_fact():
+def test_same_hash_in_another_place_counts_separately():
     state = StreamState()
     places = [{}, {"medium": "CPU"}, {"group_idx": 1}, {"medium": "CPU", "locality": "REMOTE"}]
     for place in places:
@@ -58,24 +58,24 @@ def test_the_same_hash_in_another_place_is_another_fact():
         assert send(state, removed(1, **place), removed(1, **place)) == ["- 1"]
 
 
-def test_a_report_of_hits_is_no_copy_and_no_news():
+def test_report_of_hits_is_neither_counted_nor_sent():
     state = StreamState()
     state.apply([stored([1, 2])])
     assert send(state, stored([1, 2, 3], event_class=BlockReported)) == []
     assert send(state, removed(2)) == ["- 2"]
 
 
-def test_a_report_that_is_passed_on_is_no_copy_either():
+def test_report_that_is_sent_is_not_counted_as_a_copy():
     state = StreamState(exact=False)
     assert send(state, stored([1], event_class=BlockReported)) == ["> 1"]
     assert len(state.resident) == 0
 
 
-def test_the_removal_of_what_was_never_stored_is_sent_for_someone_may_know_it():
+def test_removal_of_an_unknown_hash_is_sent():
     assert send(StreamState(), removed(5), removed(6)) == ["- 5 6"]
 
 
-def test_a_clear_forgets_all_copies_everywhere():
+def test_clear_removes_all_copies_in_all_places():
     state = StreamState()
     state.apply([stored([1]), stored([1]), stored([1], medium="CPU")])
     assert send(state, AllBlocksCleared()) == ["clear"]
@@ -83,7 +83,7 @@ def test_a_clear_forgets_all_copies_everywhere():
     assert send(state, removed(1)) == ["- 1"]
 
 
-def test_removals_in_a_row_from_one_place_become_one_event():
+def test_consecutive_removals_from_one_place_are_merged():
     state = StreamState(exact=False)
     events = [
         removed(1),
@@ -100,18 +100,18 @@ def test_removals_in_a_row_from_one_place_become_one_event():
     assert [event.block_hashes for event in events[:2]] == [[1], [2]], "what was given is as it was"
 
 
-def test_what_is_dropped_in_between_does_not_keep_removals_apart():
+def test_dropped_events_do_not_separate_removals():
     state = StreamState()
     state.apply([stored([1, 2, 3]), stored([3])])
     assert send(state, removed(1), removed(3), stored([3]), removed(2)) == ["- 1 2"]
 
 
-def test_a_span_with_holes_is_sent_without_the_tokens_that_are_not_its_own():
+def test_span_with_holes_is_sent_without_tokens():
     (sent,) = StreamState().apply([stored([1, 2], token_ids=list(range(8)))])
     assert (sent.block_hashes, sent.token_ids) == ([1, 2], [])
 
 
-def test_a_store_of_no_blocks_is_not_sent():
+def test_empty_store_is_not_sent():
     assert send(StreamState(exact=False), stored([], token_ids=[1, 2])) == []
 
 
@@ -125,19 +125,19 @@ def test_a_store_of_no_blocks_is_not_sent():
         ([1, 1, 1], 1, ["> 1", "> 1", "> 1"]),
     ],
 )
-def test_no_hash_is_twice_in_a_dense_store_or_its_own_parent(hashes, parent, expected):
+def test_dense_store_has_no_repeated_hash_or_own_parent(hashes, parent, expected):
     sent = StreamState(exact=False).apply([stored(hashes, parent)])
     assert draw(sent) == expected
     assert [token for event in sent for token in event.token_ids] == stored(hashes).token_ids
 
 
-def test_in_an_exact_store_a_hash_that_comes_again_is_its_second_copy():
+def test_repeated_hash_in_an_exact_store_is_a_second_copy():
     state = StreamState()
     assert send(state, stored([1, 2, 2, 3], 1)) == ["> 1 2", "2 > 3"]
     assert send(state, removed(2)) == []
 
 
-def test_what_is_sent_is_the_given_event_where_nothing_has_to_change():
+def test_unchanged_events_are_sent_as_the_same_object():
     event = stored([1, 2])
     assert StreamState().apply([event])[0] is event
 
@@ -150,14 +150,14 @@ def follow(pool, state):
 
 
 def number_of(external_hash):
-    """The n of `hash_of(n)`."""
+    """Return n for `hash_of(n)`."""
     return int(external_hash.to_bytes(8, "big")[-4:].decode())
 
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
 
 
-def test_two_requests_that_compute_one_prefix_announce_it_once():
+def test_prefix_computed_by_two_requests_is_announced_once():
     pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
     state = StreamState()
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 4, 0)
@@ -170,7 +170,7 @@ def test_two_requests_that_compute_one_prefix_announce_it_once():
     assert follow(pool, state) == ["- 11 12"]
 
 
-def test_hashes_that_move_to_another_block_stay_announced():
+def test_hashes_moved_to_another_block_stay_announced():
     pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
     state = StreamState()
     pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 4, 0)
@@ -183,7 +183,7 @@ def test_hashes_that_move_to_another_block_stay_announced():
     assert follow(pool, state) == ["- 11", "- 11"]
 
 
-def test_a_partial_entry_that_a_longer_one_replaces_is_removed_before_that_is_stored():
+def test_replaced_partial_entry_is_removed_before_the_store():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     state = StreamState()
     pool.cache_partial_block(REQUEST, pool.blocks[1], 4, 0, 16)
@@ -191,7 +191,7 @@ def test_a_partial_entry_that_a_longer_one_replaces_is_removed_before_that_is_st
     assert follow(pool, state) == ["> 11", "- 11", "12 > 13"]
 
 
-def test_a_reset_of_the_pool_forgets_every_copy():
+def test_pool_reset_removes_every_copy():
     pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
     state = StreamState()
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 4, 0)
@@ -204,7 +204,7 @@ def test_a_reset_of_the_pool_forgets_every_copy():
     assert follow(pool, state) == ["> 11"]
 
 
-def test_a_dense_pool_and_an_exact_state_keep_tokens_where_blocks_are_skipped():
+def test_dense_pool_and_exact_state_keep_tokens_across_holes():
     pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True, dense_events=True)
     state = StreamState()
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 0, 2, 3), 0, 4, 4, 0)
@@ -213,7 +213,7 @@ def test_a_dense_pool_and_an_exact_state_keep_tokens_where_blocks_are_skipped():
     assert draw(sent, number_of) == ["> 11", "12 > 13 14"]
 
 
-def test_the_managers_kind_of_attention_is_in_what_is_sent_and_in_snapshots():
+def test_attention_kind_is_in_events_and_snapshots():
     manager = KVCacheManager(BlockPool(6, True, 4, enable_kv_cache_events=True))
     manager.allocate_slots(Request("A", range(1, 11), BlockHasher(block_size=4)), 10)
     state = StreamState()

@@ -1,4 +1,4 @@
-"""Random histories: every invariant of the stream after each call, and a slow model that agrees."""
+"""Random histories: all invariants of the stream after each call, and a slow model."""
 
 import random
 from collections import Counter
@@ -28,11 +28,13 @@ class DensePool(kv_pool.BlockPool):
         super().__init__(*arguments, dense_events=True, **options)
 
 
-DENSE_CLASSES = SimpleNamespace(**{**vars(kv_pool), "BlockPool": DensePool})
+DENSE_CLASSES = SimpleNamespace(
+    **{**{name: getattr(kv_pool, name) for name in kv_pool.__all__}, "BlockPool": DensePool}
+)
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_random_calls_on_a_pool_leave_a_true_stream(seed):
+def test_random_pool_calls_satisfy_the_stream_invariants(seed):
     schedule = EventSchedule(seed)
     is_dense = seed % 3 != 0
     side = PoolSide(DENSE_CLASSES if is_dense else kv_pool, schedule.options)
@@ -58,7 +60,7 @@ def test_random_calls_on_a_pool_leave_a_true_stream(seed):
         invariants.check_knowledge(state, reader, *late_readers)
 
 
-# ---- any events, also those that no pool makes --------------------------------------------------------
+# ---- arbitrary events, also beyond those of pools -----------------------------------------------------
 
 hashes = st.integers(1, 6)
 places = st.sampled_from([{}, {"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}])
@@ -85,7 +87,7 @@ events = st.one_of(
 
 
 class SlowState:
-    """What an exact state sends, one hash an event, by one counter and the parents that were announced."""
+    """A slow model of an exact state, with one hash per event: a counter and the announced parents."""
 
     def __init__(self):
         self.copies = Counter()
@@ -119,7 +121,7 @@ class SlowState:
         return sent
 
     def announce(self, place, new, before):
-        """What is new; blocks that were there before, behind it, are removed and stored with it."""
+        """Announce new hashes; resident blocks after them are removed and stored again."""
         behind = set()
         while True:
             found = {n for n in before - behind if self.parents[place, n] in {*new, *behind}}
@@ -132,7 +134,7 @@ class SlowState:
 
 
 def without_again(sent, expected):
-    """What was sent, one hash an event; what is announced again as `SlowState` has it, whatever the order."""
+    """Split sent events into one hash each; order repeated announcements as `SlowState` does."""
     drawn = []
     for wanted in expected:
         num_hashes = len(wanted[2]) if isinstance(wanted[-1], set) else 1
@@ -146,7 +148,7 @@ def without_again(sent, expected):
 
 
 def one_by_one(events):
-    """What was sent, one hash an event."""
+    """Split sent events into one hash each."""
     told = []
     for event in events:
         if isinstance(event, AllBlocksCleared):
@@ -159,7 +161,7 @@ def one_by_one(events):
 
 @settings(max_examples=600, deadline=None)
 @given(st.lists(st.lists(events, max_size=6), max_size=8), st.booleans(), st.booleans())
-def test_any_events_are_sent_as_a_slow_model_says(batches, dense, coalesce):
+def test_random_events_match_a_slow_model(batches, dense, coalesce):
     state = StreamState(dense=dense, coalesce_removals=coalesce)
     model, reader = SlowState(), Reader()
     for number, batch in enumerate(batches):
@@ -188,7 +190,7 @@ def test_any_events_are_sent_as_a_slow_model_says(batches, dense, coalesce):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=10), st.booleans(), st.booleans())
-def test_without_exactness_every_hash_is_sent_as_often_as_it_is_told(batch, dense, coalesce):
+def test_inexact_state_sends_every_hash_as_often_as_given(batch, dense, coalesce):
     state = StreamState(exact=False, dense=dense, coalesce_removals=coalesce)
     sent = state.apply(batch)
     assert one_by_one(sent) == one_by_one(batch)

@@ -1,4 +1,4 @@
-"""The subscriber over real sockets on loopback: our publisher, and a raw one as vLLM's behaves."""
+"""The subscriber over loopback sockets, with kv_pool's publisher and a raw one that behaves as vLLM's."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ def has(sequence):
 
 
 def join(subscriber, publisher):
-    """Publish until a batch comes live: subscribing takes ZeroMQ a moment."""
+    """Publish until a live batch arrives: a ZeroMQ subscription takes a moment."""
     items = []
     while not any(isinstance(item, ReceivedBatch) and not item.is_replayed for item in items):
         publisher.publish([])
@@ -54,10 +54,10 @@ def join(subscriber, publisher):
     return items
 
 
-# ---- a publisher by the contract, as vLLM's behaves ----------------------------------------------
+# ---- a raw publisher that behaves as vLLM's ------------------------------------------------------
 
 
-def test_the_past_comes_by_replay_and_the_present_live():
+def test_earlier_batches_are_replayed_and_later_ones_live():
     with WirePublisher() as publisher:
         for _ in range(3):
             publisher.publish([])
@@ -65,10 +65,10 @@ def test_the_past_comes_by_replay_and_the_present_live():
             items = join(subscriber, publisher)
             assert sequences(items) == list(range(len(items)))
             assert [item.is_replayed for item in items[:3]] == [True] * 3
-            assert subscriber.stats().counts.num_lost == 0
+            assert subscriber.get_statistics().counts.num_lost == 0
 
 
-def test_a_dropped_batch_is_fetched():
+def test_dropped_batch_is_replayed():
     with WirePublisher() as publisher, subscribe(publisher) as subscriber:
         read = len(join(subscriber, publisher))
         publisher.publish([], is_dropped=True)
@@ -76,10 +76,10 @@ def test_a_dropped_batch_is_fetched():
         publisher.publish([])
         items = read_until(subscriber, has(read + 2))
         assert sequences(items) == [read, read + 1, read + 2]
-        assert publisher.requests[-1] == read - 1  # beginning with the last batch that was taken
+        assert publisher.requests[-1] == read - 1  # starting with the last batch received
 
 
-def test_a_late_start_behind_a_small_buffer_is_called_a_loss():
+def test_late_start_with_a_small_buffer_is_a_loss():
     with WirePublisher(buffer_steps=10) as publisher:
         for _ in range(50):
             publisher.publish([])
@@ -89,7 +89,7 @@ def test_a_late_start_behind_a_small_buffer_is_called_a_loss():
     assert sequences(items) == list(range(40, 50))
 
 
-def test_without_replay_each_gap_is_a_loss():
+def test_each_gap_without_replay_is_a_loss():
     with WirePublisher() as publisher, KVEventSubscriber(publisher.endpoint) as subscriber:
         read = sequences(join(subscriber, publisher))[-1] + 1
         publisher.publish([], is_dropped=True)
@@ -98,7 +98,7 @@ def test_without_replay_each_gap_is_a_loss():
         assert items[0] == BatchesLost(read, read)
 
 
-def test_a_replay_that_loses_batches_itself_is_asked_again():
+def test_replay_that_loses_batches_is_requested_again():
     with WirePublisher() as publisher, subscribe(publisher) as subscriber:
         read = len(join(subscriber, publisher))
         publisher.drops_from_replays = {read + 1}
@@ -110,18 +110,18 @@ def test_a_replay_that_loses_batches_itself_is_asked_again():
         assert publisher.requests[-2:] == [read - 1, read + 1]
 
 
-def test_a_replay_that_is_not_answered_is_given_up():
+def test_unanswered_replay_is_abandoned():
     with WirePublisher() as publisher:
         publisher.ignores_requests = True
         with subscribe(publisher, replay_timeout_s=0.1, max_attempts=2) as subscriber:
-            read_until(subscriber, lambda _: subscriber.stats().counts.num_timeouts == 2)
+            read_until(subscriber, lambda _: subscriber.get_statistics().counts.num_timeouts == 2)
             items = join(subscriber, publisher)
     assert isinstance(items[-1], ReceivedBatch)
-    assert subscriber.stats().counts.num_batches == len(sequences(items))
+    assert subscriber.get_statistics().counts.num_batches == len(sequences(items))
 
 
-def test_a_live_frame_with_the_end_markers_number_is_unreadable():
-    """It used to be taken for a batch, and the next reconnect raised InvalidArgumentError."""
+def test_live_frame_with_the_end_marker_is_unreadable():
+    """It used to count as a batch, and the next reconnection raised InvalidArgumentError."""
     with WirePublisher() as publisher, subscribe(publisher) as subscriber:
         read = len(join(subscriber, publisher))
         with publisher.lock:
@@ -129,10 +129,10 @@ def test_a_live_frame_with_the_end_markers_number_is_unreadable():
         publisher.publish([])
         items = read_until(subscriber, has(read))
         assert sequences(items) == [read]
-        assert subscriber.stats().num_unreadable == 1
+        assert subscriber.get_statistics().num_unreadable == 1
 
 
-def test_the_highest_live_number_survives_a_reconnect():
+def test_highest_live_number_survives_a_reconnection():
     first = WirePublisher()
     places = {"endpoint": first.endpoint, "replay_endpoint": first.replay_endpoint}
     with subscribe(first) as subscriber:
@@ -148,8 +148,8 @@ def test_the_highest_live_number_survives_a_reconnect():
             assert PublisherRestarted() in items
 
 
-def test_a_mirror_that_lost_batches_to_unanswered_replays_heals():
-    """It used to stay too small without end, though the publisher answered again."""
+def test_mirror_heals_after_unanswered_replays():
+    """It used to stay incomplete forever, although the publisher answered again."""
     life = LivingPool()
     mirror = PrefixMirror()
 
@@ -173,46 +173,46 @@ def test_a_mirror_that_lost_batches_to_unanswered_replays_heals():
                 return losses(items)
 
             read_until(subscriber, has_lost, note)
-            assert subscriber.stats().is_incomplete
+            assert subscriber.get_statistics().is_incomplete
             subscriber.replay_endpoint = publisher.replay_endpoint
-            subscriber._machine.replay_timeout_s = LIMIT_S  # the answer may take a while on a busy machine
+            subscriber._machine.replay_timeout_s = LIMIT_S  # the answer may be slow on a busy machine
             wait_until_sent(publisher, published)
-            read_until(subscriber, lambda _: not subscriber.stats().is_incomplete, note)
+            read_until(subscriber, lambda _: not subscriber.get_statistics().is_incomplete, note)
             read_to_the_end(subscriber, publisher, published, mirror)
-            assert mirror.state_of("pool") == pool_map(life.pool)
-            assert subscriber.stats().counts.num_heals == 1
+            assert mirror.get_blocks("pool") == pool_map(life.pool)
+            assert subscriber.get_statistics().counts.num_heals == 1
 
 
-def test_a_message_beyond_the_size_limit_is_not_received():
-    """A hostile publisher could make its readers allocate whatever it announced."""
+def test_message_beyond_the_size_limit_is_not_received():
+    """A hostile publisher could make its readers allocate any amount of memory."""
     with WirePublisher() as publisher, subscribe(publisher, max_message_bytes=10_000) as subscriber:
         read = len(join(subscriber, publisher))
         publisher.publish(None, payload=bytes(20_000))
-        read_until(subscriber, lambda _: subscriber.stats().num_connections > 1)
+        read_until(subscriber, lambda _: subscriber.get_statistics().num_connections > 1)
         publisher.buffer.pop()
         publisher.buffer.append((read, b"\x93\xcb" + bytes(8) + b"\x90\x00"))
         items = read_until(subscriber, has(read))
         assert losses(items) == []
 
 
-def test_a_snapshot_beyond_the_size_limit_is_a_stated_loss():
+def test_snapshot_beyond_the_size_limit_is_a_reported_loss():
     options = {"max_message_bytes": 5_000, "replay_timeout_s": 0.05, "max_attempts": 2}
     with WirePublisher() as publisher:
         publisher.publish(None, payload=bytes(20_000), is_dropped=True)
         publisher.publish([])
         with subscribe(publisher, **options) as subscriber:
-            read_until(subscriber, lambda _: subscriber.stats().is_incomplete)
-            assert subscriber.stats().counts.num_batches == 0
+            read_until(subscriber, lambda _: subscriber.get_statistics().is_incomplete)
+            assert subscriber.get_statistics().counts.num_batches == 0
 
 
-@pytest.mark.parametrize("name", ["max_message_bytes", "max_held", "max_held_bytes"])
-def test_a_bound_below_one_is_refused(name):
+@pytest.mark.parametrize("name", ["max_message_bytes", "max_queued", "max_queued_bytes"])
+def test_bound_below_one_is_rejected(name):
     with pytest.raises(InvalidArgumentError, match=f"{name} is 0"):
         KVEventSubscriber("tcp://127.0.0.1:1", **{name: 0})
 
 
 def test_few_batches_are_decoded_ahead_of_the_reader():
-    """A thousand used to be, whatever their size."""
+    """A thousand batches used to be decoded ahead, whatever their size."""
     with WirePublisher() as publisher, subscribe(publisher) as subscriber:
         join(subscriber, publisher)
         for _ in range(300):
@@ -228,7 +228,7 @@ def test_few_batches_are_decoded_ahead_of_the_reader():
         assert most <= 64
 
 
-def test_a_restart_is_noticed_and_the_new_life_read_from_its_start():
+def test_restart_is_detected_and_read_from_its_start():
     first = WirePublisher()
     places = {"endpoint": first.endpoint, "replay_endpoint": first.replay_endpoint}
     with subscribe(first) as subscriber:
@@ -242,7 +242,7 @@ def test_a_restart_is_noticed_and_the_new_life_read_from_its_start():
             assert PublisherRestarted() in items
             assert sequences(items) == [0, 1, 2, 3, 4]
             assert losses(items) == []
-        assert subscriber.stats().num_connections == 2
+        assert subscriber.get_statistics().num_connections == 2
 
 
 def test_malformed_messages_are_counted_and_not_fatal():
@@ -255,12 +255,12 @@ def test_malformed_messages_are_counted_and_not_fatal():
         publisher.publish([])
         items = read_until(subscriber, has(read + 1))
         assert items[0] == BatchesLost(read, read)
-        stats = subscriber.stats()
+        stats = subscriber.get_statistics()
         assert stats.counts.num_malformed == 1
         assert stats.num_unreadable == 2
 
 
-def test_silence_is_visible():
+def test_silence_is_reported():
     with WirePublisher() as publisher:
         options = {"silence_after_s": 0.2, "replay_timeout_s": 0.1, "max_attempts": 1}
         with subscribe(publisher, **options) as subscriber:
@@ -268,10 +268,10 @@ def test_silence_is_visible():
             publisher.ignores_requests = True
             items = read_until(subscriber, bool)
             assert isinstance(items[0], PublisherSilent)
-            assert subscriber.stats().is_silent
+            assert subscriber.get_statistics().is_silent
             publisher.publish([])
             read_until(subscriber, bool)
-            assert not subscriber.stats().is_silent
+            assert not subscriber.get_statistics().is_silent
 
 
 def test_topics_are_filtered():
@@ -281,15 +281,15 @@ def test_topics_are_filtered():
             publisher.publish([], topic=b"kv@b")
             publisher.publish([], topic=b"kv@a@model")
             items = subscriber.poll(0.05)
-        # Each is odd: the even ones were of the other topic, and are missing here.
+        # All are odd: the even ones have the other topic.
         assert {sequence % 2 for sequence in sequences(items)} == {1}
 
 
-# ---- our publisher -------------------------------------------------------------------------------
+# ---- kv_pool's publisher -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
-def test_a_late_start_is_healed_by_one_snapshot(first_sequence):
+def test_late_start_is_healed_by_one_snapshot(first_sequence):
     life = LivingPool()
     mirror = PrefixMirror(learns_tokens=True)
     with our_publisher(buffer_steps=5, first_sequence=first_sequence) as publisher:
@@ -298,19 +298,19 @@ def test_a_late_start_is_healed_by_one_snapshot(first_sequence):
         wait_until_sent(publisher, 100)
         with subscribe(publisher) as subscriber:
             read_to_the_end(subscriber, publisher, 100, mirror)
-            assert mirror.state_of("pool") == pool_map(life.pool)
-            counts = subscriber.stats().counts
+            assert mirror.get_blocks("pool") == pool_map(life.pool)
+            counts = subscriber.get_statistics().counts
             assert counts.num_snapshots == 1
-            # From zero on, the snapshot has the number 0, and empty batches follow.
+            # With numbers from 0 the snapshot has the number 0, and empty batches follow.
             assert (counts.num_skipped > 0) == (first_sequence == "clock")
-        assert publisher.statistics().num_snapshots == 1
+        assert publisher.get_statistics().num_snapshots == 1
 
 
-def test_a_publisher_that_outruns_its_buffer_before_it_knows_of_the_subscription_costs_one_snapshot():
-    """It used to be two: one was asked for at once, and the live batches after it were lost.
+def test_fast_publisher_costs_a_new_subscriber_one_snapshot():
+    """It used to take two: one was requested at once, and the live batches after it were lost.
 
-    True as long as the first live batch arrives before the subscriber asks without one, a quarter of a second
-    after the connection was made. That moment is put off here, so that a slow machine does not reach it.
+    This holds if the first live batch arrives before the subscriber's first request, a quarter of a second
+    after the connection. The test delays that request, so that a slow machine does not reach it.
     """
     life = LivingPool()
     mirror = PrefixMirror()
@@ -329,13 +329,13 @@ def test_a_publisher_that_outruns_its_buffer_before_it_knows_of_the_subscription
                 publisher.publish(life.step())
                 wait_until_sent(publisher, number + 1)
             read_to_the_end(subscriber, publisher, 30, mirror)
-            assert mirror.state_of("pool") == pool_map(life.pool)
-            assert subscriber.stats().counts.num_snapshots == 1
+            assert mirror.get_blocks("pool") == pool_map(life.pool)
+            assert subscriber.get_statistics().counts.num_snapshots == 1
 
 
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
-def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
-    """A subscriber whose queue is small, killed and started again; a publisher killed and started again."""
+def test_mirror_matches_the_pool_after_drops_and_restarts(first_sequence):
+    """A subscriber with a small queue and a publisher are killed and restarted."""
     rng = random.Random(first_sequence)
     life = LivingPool()
     mirror = PrefixMirror(learns_tokens=True)
@@ -350,9 +350,9 @@ def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
             publisher.publish(life.step())
             num_published += 1
         read_to_the_end(subscriber, publisher, num_published, mirror)
-        assert mirror.state_of("pool") == pool_map(life.pool)
+        assert mirror.get_blocks("pool") == pool_map(life.pool)
         if rng.random() < 0.5:
-            num_snapshots += subscriber.stats().counts.num_snapshots
+            num_snapshots += subscriber.get_statistics().counts.num_snapshots
             subscriber.close()
             subscriber = subscribe(publisher)
             mirror.clear_publisher("pool")
@@ -363,14 +363,14 @@ def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
             num_published = 0
     publisher.publish(life.step())
     read_to_the_end(subscriber, publisher, num_published + 1, mirror)
-    assert mirror.state_of("pool") == pool_map(life.pool)
-    assert num_snapshots + subscriber.stats().counts.num_snapshots <= 1 + fault
+    assert mirror.get_blocks("pool") == pool_map(life.pool)
+    assert num_snapshots + subscriber.get_statistics().counts.num_snapshots <= 1 + fault
     subscriber.close()
     publisher.close()
 
 
 @pytest.mark.parametrize("buffer_steps", [10_000, 3])
-def test_with_one_live_batch_in_a_hundred_lost_the_mirror_is_the_pool(buffer_steps):
+def test_mirror_matches_the_pool_with_1_percent_loss(buffer_steps):
     life = LivingPool()
     mirror = PrefixMirror(learns_tokens=True)
     with our_publisher(buffer_steps=buffer_steps) as publisher, subscribe(publisher) as subscriber:
@@ -395,16 +395,16 @@ def test_with_one_live_batch_in_a_hundred_lost_the_mirror_is_the_pool(buffer_ste
         items += read_to_the_end(subscriber, publisher, published + 1, mirror)
         assert dropping.num_dropped > 5
         assert losses(items) == []
-        assert mirror.state_of("pool") == pool_map(life.pool)
-        counts = subscriber.stats().counts
+        assert mirror.get_blocks("pool") == pool_map(life.pool)
+        counts = subscriber.get_statistics().counts
         assert counts.num_snapshots <= dropping.num_dropped + 1
         if buffer_steps == 10_000:
             assert counts.num_snapshots == 0
-            assert sequences(items) == list(range(publisher.statistics().last_sequence + 1))
+            assert sequences(items) == list(range(publisher.get_statistics().last_sequence + 1))
 
 
-def test_vllms_stream_is_followed_by_counting_copies():
-    """No state behind the publisher: copies are announced one by one, replays answered short."""
+def test_stream_of_vllm_is_followed_by_counting_copies():
+    """The publisher has no state: it announces each copy and replays only buffered batches."""
     life = LivingPool()
     mirror = PrefixMirror(counts_copies=True)
     with WirePublisher() as publisher:
@@ -415,10 +415,10 @@ def test_vllms_stream_is_followed_by_counting_copies():
             publisher.publish(None, payload=payload, is_dropped=number % 50 == 7)
         with subscribe(publisher) as subscriber:
             read_until(subscriber, has(299), lambda item: apply_item(mirror, item, "pool"))
-        assert mirror.state_of("pool") == pool_map(life.pool)
+        assert mirror.get_blocks("pool") == pool_map(life.pool)
 
 
-def test_a_loss_makes_the_mirror_forget_and_not_guess():
+def test_loss_clears_the_publisher_in_the_mirror():
     life = LivingPool()
     mirror = PrefixMirror(counts_copies=True)
     with WirePublisher(buffer_steps=5) as publisher:
@@ -429,16 +429,16 @@ def test_a_loss_makes_the_mirror_forget_and_not_guess():
         mirror.apply("pool", [AllBlocksCleared()])
         with subscribe(publisher) as subscriber:
             read_until(subscriber, has(49), lambda item: apply_item(mirror, item, "pool"))
-    assert mirror.state_of("pool") <= pool_map(life.pool)
+    assert mirror.get_blocks("pool") <= pool_map(life.pool)
 
 
-def test_heartbeats_show_that_the_last_batch_was_missed():
+def test_heartbeat_shows_that_the_last_batch_was_missed():
     with our_publisher(heartbeat_s=0.05) as publisher, subscribe(publisher) as subscriber:
         items = read_until(subscriber, lambda items: len(items) >= 3)
         assert all(item.batch.events == [] for item in items)
 
 
-def test_an_encrypted_stream_is_read_with_keys_only(tmp_path):
+def test_encrypted_stream_requires_keys(tmp_path):
     import zmq.auth
 
     _, secret_file = zmq.auth.create_certificates(tmp_path, "server")
@@ -452,13 +452,13 @@ def test_an_encrypted_stream_is_read_with_keys_only(tmp_path):
             assert len(items) == 1
         with subscribe(publisher) as stranger:
             assert stranger.poll(0.2) == []
-            assert stranger.stats().num_connections == 0
+            assert stranger.get_statistics().num_connections == 0
 
 
 # ---- iterating and closing -----------------------------------------------------------------------
 
 
-def test_a_for_loop_ends_when_another_thread_closes():
+def test_for_loop_ends_when_another_thread_closes():
     with WirePublisher() as publisher:
         publisher.publish([])
         subscriber = subscribe(publisher)
@@ -479,7 +479,7 @@ def test_a_for_loop_ends_when_another_thread_closes():
         assert sequences(seen) == [0]
 
 
-def test_an_async_loop_sees_the_same_stream_and_ends_when_it_is_closed():
+def test_async_loop_reads_the_stream_and_ends_on_close():
     async def run():
         mirror = PrefixMirror()
         with WirePublisher() as publisher, subscribe(publisher) as subscriber:
@@ -502,7 +502,7 @@ def test_an_async_loop_sees_the_same_stream_and_ends_when_it_is_closed():
             await asyncio.wait_for(read(), LIMIT_S)
             publishing.cancel()
             assert sequences(seen) == list(range(len(seen)))
-            assert mirror.counts_of("one").num_batches == len(seen)
+            assert mirror.get_counts("one").num_batches == len(seen)
 
             async def read_on():
                 async for _ in subscriber:
@@ -516,7 +516,7 @@ def test_an_async_loop_sees_the_same_stream_and_ends_when_it_is_closed():
     asyncio.run(run())
 
 
-def test_a_closed_subscriber_has_nothing_more():
+def test_closed_subscriber_returns_nothing():
     with WirePublisher() as publisher:
         subscriber = subscribe(publisher)
         subscriber.close()
@@ -525,13 +525,13 @@ def test_a_closed_subscriber_has_nothing_more():
         assert subscriber.poll(1) == []
 
 
-def test_nobody_is_there():
+def test_subscriber_waits_for_an_absent_publisher():
     with KVEventSubscriber("tcp://127.0.0.1:1", "tcp://127.0.0.1:1") as subscriber:
         assert subscriber.poll(0.05) == []
-        assert subscriber.stats().num_connections == 0
+        assert subscriber.get_statistics().num_connections == 0
 
 
-def test_a_publisher_that_connects_finds_a_subscriber_that_binds():
+def test_subscriber_can_bind_for_a_publisher_that_connects():
     context = zmq.Context()
     with KVEventSubscriber("tcp://127.0.0.1:*", binds=True) as subscriber:
         live = context.socket(zmq.PUB)
@@ -547,7 +547,7 @@ def test_a_publisher_that_connects_finds_a_subscriber_that_binds():
     assert isinstance(items[-1], ReceivedBatch)
 
 
-def test_what_can_not_be_an_endpoint_or_a_key_is_refused():
+def test_invalid_endpoint_or_key_is_rejected():
     with pytest.raises(InvalidArgumentError, match="tcp://host:port"):
         KVEventSubscriber("localhost:5557")
     with pytest.raises(EndpointError, match="cannot connect to tcp://"):

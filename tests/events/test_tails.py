@@ -1,4 +1,4 @@
-"""A block inside a prefix is evicted while its tail stays, and computed again: who still finds the tail."""
+"""An inner block of a prefix is evicted and computed again: which readers find the blocks after it."""
 
 import random
 
@@ -19,8 +19,8 @@ def send(state, *events):
     return draw(state.apply(list(events)))
 
 
-def test_the_tail_behind_a_block_that_comes_again_is_announced_again():
-    """The hole was filled and nothing else: readers that had hidden the tail did not find it again."""
+def test_blocks_after_a_restored_block_are_announced_again():
+    """Only the hole used to be filled: readers that had hidden the blocks after it did not restore them."""
     state = StreamState()
     send(state, stored([1, 2, 3, 4]))
     assert send(state, removed(2)) == ["- 2"]
@@ -29,7 +29,7 @@ def test_the_tail_behind_a_block_that_comes_again_is_announced_again():
     assert send(state, stored([2, 3], parent=1)) == ["1 > 2 3"]
 
 
-def test_a_tail_that_is_computed_again_with_its_parent_is_announced_once():
+def test_blocks_recomputed_with_their_parent_are_announced_once():
     state = StreamState()
     send(state, stored([1, 2, 3]), removed(1))
     assert send(state, stored([1, 2, 3])) == ["- 2 3", "> 1 2 3"]
@@ -37,14 +37,14 @@ def test_a_tail_that_is_computed_again_with_its_parent_is_announced_once():
     assert send(state, stored([1, 2, 5, 6])) == ["- 2", "> 1 2 5 6"]
 
 
-def test_orphans_are_announced_again_when_their_parent_comes():
+def test_orphans_are_announced_again_with_their_parent():
     state = StreamState()
     send(state, stored([3], parent=2), stored([4], parent=2))
     again = send(state, stored([2], parent=1))
     assert again == ["- 3 4", "1 > 2 3", "2 > 4"]
 
 
-def test_a_tail_in_another_place_stays_as_it_is():
+def test_blocks_in_another_place_are_not_announced_again():
     state = StreamState()
     send(state, stored([1, 2]), stored([1, 2], medium="CPU"), removed(1, medium="CPU"))
     assert send(state, stored([1])) == []
@@ -53,13 +53,13 @@ def test_a_tail_in_another_place_stays_as_it_is():
 
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"keeps_token_ids": False}])
-def test_without_exact_presence_or_tokens_nothing_is_announced_again(options):
+def test_tails_require_an_exact_state_with_tokens(options):
     state = StreamState(**options)
     send(state, stored([1, 2, 3]), removed(1))
     assert send(state, stored([1])) == ["> 1"]
 
 
-def test_what_is_announced_again_for_one_event_is_bounded():
+def test_number_of_blocks_announced_again_is_bounded():
     state = StreamState()
     send(state, stored(range(1, 5_000)), removed(1))
     removal, store = state.apply([stored([1])])
@@ -67,7 +67,7 @@ def test_what_is_announced_again_for_one_event_is_bounded():
     assert store.block_hashes == [1, *removal.block_hashes]
 
 
-def test_a_thousand_branches_are_announced_again_parents_first():
+def test_thousand_branches_are_announced_again_parents_first():
     state, reader = StreamState(), Reader()
     for number in range(2, 600):
         reader.read(state.apply([stored([number, 1000 + number], parent=1)]))
@@ -79,11 +79,11 @@ def test_a_thousand_branches_are_announced_again_parents_first():
     invariants.check_knowledge(state, reader)
 
 
-# ---- at random, against the pool's own map -------------------------------------------------------------
+# ---- random, compared with the pool's map --------------------------------------------------------------
 
 
 class HidingReader:
-    """Finds what Dynamo's indexer finds: nothing behind a removed block, until that is stored itself."""
+    """A reader like Dynamo's indexer: it hides blocks after a removed block until they are stored again."""
 
     def __init__(self):
         self.parents = {}
@@ -117,7 +117,7 @@ class HidingReader:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_readers_find_whole_prefixes_after_inner_blocks_were_evicted(seed):
+def test_readers_find_whole_prefixes_after_inner_evictions(seed):
     rng = random.Random(seed)
     pool = BlockPool(60, True, BLOCK_SIZE, enable_kv_cache_events=True)
     manager = KVCacheManager(pool)

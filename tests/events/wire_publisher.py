@@ -1,6 +1,6 @@
-"""The stream of vLLM 0.33 by the contract alone: raw sockets, no code of ours; and faults on demand.
+"""The stream of vLLM 0.33 from raw sockets, without code of kv_pool, with faults on demand.
 
-A replay is answered with what the buffer has from the start on, silently short, and the end marker.
+The answer to a replay is the buffered batches from the start on, without notice of missing ones, and the end.
 """
 
 import struct
@@ -12,7 +12,7 @@ import zmq
 
 
 class WirePublisher:
-    """PUB and ROUTER in one thread, as vLLM has them."""
+    """A publisher with PUB and ROUTER in one thread, as in vLLM."""
 
     def __init__(
         self, buffer_steps=10_000, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"
@@ -37,7 +37,7 @@ class WirePublisher:
         self.thread.start()
 
     def publish(self, events, is_dropped=False, payload=None, topic=b""):
-        """One batch; a dropped one is only kept for replay."""
+        """Publish one batch; a dropped one is only buffered for replay."""
         with self.lock:
             self.ts += 0.001
             if payload is None:

@@ -1,11 +1,11 @@
-"""vLLM's own tests with kv_pool's classes, against the same tests with vLLM's.
+"""Run vLLM's tests with kv_pool's classes, and compare with the same tests with vLLM's.
 
     python tests/integrations/run_vllm_suite.py VLLM_SOURCE [--json RESULT] [--processes 2] [TEST_FILE ...]
 
-VLLM_SOURCE is vLLM's source tree of a checked version, importable with what its tests need; kv_pool has to
-be importable too, compiled or plain: that is what is tried. Needs neither GPU nor network: models are known
-by the configurations in data/vllm_models.json alone. A test whose outcome differs is named; the exit status
-counts those that pass with vLLM's classes only.
+VLLM_SOURCE is the source tree of a checked vLLM version, importable with its test dependencies. kv_pool must
+be importable, too, compiled or plain: this is the build that is tested. Needs no GPU and no network: models
+have only the configurations in data/vllm_models.json. Lists tests with different outcomes; the exit status
+is the number of tests that pass only with vLLM's classes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODELS = HERE / "data" / "vllm_models.json"
 
-# Whatever touches the pool, its blocks or a scheduler, and does not need a GPU throughout.
+# Tests that use the pool, its blocks or a scheduler, and do not all need a GPU.
 CONNECTORS = "tests/v1/kv_connector/unit/"
 TESTS = [
     "tests/v1/core",
@@ -69,7 +69,7 @@ TESTS = [
     "tests/v1/test_kv_cache_spec_registry.py",
     "tests/distributed/aux_output_connector",
 ]
-# They load weights, and an engine that starts in a test process takes the log away from later tests.
+# They load weights, and an engine that starts in a test process breaks logging for later tests.
 LEFT_OUT = [
     "tests/v1/core/prefix_cache/test_hybrid_prefix_cache_hit_rate.py",
     "tests/v1/core/test_reset_prefix_cache_e2e.py",
@@ -79,7 +79,7 @@ REVISION = "0" * 40
 
 
 def write_model_cache(folder):
-    """A Hugging Face cache that has each model's configuration, and nothing else."""
+    """Write a Hugging Face cache with only the configuration of each model."""
     for name, files in json.loads(MODELS.read_text()).items():
         model = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = model / "snapshots" / REVISION
@@ -91,7 +91,7 @@ def write_model_cache(folder):
 
 
 def run_tests(source, tests, folder, with_ours, options):
-    """Run vLLM's tests; outcome by test id: passed, failed or skipped."""
+    """Run vLLM's tests; return the outcome by test id: passed, failed or skipped."""
     report = folder / "report.xml"
     environment = {
         **os.environ,
@@ -110,13 +110,13 @@ def run_tests(source, tests, folder, with_ours, options):
         found = {child.tag for child in case}
         outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
         name = f"{case.get('classname')}::{case.get('name')}"
-        if outcomes.get(name) != "failed":  # a test may be there twice, for its teardown
+        if outcomes.get(name) != "failed":  # a test may occur twice because of its teardown
             outcomes[name] = outcome
     return outcomes
 
 
 def file_of(name, source):
-    """`tests.v1.core.test_x.TestY::test_z` is in tests/v1/core/test_x.py."""
+    """Return the file of a test: tests/v1/core/test_x.py for `tests.v1.core.test_x.TestY::test_z`."""
     parts = name.partition("::")[0].split(".")
     while parts and not (source / ("/".join(parts) + ".py")).exists():
         parts.pop()
@@ -124,7 +124,7 @@ def file_of(name, source):
 
 
 def compare(theirs, ours, source):
-    """Per file how many tests ended how, and the tests that ended differently."""
+    """Return the number of tests by outcome per file, and the tests with different outcomes."""
     table, different = {}, {}
     for name in sorted(theirs.keys() | ours.keys()):
         pair = theirs.get(name, "missing"), ours.get(name, "missing")

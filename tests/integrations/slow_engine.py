@@ -88,10 +88,10 @@ class SlowBlockManager:
 
 
 class SmallScheduler:
-    """Admits who waits, first come first served; where nobody can be admitted, everyone grows by a token.
+    """Admits waiting sequences in order of arrival; if it admits none, each running one grows by a token.
 
-    Who can not grow takes the blocks of the one admitted last, who then waits in front of all others. Today
-    a prompt may be computed in several steps, if it is the first of its step.
+    A sequence that cannot grow takes the blocks of the one admitted last, which then waits in front of all
+    others. Today a prompt may be computed in several steps, if it is the first of its step.
     """
 
     def __init__(self, manager, eager, max_num_seqs, max_num_tokens):

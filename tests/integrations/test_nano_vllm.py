@@ -56,14 +56,14 @@ def eager(request):
 # ---- admission -----------------------------------------------------------------------------------
 
 
-def test_every_block_of_the_engine_is_handed_out_from_0_on(eager):
+def test_all_blocks_of_the_engine_are_allocated_from_id_0(eager):
     manager = make_manager(4)
     seq = start(manager, range(16), eager)
     assert seq.block_table == [0, 1, 2, 3]
     assert state(manager.block_pool) == "free: | in use: 1* 2* 3* 4*"
 
 
-def test_a_second_sequence_shares_the_prefix(eager):
+def test_second_sequence_shares_the_prefix(eager):
     manager = make_manager()
     start(manager, range(10), eager)
     second = start(manager, [*range(8), 90, 91], eager)
@@ -71,7 +71,7 @@ def test_a_second_sequence_shares_the_prefix(eager):
     assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
 
 
-def test_the_last_block_is_computed_anew_by_the_scheduler_of_today():
+def test_todays_scheduler_recomputes_the_last_block():
     manager = make_manager()
     start(manager, range(8))
     twin = MadeSequence(range(8))
@@ -80,14 +80,14 @@ def test_the_last_block_is_computed_anew_by_the_scheduler_of_today():
     assert (twin.block_table, twin.num_cached_tokens) == ([0, 2], 4)
 
 
-def test_a_full_last_block_is_a_hit_for_the_scheduler_of_2025():
+def test_scheduler_of_2025_hits_a_full_last_block():
     manager = make_manager()
     start(manager, range(8), eager=True)
     twin = start(manager, range(8), eager=True)
     assert (twin.block_table, twin.num_cached_tokens) == ([0, 1], 8)
 
 
-def test_the_answer_to_can_allocate_reads_right_for_both_schedulers():
+def test_can_allocate_answers_both_schedulers():
     manager = make_manager(2)
     fits = manager.can_allocate(MadeSequence(range(8)))
     assert fits == 0
@@ -97,7 +97,7 @@ def test_the_answer_to_can_allocate_reads_right_for_both_schedulers():
     assert not too_long
 
 
-def test_a_cached_block_in_use_costs_nothing_today_and_one_block_in_2025():
+def test_cost_of_a_cached_block_in_use_differs_by_scheduler():
     manager = make_manager(3)
     start(manager, range(4))
     start(manager, range(50, 54))
@@ -107,14 +107,14 @@ def test_a_cached_block_in_use_costs_nothing_today_and_one_block_in_2025():
     assert answer * manager.block_size == 4
 
 
-def test_a_cached_block_that_is_free_costs_a_free_block():
+def test_cached_free_block_costs_a_free_block():
     manager = make_manager(2)
     manager.deallocate(start(manager, range(8)))
     assert manager.can_allocate(MadeSequence(range(8))) == 1
     assert manager.can_allocate(MadeSequence(range(9))) == -1
 
 
-def test_asking_changes_nothing(eager):
+def test_can_allocate_changes_nothing(eager):
     manager = make_manager()
     seq = start(manager, range(10), eager)
     manager.deallocate(seq)
@@ -123,7 +123,7 @@ def test_asking_changes_nothing(eager):
     assert state(manager.block_pool) == before
 
 
-def test_fewer_hits_than_there_are_may_be_asked_for():
+def test_allocate_accepts_fewer_hits_than_available():
     manager = make_manager()
     start(manager, range(10))
     seq = MadeSequence(range(10))
@@ -131,7 +131,7 @@ def test_fewer_hits_than_there_are_may_be_asked_for():
     assert (seq.block_table, seq.num_cached_tokens) == ([3, 4, 5], 0)
 
 
-def test_hits_are_not_taken_for_the_rest_of_the_same_sequence(eager):
+def test_own_hits_are_not_reused_for_the_rest_of_the_sequence(eager):
     manager = make_manager(3)
     manager.deallocate(start(manager, range(8), eager))
     seq = start(manager, range(12), eager)
@@ -142,7 +142,7 @@ def test_hits_are_not_taken_for_the_rest_of_the_same_sequence(eager):
 # ---- what is cached, and when --------------------------------------------------------------------
 
 
-def test_today_a_block_is_cached_once_it_is_computed():
+def test_todays_scheduler_caches_computed_blocks():
     manager = make_manager()
     seq = MadeSequence(range(10))
     manager.allocate(seq, 0)
@@ -153,7 +153,7 @@ def test_today_a_block_is_cached_once_it_is_computed():
     assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
 
 
-def test_a_block_that_fills_up_is_cached_before_its_step_in_2025_and_after_it_today(eager):
+def test_step_that_caches_a_filled_block_differs_by_scheduler(eager):
     manager = make_manager()
     seq = start(manager, range(3), eager)
     seq.append_token(3)
@@ -164,13 +164,13 @@ def test_a_block_that_fills_up_is_cached_before_its_step_in_2025_and_after_it_to
         assert state(manager.block_pool).endswith("in use: 1*")
 
 
-def test_in_2025_full_blocks_are_cached_when_they_are_allocated():
+def test_scheduler_of_2025_caches_full_blocks_on_allocation():
     manager = make_manager()
     manager.allocate(MadeSequence(range(10)))
     assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
 
 
-def test_generated_tokens_take_a_block_when_they_need_one_and_fill_it(eager):
+def test_generated_tokens_allocate_and_fill_blocks(eager):
     manager = make_manager()
     seq = start(manager, range(6), eager)
     decode(manager, seq, [100, 101], eager)
@@ -182,7 +182,7 @@ def test_generated_tokens_take_a_block_when_they_need_one_and_fill_it(eager):
     assert start(manager, [*range(6), 100, 101, 102], eager).block_table[:2] == [0, 1]
 
 
-def test_a_block_that_is_there_is_not_appended_twice(eager):
+def test_existing_block_is_not_appended_twice(eager):
     manager = make_manager()
     seq = start(manager, range(4), eager)
     seq.append_token(9)
@@ -191,7 +191,7 @@ def test_a_block_that_is_there_is_not_appended_twice(eager):
     assert seq.block_table == [0, 1]
 
 
-def test_blocks_of_one_token_each_are_appended_too(eager):
+def test_blocks_of_one_token_are_appended(eager):
     manager = BlockManager(4, 1)
     seq = MadeSequence([7], block_size=1)
     manager.allocate(seq, *([] if eager else [0]))
@@ -199,7 +199,7 @@ def test_blocks_of_one_token_each_are_appended_too(eager):
     assert seq.block_table == [0, 1, 2]
 
 
-def test_the_same_tokens_behind_another_prefix_are_no_hit(eager):
+def test_same_tokens_after_another_prefix_are_not_a_hit(eager):
     """Their manager of 2025 counts 8 here: block 1 held the fives behind the ones before it was reused."""
     manager = make_manager(3)
     manager.deallocate(start(manager, [1, 1, 1, 1, 5, 5, 5, 5], eager))
@@ -211,7 +211,7 @@ def test_the_same_tokens_behind_another_prefix_are_no_hit(eager):
     assert third.num_cached_tokens == 4
 
 
-def test_only_the_copy_that_was_cached_last_can_be_hit():
+def test_hits_return_the_copy_cached_last():
     manager = make_manager(6)
     older, newer = MadeSequence(range(5)), MadeSequence(range(5))
     manager.allocate(older, 0)
@@ -226,7 +226,7 @@ def test_only_the_copy_that_was_cached_last_can_be_hit():
     assert manager.can_allocate(MadeSequence(range(5))) == 0
 
 
-def test_blocks_are_reused_in_the_order_of_freeing_cached_or_not(eager):
+def test_blocks_are_reused_in_the_order_of_freeing(eager):
     manager = make_manager(5)
     first = start(manager, range(6), eager)
     second = start(manager, range(50, 56), eager)
@@ -236,7 +236,7 @@ def test_blocks_are_reused_in_the_order_of_freeing_cached_or_not(eager):
     assert list(manager.free_block_ids) == [4, 1, 0, 3, 2]
 
 
-def test_the_free_ids_are_a_live_view():
+def test_free_ids_are_a_live_view():
     manager = make_manager(3)
     free = manager.free_block_ids
     assert (len(free), list(free), 0 in free) == (3, [0, 1, 2], True)
@@ -259,41 +259,39 @@ def refuses(manager, error, message, call, *arguments):
     invariants.check(manager.block_pool)
 
 
-def test_freeing_twice_is_refused(eager):
+def test_double_free_is_refused(eager):
     manager = make_manager()
     seq = start(manager, range(6), eager)
     manager.deallocate(seq)
-    refuses(
-        manager, InvalidArgumentError, "has no blocks here: .* deallocated already", manager.deallocate, seq
-    )
+    refuses(manager, InvalidArgumentError, "has no blocks: .* already deallocated", manager.deallocate, seq)
 
 
 @pytest.mark.parametrize("call", ["can_append", "may_append", "hash_blocks", "deallocate"])
-def test_a_sequence_without_blocks_is_refused(call):
+def test_sequence_without_blocks_is_refused(call):
     manager = make_manager()
-    message = r"sequence 0 has no blocks here: .* call allocate\(\) first"
+    message = r"sequence 0 has no blocks: .* call allocate\(\) first"
     refuses(manager, InvalidArgumentError, message, getattr(manager, call), MadeSequence(range(6)))
 
 
-def test_a_copy_of_a_sequence_holds_nothing():
+def test_copy_of_a_sequence_has_no_blocks():
     manager = make_manager()
     seq = start(manager, range(6))
     copy = MadeSequence(range(6))
     copy.block_table = list(seq.block_table)
-    refuses(manager, InvalidArgumentError, "has no blocks here", manager.deallocate, copy)
+    refuses(manager, InvalidArgumentError, "has no blocks: ", manager.deallocate, copy)
 
 
-def test_allocating_twice_is_refused(eager):
+def test_second_allocation_is_refused(eager):
     manager = make_manager()
     seq = start(manager, range(6), eager)
-    message = r"holds blocks already, 2 in its table; deallocate\(\) it first"
+    message = r"already holds blocks, 2 in its table; deallocate\(\) it first"
     refuses(manager, InvalidArgumentError, message, manager.allocate, seq)
     refuses(manager, InvalidArgumentError, message, manager.allocate, seq, 0)
     seq.block_table.clear()
-    refuses(manager, InvalidArgumentError, "holds blocks already, 0 in its table", manager.allocate, seq)
+    refuses(manager, InvalidArgumentError, "already holds blocks, 0 in its table", manager.allocate, seq)
 
 
-def test_what_does_not_fit_is_refused(eager):
+def test_sequence_that_does_not_fit_is_refused(eager):
     manager = make_manager(3)
     start(manager, range(6), eager)
     message = "needs 2 free blocks, 1 are free of 3"
@@ -301,7 +299,7 @@ def test_what_does_not_fit_is_refused(eager):
     refuses(manager, OutOfBlocksError, message, manager.allocate, MadeSequence(range(50, 56)), *arguments)
 
 
-def test_free_hits_count_as_needed(eager):
+def test_free_hits_count_as_needed_blocks(eager):
     manager = make_manager(3)
     manager.deallocate(start(manager, range(8), eager))
     start(manager, range(50, 54), eager)
@@ -309,7 +307,7 @@ def test_free_hits_count_as_needed(eager):
     refuses(manager, OutOfBlocksError, "needs 3", manager.allocate, MadeSequence(range(9)), *arguments)
 
 
-def test_a_block_that_can_not_be_appended_is_refused(eager):
+def test_unappendable_block_is_refused(eager):
     manager = make_manager(1)
     seq = start(manager, range(4), eager)
     seq.append_token(4)
@@ -318,10 +316,10 @@ def test_a_block_that_can_not_be_appended_is_refused(eager):
 
 
 @pytest.mark.parametrize("num_cached_blocks", [2, -1, Admission(-1, has_room=False)])
-def test_hits_that_are_not_there_are_refused(num_cached_blocks):
+def test_missing_hits_are_refused(num_cached_blocks):
     manager = make_manager()
     start(manager, range(4))
-    message = rf"was to get {int(num_cached_blocks)} cached blocks, \d are; ask can_allocate\(\) again"
+    message = rf"has \d cached blocks, not {int(num_cached_blocks)}; call can_allocate\(\) again"
     refuses(
         manager,
         InvalidArgumentError,
@@ -332,25 +330,31 @@ def test_hits_that_are_not_there_are_refused(num_cached_blocks):
     )
 
 
-def test_a_table_that_somebody_else_wrote_is_refused():
+def test_foreign_table_is_refused():
     manager = make_manager()
     seq = start(manager, range(6))
     seq.block_table.append(7)
-    refuses(manager, InvalidBlockError, "has 3 blocks and was filled with 2", manager.deallocate, seq)
+    refuses(
+        manager,
+        InvalidBlockError,
+        r"\(3 blocks\) is not the one that this manager wrote \(2 blocks\)",
+        manager.deallocate,
+        seq,
+    )
 
 
-def test_blocks_that_were_freed_behind_the_managers_back_are_refused():
+def test_blocks_freed_through_the_pool_are_refused():
     manager = make_manager()
     seq = start(manager, range(6))
     manager.block_pool.free_blocks([manager.block_pool.blocks[2]])
     refuses(manager, InvalidBlockError, "block 2 is free", manager.deallocate, seq)
 
 
-def test_more_computed_tokens_than_there_are_are_refused():
+def test_too_many_computed_tokens_are_refused():
     manager = make_manager()
     seq = start(manager, range(6))
     seq.num_scheduled_tokens = 1
-    message = "says 7 tokens are computed after this step, but has 6 tokens and 2 blocks of 4"
+    message = "would have 7 computed tokens after this step, but has 6 tokens and 2 blocks of 4"
     refuses(manager, InvalidArgumentError, message, manager.hash_blocks, seq)
 
 
@@ -359,24 +363,24 @@ def test_computed_tokens_without_a_block_are_refused():
     seq = start(manager, range(4))
     seq.append_token(4)
     seq.num_scheduled_tokens = 1
-    message = "says 5 tokens are computed after this step, but has 5 tokens and 1 blocks of 4"
+    message = "would have 5 computed tokens after this step, but has 5 tokens and 1 blocks of 4"
     refuses(manager, InvalidArgumentError, message, manager.hash_blocks, seq)
 
 
-def test_a_sequence_with_another_block_size_is_refused():
+def test_other_block_size_is_refused():
     manager = make_manager()
-    message = "has 10 tokens in 1 blocks, which blocks of 4 would be 3; set Sequence.block_size"
+    message = "has 10 tokens in 1 blocks, but with block size 4 it would have 3; set Sequence.block_size"
     for call in (manager.can_allocate, manager.allocate):
         refuses(manager, InvalidArgumentError, message, call, MadeSequence(range(10), block_size=256))
 
 
-def test_a_sequence_of_no_tokens_is_refused():
+def test_empty_sequence_is_refused():
     manager = make_manager()
     refuses(manager, InvalidArgumentError, "has 0 tokens", manager.allocate, MadeSequence([]))
 
 
-def test_a_manager_without_blocks_or_with_another_hasher_is_refused():
-    with pytest.raises(InvalidArgumentError, match="num_blocks is 0; it counts blocks, at least 1"):
+def test_invalid_manager_arguments_are_refused():
+    with pytest.raises(InvalidArgumentError, match="num_blocks is 0; it is an integer, at least 1"):
         BlockManager(0, 4)
     with pytest.raises(InvalidArgumentError, match="block_size is 0"):
         BlockManager(8, 0)
@@ -391,12 +395,12 @@ def read_record(path):
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
-def test_there_are_records_of_both_schedulers():
+def test_records_of_both_schedulers_exist():
     assert [path.name for path in RECORDS] == ["nano_vllm_2025.json.gz", "nano_vllm_2026.json.gz"]
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_a_record_holds_what_it_is_there_for(path):
+def test_records_contain_the_cases_they_cover(path):
     counted = read_record(path)["counted"]
     assert counted["calls"] > 10_000
     for name in ("admissions_with_hits", "admissions_after_preemption", "refused"):
@@ -405,7 +409,7 @@ def test_a_record_holds_what_it_is_there_for(path):
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_their_schedulers_calls_get_the_answers_they_got_from_theirs(path):
+def test_recorded_calls_get_the_recorded_answers(path):
     """Same admissions, cached tokens and block ids, call by call; recipe: tests/integrations/data/."""
     for run in read_record(path)["runs"]:
         manager = BlockManager(run["num_blocks"], run["block_size"])

@@ -61,7 +61,7 @@ class Workload:
 
 @pytest.mark.parametrize("eager", [False, True], ids=["today", "2025"])
 @pytest.mark.parametrize("first_seed", range(0, 100, 20))
-def test_random_workloads_are_scheduled_as_over_a_slow_block_manager(first_seed, eager):
+def test_random_workloads_agree_with_a_slow_block_manager(first_seed, eager):
     num_hit_tokens = 0
     for seed in range(first_seed, first_seed + 20):
         slow = Workload(seed, eager, lambda *sizes: SlowBlockManager(*sizes, eager))

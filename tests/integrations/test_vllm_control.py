@@ -1,6 +1,6 @@
-"""The control socket of a vLLM engine core's pool: what it answers and refuses, also while the engine steps.
+"""The control socket of a vLLM engine core's pool: answers and refusals, also while the engine steps.
 
-On the made-up vLLM of `test_vllm_plugin`, in a process of its own.
+Uses the fake vLLM of `test_vllm_plugin`, in a separate process.
 """
 
 import os
@@ -73,7 +73,7 @@ def run(tmp_path):
     return run_code
 
 
-def test_statistics_layout_events_and_holds_are_those_of_the_engines_pool(run):
+def test_answers_describe_the_pool_of_the_engine(run):
     run(
         """
         pool = make_pool()
@@ -81,14 +81,15 @@ def test_statistics_layout_events_and_holds_are_those_of_the_engines_pool(run):
         pool.reset_prefix_cache()
         pool.free_blocks(blocks[3:])
         assert pool.reset_prefix_cache() is False
-        hold = pool.hold(blocks[:1], "lent to a connector")
+        hold = pool.hold(blocks[:1], "leased to a connector")
         with ControlClient("here.sock") as client:
             told = client.get_statistics()
-            assert (told.total_blocks, told.used_blocks, told.fixed_blocks, told.block_size) == (9, 3, 1, 4)
+            assert (told.total_blocks, told.block_size) == (9, 4)
+            assert (told.used_blocks, told.immovable_blocks) == (3, 1)
             assert (told.num_sequences, told.allocation) == (None, None)
             assert list(client.get_layout().states) == [0, 4, 3, 3, 1, 1, 1, 1, 1, 1]
             [found] = client.list_holds().holds
-            assert (found.reason, found.block_ids) == ("lent to a connector", [1])
+            assert (found.reason, found.block_ids) == ("leased to a connector", [1])
             hold.release()
             pool.free_blocks(blocks[:3])
             assert pool.reset_prefix_cache() is True
@@ -101,21 +102,21 @@ def test_statistics_layout_events_and_holds_are_those_of_the_engines_pool(run):
     )
 
 
-def test_what_would_move_bytes_is_refused_and_says_why(run):
+def test_commands_that_move_bytes_are_rejected_with_a_reason(run):
     run(
         """
         pool = make_pool()
         with ControlClient("here.sock") as client:
-            assert "nothing is moved behind their back" in refusal(client.defragment)
-            assert "nothing is moved behind their back" in refusal(client.migrate, 1, "b")
-            assert "are in vLLM's scheduler, not in the pool" in refusal(client.list_sequences)
+            assert "blocks of vLLM cannot be moved" in refusal(client.defragment)
+            assert "blocks of vLLM cannot be moved" in refusal(client.migrate, 1, "b")
+            assert "are in vLLM's scheduler, not in the pool" in refusal(client.describe_sequences)
             assert client.get_statistics().total_blocks == 9
         """,
         "here.sock",
     )
 
 
-def test_one_means_the_default_socket_of_this_process(run):
+def test_setting_1_opens_the_default_socket_of_the_process(run):
     run(
         """
         pool = make_pool()
@@ -127,7 +128,7 @@ def test_one_means_the_default_socket_of_this_process(run):
     )
 
 
-def test_the_command_line_shows_the_engines_pool(run):
+def test_command_line_shows_the_pool_of_the_engine(run):
     shown = run(
         """
         import subprocess
@@ -148,7 +149,7 @@ def test_the_command_line_shows_the_engines_pool(run):
 
 
 @pytest.mark.parametrize("control", ["", "0"])
-def test_unless_asked_there_is_no_socket_and_no_lock(run, control):
+def test_no_socket_and_no_lock_by_default(run, control):
     run(
         """
         pool = make_pool()
@@ -160,7 +161,7 @@ def test_unless_asked_there_is_no_socket_and_no_lock(run, control):
     )
 
 
-def test_a_pool_that_is_discarded_takes_its_socket_along(run):
+def test_socket_is_removed_with_its_pool(run):
     run(
         """
         pool = make_pool()
@@ -175,11 +176,11 @@ def test_a_pool_that_is_discarded_takes_its_socket_along(run):
     )
 
 
-def test_a_socket_that_is_taken_is_a_warning_and_the_engine_goes_on(run):
+def test_socket_in_use_logs_a_warning_and_the_engine_continues(run):
     run(
         """
         first, second = make_pool(), make_pool(20)
-        [(level, message)] = [one for one in logged if "no control socket" in one[1]]
+        [(level, message)] = [one for one in logged if "not open a control socket" in one[1]]
         assert level == "WARNING" and "is served at here.sock already" in message
         assert len(second.get_new_blocks(3)) == 3
         with ControlClient("here.sock") as client:
@@ -189,7 +190,7 @@ def test_a_socket_that_is_taken_is_a_warning_and_the_engine_goes_on(run):
     )
 
 
-def test_it_answers_while_the_engine_steps(run):
+def test_socket_answers_while_the_engine_steps(run):
     run(
         """
         pool = make_pool(200)

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and engine do the same with our classes as with its own (marker `vllm`)."""
+"""vLLM's scheduler and engine behave the same with kv_pool's classes as with its own (marker `vllm`)."""
 
 import json
 import os
@@ -19,8 +19,8 @@ POOL_LINE = f"kv_pool {kv_pool.__version__} ({MODE}) manages"
 
 
 def run(program, folder, plugins, **environment):
-    """What a program in this folder says, and vLLM's log."""
-    # What an installation of kv_pool leaves behind for others to find, in case the tests run on the sources.
+    """Run a program in this folder; return its output and vLLM's log."""
+    # The metadata of an installed kv_pool, in case the tests run on the sources.
     metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
@@ -49,7 +49,7 @@ def run(program, folder, plugins, **environment):
     return json.loads(told.stdout), told.stderr
 
 
-def test_the_scheduler_decides_the_same(tmp_path):
+def test_scheduler_makes_the_same_decisions(tmp_path):
     theirs, _ = run("vllm_schedule.py", tmp_path / "theirs", "")
     ours, log = run("vllm_schedule.py", tmp_path / "ours", "kv_pool")
     assert theirs.pop("pool") == "vllm.v1.core.block_pool"
@@ -63,8 +63,8 @@ def test_the_scheduler_decides_the_same(tmp_path):
     assert ours["reset"]
 
 
-def test_the_engine_computes_the_same(tmp_path):
-    in_one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # else it depends on timing what is batched
+def test_engine_computes_the_same(tmp_path):
+    in_one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise batching depends on timing
     theirs, log = run("vllm_engine.py", tmp_path / "theirs", "", **in_one_process)
     assert "kv_pool" not in log
     ours, log = run("vllm_engine.py", tmp_path / "ours", "kv_pool", **in_one_process)
@@ -74,7 +74,7 @@ def test_the_engine_computes_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_engine_process_says_that_it_uses_kv_pool(tmp_path, method):
+def test_engine_process_logs_that_it_uses_kv_pool(tmp_path, method):
     told, log = run("vllm_engine.py", tmp_path / "ours", "kv_pool", VLLM_WORKER_MULTIPROC_METHOD=method)
     (line,) = [line for line in log.splitlines() if POOL_LINE in line]
     assert line.startswith("(EngineCore pid=")

@@ -1,6 +1,6 @@
-"""Every name that vLLM's code uses on a pool, a block, a queue, a map or a collector exists on ours.
+"""Every attribute that vLLM's code uses on pools, blocks, queues, maps and collectors exists in kv_pool.
 
-Reads the source of the vLLM that is installed (marker `vllm`).
+Reads the source of the installed vLLM (marker `vllm`).
 """
 
 import ast
@@ -14,8 +14,8 @@ from kv_pool.integrations.vllm.plugin import REPLACED
 
 pytestmark = pytest.mark.vllm
 
-# Parts of vLLM that handle blocks, and what they call the objects. The files that define the classes are
-# left out: they go unused.
+# Parts of vLLM that handle blocks, and their names for the objects. The files that define the classes are
+# omitted: they are not used.
 PARTS = (
     "distributed/aux_output_connector",
     "distributed/kv_transfer",
@@ -41,7 +41,7 @@ VARIABLES = {
     "BlockHashToBlockMap": {"cached_block_hash_to_block"},
     "KVCacheMetricsCollector": {"metrics_collector", "kv_metrics_collector"},
 }
-# Fields that vLLM's own subclasses add.
+# Fields added by vLLM's own subclasses.
 ADDED_BY_VLLM = {"BlockPool": {"hits"}}
 
 
@@ -83,7 +83,7 @@ def vllm_sources():
 
 
 def last_name(node):
-    """`self.block_pool` and `block_pool` are called block_pool, `blocks[0]` block."""
+    """Return block_pool for `self.block_pool` and `block_pool`, and block for `blocks[0]`."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -94,7 +94,7 @@ def last_name(node):
 
 
 def used_names():
-    """Which attributes vLLM's code uses on objects of each class, and where: class -> name -> place."""
+    """Return the attributes that vLLM's code uses, and where: class -> name -> place."""
     used = {name: {} for name in VARIABLES}
     for path in vllm_sources():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -117,7 +117,7 @@ def test_every_name_that_vllm_uses_exists():
     assert not missing
 
 
-def test_the_walk_sees_what_vllm_is_known_to_use():
+def test_source_walk_finds_the_known_uses_in_vllm():
     used = used_names()
     assert {
         "get_new_blocks",
@@ -142,9 +142,9 @@ def test_the_walk_sees_what_vllm_is_known_to_use():
     assert {"sample_rate", "drain_events"} <= set(used["KVCacheMetricsCollector"])
 
 
-def test_nothing_that_vllms_classes_have_is_missing():
+def test_all_attributes_of_vllm_classes_exist():
     theirs, ours = make_one_of_each(load_theirs()), make_one_of_each(load_ours())
-    # What the dataclass machinery adds, and private state.
+    # Attributes added by dataclasses, and private state.
     missing = [
         f"{class_name}.{name}"
         for class_name, thing in theirs.items()
@@ -154,7 +154,7 @@ def test_nothing_that_vllms_classes_have_is_missing():
     assert not missing
 
 
-def test_no_class_of_the_replaced_modules_is_left_behind():
+def test_all_classes_of_the_replaced_modules_are_replaced():
     for module_name in ("vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_metrics"):
         module = importlib.import_module(module_name)
         defined = {
@@ -166,7 +166,7 @@ def test_no_class_of_the_replaced_modules_is_left_behind():
 
 
 def methods_of(cls):
-    """The constructor and the methods, private ones too, by name."""
+    """Return the constructor and all methods, including private ones, by name."""
     return {"__init__": cls} | {
         name: thing for name, thing in vars(cls).items() if inspect.isfunction(thing) and name[:2] != "__"
     }
@@ -181,12 +181,12 @@ def parameters(function):
 
 
 @pytest.mark.parametrize("class_name", [name for names in REPLACED.values() for name in names])
-def test_what_vllm_may_pass_ours_takes(class_name):
-    """By position as by name: the same parameters in the same order, with the same defaults."""
+def test_parameters_match_those_of_vllm(class_name):
+    """The parameters have the same names, order and defaults."""
     theirs, ours = load_theirs()[class_name], load_ours()[class_name]
     for name, method in methods_of(theirs).items():
         counterpart = ours if name == "__init__" else getattr(ours, name, None)
         if counterpart is None and name.startswith("_"):
-            continue  # private, and the walk above has not seen it used
+            continue  # private, and unused according to the walk above
         expected = parameters(method)
         assert parameters(counterpart)[: len(expected)] == expected, f"{class_name}.{name}"

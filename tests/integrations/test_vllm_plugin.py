@@ -1,6 +1,6 @@
-"""When kv_pool takes the place of vLLM's classes, and that it leaves none of them behind.
+"""When kv_pool replaces vLLM's classes, and that it replaces all of them.
 
-On a made-up vLLM: a few files in a folder, imported by a fresh interpreter through the real machinery.
+Uses a fake vLLM: a few files in a folder, imported by a new interpreter.
 """
 
 import json
@@ -17,7 +17,7 @@ import pytest
 import kv_pool
 from kv_pool.integrations.vllm import register
 
-# What vLLM has at these places, as far as the plugin cares.
+# The parts of vLLM that the plugin uses.
 FILES = {
     "vllm/__init__.py": "__version__ = '0.33.0'",
     "vllm/envs.py": "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES = True",
@@ -65,7 +65,7 @@ FILES = {
     """,
 }
 
-# Says, after `code` has run, where each class comes from that vLLM's modules see, and what was logged.
+# After `code` has run, prints the origin of each class in vLLM's modules, and the log.
 REPORT = """
 import json, logging, sys
 logged = []
@@ -96,7 +96,7 @@ def made_up_vllm(tmp_path):
 
 
 def run(folder, code, **environment):
-    """Run `code` beside the made-up vLLM: who defines each class that its modules see, and the log."""
+    """Run `code` with the fake vLLM; return the origin of each class in its modules, and the log."""
     ours = Path(kv_pool.__file__).parent.parent
     told = subprocess.run(
         [sys.executable, "-c", REPORT.format(code=textwrap.dedent(code))],
@@ -109,28 +109,28 @@ def run(folder, code, **environment):
 
 
 def is_ours(seen):
-    """True if vLLM's modules see kv_pool's classes only, False if only vLLM's; never some of each."""
+    """Return True if vLLM's modules see only kv_pool's classes, False if only vLLM's; fail on a mixture."""
     kept = ("SharedPool", "LookupPool", "KVCacheEvictionEvent", "Renamed")
     (owner,) = {owner for name, owner in seen.items() if not name.endswith(kept)}
     return owner == "kv_pool"
 
 
-def test_when_asked_every_module_sees_our_classes(made_up_vllm):
+def test_every_module_sees_the_new_classes_if_enabled(made_up_vllm):
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
     assert is_ours(seen)
     ((level, message),) = logged
     assert level == "INFO"
     assert f"kv_pool {kv_pool.__version__}" in message
-    assert "takes the place of vLLM 0.33.0's block pool: 6 classes" in message
+    assert "replaces the block pool of vLLM 0.33.0: 6 classes" in message
 
 
-def test_modules_that_imported_vllms_classes_before_get_ours(made_up_vllm):
+def test_modules_that_imported_the_old_classes_get_the_new_ones(made_up_vllm):
     seen, _ = run(made_up_vllm, "import vllm.v1.scheduler; register()", VLLM_PLUGINS="other,kv_pool")
     assert is_ours(seen)
     assert seen["scheduler.Pool"] == "kv_pool"
 
 
-def test_a_class_that_was_derived_before_derives_from_ours(made_up_vllm):
+def test_existing_subclass_derives_from_the_new_class(made_up_vllm):
     code = """
         import vllm.v1.scheduler
         register()
@@ -143,14 +143,14 @@ def test_a_class_that_was_derived_before_derives_from_ours(made_up_vllm):
     run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
 
 
-def test_a_second_call_changes_nothing(made_up_vllm):
+def test_second_call_changes_nothing(made_up_vllm):
     seen, logged = run(made_up_vllm, "register(); register()", VLLM_PLUGINS="kv_pool")
     assert is_ours(seen)
     assert len(logged) == 1
 
 
 @pytest.mark.parametrize("environment", [{}, {"VLLM_PLUGINS": ""}, {"VLLM_PLUGINS": "other"}])
-def test_unless_it_is_named_nothing_happens(made_up_vllm, environment, monkeypatch):
+def test_nothing_happens_unless_vllm_plugins_names_kv_pool(made_up_vllm, environment, monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     seen, logged = run(
         made_up_vllm, "register(); assert 'vllm.v1.core.block_pool' not in sys.modules", **environment
@@ -159,7 +159,7 @@ def test_unless_it_is_named_nothing_happens(made_up_vllm, environment, monkeypat
     assert [level for level, _ in logged] == ["DEBUG"]
 
 
-def test_the_package_declares_register_as_its_entry_point():
+def test_package_declares_register_as_its_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]
     entry = EntryPoint("kv_pool", declared["kv_pool"], "vllm.general_plugins")
@@ -171,7 +171,7 @@ def set_version(folder, version):
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0.post1", "0.33.0rc1", "dev"])
-def test_a_version_that_was_not_checked_keeps_its_classes(made_up_vllm, version):
+def test_unchecked_version_keeps_its_classes(made_up_vllm, version):
     set_version(made_up_vllm, version)
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
     assert not is_ours(seen)
@@ -179,18 +179,18 @@ def test_a_version_that_was_not_checked_keeps_its_classes(made_up_vllm, version)
         [
             "WARNING",
             f"kv_pool is not used: this is vLLM {version}, and it was checked with 0.33.0. "
-            "KV_POOL_VLLM_FORCE=1 makes vLLM use it all the same.",
+            "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
         ]
     ]
 
 
-def test_another_build_of_a_checked_version_is_checked(made_up_vllm):
+def test_another_build_of_a_checked_version_is_accepted(made_up_vllm):
     set_version(made_up_vllm, "0.33.0+cpu")
     seen, _ = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
     assert is_ours(seen)
 
 
-def test_a_version_that_was_not_checked_can_be_forced(made_up_vllm):
+def test_unchecked_version_can_be_forced(made_up_vllm):
     set_version(made_up_vllm, "0.99.0")
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_FORCE="1")
     assert is_ours(seen)
@@ -198,7 +198,7 @@ def test_a_version_that_was_not_checked_can_be_forced(made_up_vllm):
     assert "checked with vLLM 0.33.0; KV_POOL_VLLM_FORCE=1 forces it on 0.99.0" in logged[0][1]
 
 
-def test_forcing_a_version_that_has_moved_its_classes_changes_nothing(made_up_vllm):
+def test_forcing_a_version_with_missing_classes_changes_nothing(made_up_vllm):
     set_version(made_up_vllm, "0.99.0")
     (made_up_vllm / "vllm/v1/core/kv_cache_metrics.py").write_text("class Renamed: ...")
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_FORCE="1")
@@ -207,7 +207,7 @@ def test_forcing_a_version_that_has_moved_its_classes_changes_nothing(made_up_vl
     assert "has no attribute 'KVCacheMetricsCollector'" in logged[-1][1]
 
 
-def test_a_derived_class_in_a_module_with_other_things_is_too_late(made_up_vllm):
+def test_subclass_in_a_module_with_other_names_is_an_obstacle(made_up_vllm):
     seen, logged = run(made_up_vllm, "import vllm.v1.crowded; register()", VLLM_PLUGINS="kv_pool")
     assert not is_ours(seen)
     ((level, message),) = logged
@@ -215,14 +215,14 @@ def test_a_derived_class_in_a_module_with_other_things_is_too_late(made_up_vllm)
     assert "kv_pool is not used: vllm.v1.crowded.LookupPool derives from vLLM's class already" in message
 
 
-def test_a_pool_that_exists_is_too_late(made_up_vllm):
+def test_existing_pool_is_an_obstacle(made_up_vllm):
     code = "from vllm.v1.scheduler import SharedPool; old = SharedPool.__new__(SharedPool); register()"
     seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
     assert not is_ours(seen)
     assert "kv_pool is not used: a SharedPool exists already" in logged[0][1]
 
 
-def test_a_module_imported_later_may_derive_from_ours(made_up_vllm):
+def test_later_module_may_derive_from_the_new_classes(made_up_vllm):
     code = """
         register()
         from vllm.v1.crowded import LookupPool

@@ -1,9 +1,9 @@
-"""A whole vLLM, in its own processes, on a made-up model: what it was asked to compute, as JSON.
+"""A complete vLLM, in its own processes, on a fake model; prints the computed steps as JSON.
 
     VLLM_PLUGINS=kv_pool python vllm_engine.py FOLDER
 
-Everything is vLLM's but the executor, which notes what the scheduler sends to the workers and answers with
-numbers. FOLDER gets a model's configuration and the notes.
+Only the executor is not vLLM's: it records what the scheduler sends to the workers, and answers with
+numbers. The model's configuration and the records are written to FOLDER.
 """
 
 import json
@@ -23,7 +23,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 40
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
-# What the engine asks its workers, and what it needs to hear; the rest is answered with None.
+# The engine's calls to its workers and the required answers; all other calls return None.
 ANSWERS = {
     "get_kv_cache_spec": {"layer": SPEC},
     "get_supported_kv_cache_layouts": ["NHD"],
@@ -34,11 +34,11 @@ ANSWERS = {
 
 
 class NotingExecutor(Executor):
-    """Runs in the engine's process; one line per step."""
+    """An executor in the engine's process that records one line per step."""
 
     def _init_executor(self):
         self.notes = Path(os.environ["NOTES"])
-        self.num_tokens = {}  # request: computed so far, prompt
+        self.num_tokens = {}  # request: computed tokens, prompt
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
         return [ANSWERS.get(method) if isinstance(method, str) else None]

@@ -1,10 +1,10 @@
-"""vLLM's own scheduler, with or without the plugin: everything it decides, as one line of JSON.
+"""vLLM's scheduler, with or without the plugin; prints all its decisions as one line of JSON.
 
     VLLM_PLUGINS=kv_pool python vllm_schedule.py FOLDER
 
-As in an engine process: the scheduler is imported, then the plugins are loaded, then it is built. The model
-runner is made up. FOLDER gets a model's configuration. 40 requests that share prefixes, a full attention
-group and a sliding window group, a pool small enough to evict and to preempt.
+As in an engine process, the scheduler is imported, then the plugins are loaded, then it is created. The model
+runner is a fake. The model's configuration is written to FOLDER. 40 requests share prefixes; there is a full
+attention group and a sliding window group, and the pool is small enough to evict and to preempt.
 """
 
 import json
@@ -51,7 +51,7 @@ MODEL = {
 
 
 class KeptEvents:
-    """In place of the publisher that would send them."""
+    """A replacement for the publisher that keeps the events."""
 
     def __init__(self):
         self.encoded = []
@@ -120,7 +120,7 @@ def make_requests(rng):
 
 
 def schedule_all(scheduler, requests, rng):
-    """Step until nothing is left; what each step did."""
+    """Step until no request is left; return the decisions of each step."""
     scheduler.kv_event_publisher = events = KeptEvents()
     waiting = list(requests)
     steps = []

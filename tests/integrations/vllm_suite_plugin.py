@@ -1,4 +1,4 @@
-"""A pytest plugin for vLLM's tests: decides, before the first is imported, with which classes they run."""
+"""A pytest plugin for vLLM's tests that selects their classes before the first test is imported."""
 
 import os
 
@@ -7,12 +7,12 @@ import vllm.v1.core.block_pool
 
 from kv_pool.integrations.vllm import register
 
-# The UMBP connector's tests ask for ROCm, and then use a runtime that copies bytes on the CPU.
+# The UMBP connector's tests require ROCm, but then use a runtime that copies bytes on the CPU.
 NOT_SKIPPED = "UMBP is only available on ROCm"
 
 
 def pytest_configure(config):
-    # Only for this call: some tests register plugins of their own, which need VLLM_PLUGINS unset.
+    # Only for this call: some tests register their own plugins, which need VLLM_PLUGINS unset.
     expected = os.environ["CLASSES_UNDER_TEST"]
     os.environ["VLLM_PLUGINS"] = expected
     register()

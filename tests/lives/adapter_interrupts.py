@@ -1,4 +1,4 @@
-"""`AdapterInterrupts`: calls of a `GPUKVPool` that are broken off."""
+"""`AdapterInterrupts`: interrupted calls of a `GPUKVPool`."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from kv_pool.errors import FrozenSequenceError, PinLimitError, PinnedBlockError,
 
 
 class AdapterInterrupts(Interrupts):
-    """The calls of an `AdapterNode` that can be broken off."""
+    """The calls of an `AdapterNode` that can be interrupted."""
 
     def list_breakable(self):
         calls = [*super().list_breakable(), self.break_claim]
@@ -23,9 +23,9 @@ class AdapterInterrupts(Interrupts):
     def settle(self):
         super().settle()
         self.gpu_pool.list_sequences()
-        # What a trace function raises behind the last call in a `with` block skips the block's exit, unlike
-        # what a signal handler raises there.
-        lock = self.gpu_pool._plain_lock
+        # An exception of a trace function after the last call in a `with` block skips the block's exit,
+        # unlike one of a signal handler.
+        lock = self.gpu_pool.lock
         while lock._is_owned():
             lock.release()
 
@@ -64,7 +64,7 @@ class AdapterInterrupts(Interrupts):
         return "cache_prefix"
 
     def break_growth(self):
-        """Allocate a block more where that evicts no sequence."""
+        """Allocate one more block if that evicts no sequence."""
         sequence = self.rng.choice(list(self.running))
         if self.gpu_pool.get_free_blocks() > self.gpu_pool.reserved_blocks:
             request = BlockAllocationRequest(1, sequence.number, contiguous="no")

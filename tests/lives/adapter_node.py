@@ -1,4 +1,4 @@
-"""`AdapterNode`: an engine over a `GPUKVPool`, by ids of blocks and of sequences."""
+"""`AdapterNode`: an engine over a `GPUKVPool`, with block ids and sequence ids."""
 
 from collections import Counter
 
@@ -57,7 +57,7 @@ class AdapterNode(AdapterInterrupts, Node):
     # ---- sequences -------------------------------------------------------------------------------
 
     def start(self):
-        """Start a sequence with what the device and the tiers have, and compute the rest."""
+        """Start a sequence with the prefix on the device and in the tiers, and compute the rest."""
         sequence = self.world.make_sequence(self.world.draw_prompt())
         hashes = sequence.request.block_hashes
         ids = self.gpu_pool.claim_prefix(sequence.number, hashes, self.draw_priority())
@@ -80,7 +80,7 @@ class AdapterNode(AdapterInterrupts, Node):
             self.cache.hold(keys)
             failed = self.cache.load(keys, self.tables[sequence][num_hits : num_hits + len(keys)])
             self.cache.release(keys)
-            # What was pending, and found no room besides what is held, is lost.
+            # Pending blocks that did not fit beside held ones are lost.
             num_read = next((at for at, key in enumerate(keys) if key in failed), len(keys))
         self.world.tally["hit"] += bool(num_hits)
         self.world.tally["from tiers"] += bool(num_read)
@@ -99,7 +99,7 @@ class AdapterNode(AdapterInterrupts, Node):
         self.gpu_pool.cache_prefix(sequence.number, sequence.request.block_hashes[:num_full])
 
     def take(self, sequence, num_tokens):
-        """Allocate blocks for `num_tokens` tokens in all; None without room. Evicts and moves."""
+        """Allocate blocks for `num_tokens` tokens in all; None if that fails. May evict and move."""
         num_blocks = -(-num_tokens // BLOCK_SIZE) - len(self.tables[sequence])
         if num_blocks <= 0:
             return []
@@ -223,7 +223,7 @@ class AdapterNode(AdapterInterrupts, Node):
     def take_events(self):
         return self.gpu_pool.take_events()
 
-    # ---- what is known of sequences --------------------------------------------------------------
+    # ---- queries on sequences --------------------------------------------------------------------
 
     def enter(self, where, sequence, num_computed):
         where[sequence] = None
@@ -304,7 +304,7 @@ class AdapterNode(AdapterInterrupts, Node):
                 self.free(sequence)
             self.leave(sequence)
             return "refused"
-        self.pool.store_pending()
+        self.pool.flush_evicted()
         writer = self.begin_writing([self.pool.blocks[one] for one in taken], f"load {sequence.number}")
         writer.owed = [
             (self.tables[sequence][at // BLOCK_SIZE], at % BLOCK_SIZE, sequence.values[at])
@@ -337,7 +337,7 @@ class AdapterNode(AdapterInterrupts, Node):
         super().open_tiers()
         self.cache.note_block_size(0, BLOCK_SIZE)
 
-    # ---- other ids -------------------------------------------------------------------------------
+    # ---- changing ids ----------------------------------------------------------------------------
 
     def defragment(self, max_evictions=0, max_moves=None, goal=None):
         return self.gpu_pool.defragment(max_evictions, max_moves, goal)
@@ -354,7 +354,7 @@ class AdapterNode(AdapterInterrupts, Node):
         for sequence, ids in self.tables.items():
             self.tables[sequence] = remap[np.array(ids, np.int64)].tolist()
 
-    # ---- what goes wrong -------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def report(self):
         """Overwrite a free cached block, and forget its content."""
@@ -381,7 +381,7 @@ class AdapterNode(AdapterInterrupts, Node):
         return self.rng.choice(there) if there else None
 
     def list_copied(self):
-        """Return the cached blocks of no sequence, for a migration by block ids."""
+        """Return the cached blocks that no sequence holds, for a migration by block ids."""
         return [
             one for one in self.pool.blocks if one.block_hash is not None and self.may_copy([one.block_id])
         ]
@@ -411,7 +411,7 @@ class AdapterNode(AdapterInterrupts, Node):
     def forget_departed(self, sequence):
         self.leave(sequence)
 
-    def take_over(self, sequence):
+    def on_arrived(self, sequence):
         self.enter(self.running, sequence, sequence.request.num_computed_tokens)
 
     def list_operations(self):

@@ -6,8 +6,8 @@ References are those of tables, of pending copies and of holds; `list_held` says
 from collections import Counter
 
 import numpy as np
-from lives.lending import OVER
 from lives.router import check_router
+from lives.source_role import OVER
 
 from kv_pool.adapter import invariants as adapter_invariants
 from kv_pool.manager.invariants import check_leases, check_manager
@@ -18,7 +18,7 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
 
 # Operations that take blocks and free none.
-TAKING = {"admit", "begin_load", "swap_in", "read_tiers", "compact", "lend", "write", "go_on"}
+TAKING = {"admit", "begin_load", "swap_in", "read_tiers", "compact", "lease_blocks", "write", "go_on"}
 
 
 def check_node(node, movings):
@@ -30,7 +30,7 @@ def check_node(node, movings):
     check_leases(node.leases)
     leases = [*node.readers, *(writer.lease for writer in node.writers)]
     if Counter(map(id, leases)) != Counter(map(id, node.leases.list_leases())):
-        raise AssertionError(f"{node.name}: {node.leases.list_leases()} are lent, not {leases}")
+        raise AssertionError(f"{node.name}: {node.leases.list_leases()} are leased, not {leases}")
     check_cached(node, node.device)
     if node.world.chance(node.events_share):
         check_router(node)
@@ -49,32 +49,32 @@ def check_node(node, movings):
 
 
 def check_migrations(node, movings):
-    """Check M1 to M8, and that the source lends what its table says."""
+    """Check M1 to M8, and that the source's leases match its table."""
     pulls = [moving.pull for moving in movings if moving.target is node] + node.holding
     of_pulls = [pull.lease for pull in pulls]
     others = [writer.lease for writer in node.writers if writer.lease not in of_pulls]
-    lending = node.lending
+    source_role = node.source_role
     with node.site.lock:
-        migration_invariants.check_source(lending.transfers)
+        migration_invariants.check_source(source_role.transfers)
         migration_invariants.check_pulls(node.site, pulls, others)
-        migration_invariants.check_rooms(pulls)
-    lent = {transfer.message.transfer_id for transfer in lending.transfers.list_lent()}
-    assert lent == lending.departures.keys(), f"{node.name} lends something else than it says"
-    for transfer_id, departure in lending.departures.items():
-        state = lending.find_state(transfer_id)
+        migration_invariants.check_reservations(pulls)
+    leased = {transfer.message.transfer_id for transfer in source_role.transfers.list_prepared()}
+    assert leased == source_role.departures.keys(), f"{node.name} leases something else than it says"
+    for transfer_id, departure in source_role.departures.items():
+        state = source_role.find_state(transfer_id)
         if departure.lease in node.readers and state != OVER:
             assert departure.lease.deadline == state, "the lease has another deadline"
-    leaving = [one.sequence for one in lending.departures.values() if one.sequence is not None]
+    leaving = [one.sequence for one in source_role.departures.values() if one.sequence is not None]
     assert set(leaving) == set(node.leaving)
     assert sorted(node.site.list_frozen()) == sorted(map(node.get_id, leaving))
 
 
 def list_held(node, movings):
-    """Return the blocks that are held, once for each hold."""
+    """Return the held blocks, once for each hold."""
     blocks = [block for lease in node.leases.list_leases() for block in lease.blocks]
-    blocks += [block for moving in movings if moving.target is node for block in moving.room]
+    blocks += [block for moving in movings if moving.target is node for block in moving.reserved]
     blocks += node.touched
-    for departure in node.lending.departures.values():
+    for departure in node.source_role.departures.values():
         blocks += departure.blocks if departure.sequence is not None else []
     if hasattr(node, "manager"):
         blocks += list_planned(node)
@@ -94,7 +94,7 @@ def list_planned(node):
     ]
     return blocks + [
         block
-        for plan in node.read_back.list_open_plans()
+        for plan in node.onboarder.list_open_plans()
         for block in plan.list_blocks()
         if not block.is_null
     ]
@@ -105,13 +105,13 @@ def check_manager_node(node, movings):
     check_manager(node.manager, requests)
     check_retention(node.retention)
     swap_invariants.check(node.swapper)
-    tier_invariants.check(node.read_back)
+    tier_invariants.check(node.onboarder)
     check_cached(node, node.host)
     check_pinned(node)
     check_held_keys(node)
     assert sorted(node.swapper.list_swapped_out()) == sorted(one.name for one in node.swapped)
     assert sorted(node.manager.list_request_ids()) == sorted(one.request_id for one in requests)
-    plans = [*node.swapper.list_open_plans(), *node.read_back.list_open_plans()]
+    plans = [*node.swapper.list_open_plans(), *node.onboarder.list_open_plans()]
     assert {plan.request_id for plan in plans} == {one.name for one in node.planned}
     for sequence in node.running:
         check_sequence(node, sequence, sequence.request.num_computed_tokens)
@@ -128,7 +128,7 @@ def check_manager_node(node, movings):
 
 
 def check_pinned(node):
-    """Check that what was pinned is cached still, unless the last operation may have ended pins."""
+    """Check that pinned blocks are still cached, unless the last operation may have ended pins."""
     cached = node.pool.cached_block_hash_to_block
     if node.last_operation in TAKING:
         for key in node.pinned_keys:
@@ -139,14 +139,14 @@ def check_pinned(node):
 
 
 def check_held_keys(node):
-    """Check that tiers still have what open plans are to read, unless it was found to be wrong."""
+    """Check that tiers still have the blocks that open plans read, unless they were found invalid."""
     for opened in node.planned.values():
-        if node.is_read_back(opened) and not opened.is_void and not node.cache.has_all(opened.plan.keys):
+        if node.is_onboard_plan(opened) and not opened.is_void and not node.cache.has_all(opened.plan.keys):
             raise AssertionError(f"{node.name}: a tier evicted what {opened.plan!r} is to read")
 
 
 def check_sequence(node, sequence, end):
-    """Check all that the next token of a request attends to."""
+    """Check all bytes that the next token of a request attends to."""
     for group_id, block_ids in enumerate(node.list_contents(sequence)):
         start = node.groups[group_id].count_skipped_tokens(end)
         node.device.check(block_ids, sequence, start, end, group_id)
@@ -157,12 +157,12 @@ def check_adapter_node(node, movings):
     tier_invariants.check_cache(node.cache)
     for sequence in node.list_sequences():
         block_ids = node.gpu_pool.blocks_of(sequence.number)
-        assert block_ids == node.ids_of(sequence), f"sequence {sequence.number} was not told of moves"
+        assert block_ids == node.ids_of(sequence), f"sequence {sequence.number} was not notified of moves"
         node.device.check(block_ids, sequence, *node.list_written(sequence))
 
 
 def check_cached(node, side):
-    """Check that cached blocks hold what their keys promise."""
+    """Check that cached blocks hold the bytes promised under their keys."""
     promised = node.world.promised
     pool = side.pool
     for block in pool.blocks:
@@ -200,7 +200,7 @@ def check_tiers(node):
 
 
 def check_idle(node):
-    """Check that nothing is in use, held, lent or planned."""
+    """Check that no block is in use, held, leased or planned."""
     pool = node.pool
     check_node(node, [])
     if pool.get_num_free_blocks() != node.num_blocks:
@@ -209,8 +209,8 @@ def check_idle(node):
     held = [hold for hold in pool.holds.list_holds() if hold.blocks]
     if held:
         raise AssertionError(f"{node.name}: idle, and {held} are held")
-    if node.leases.list_leases() or node.leases.num_lent_blocks:
-        raise AssertionError(f"{node.name}: idle, and {node.leases.list_leases()} are lent")
+    if node.leases.list_leases() or node.leases.num_leased_blocks:
+        raise AssertionError(f"{node.name}: idle, and {node.leases.list_leases()} are leased")
     if node.cache._held:
         raise AssertionError(f"{node.name}: idle, and tiers hold {len(node.cache._held)} keys")
     if hasattr(node, "manager"):

@@ -1,4 +1,4 @@
-"""The bytes of a life: what each token's slot has to hold, and what was promised under each key.
+"""The bytes of a life: the expected value of each token's slot, and the bytes promised under each key.
 
 A value depends on all tokens up to its own: equal prompts have equal values at both nodes, and bytes
 in the wrong place are noticed. The value of a slot differs between KV cache groups.
@@ -22,13 +22,13 @@ MOST_TOKENS = 44
 
 
 class World:
-    """What both nodes share: randomness, the time, the prompts, and the bytes promised under each key.
+    """State shared by both nodes: randomness, the time, the prompts, and the bytes promised under each key.
 
     Attributes:
         blocks: of all prompts, by the hash in events: the hash of the block before, and the tokens.
-        travelling: sequences that were to be moved, by their ids.
-        is_calm: nothing goes wrong between the nodes.
-        finding: what was raised where the product handles exceptions; the next check raises it.
+        travelling: sequences being moved, by id.
+        is_calm: no faults occur between the nodes.
+        finding: an exception raised where the product handles exceptions; the next check raises it.
     """
 
     def __init__(self, seed, num_groups):
@@ -73,7 +73,7 @@ class World:
                     self.promised[key] = np.array(row, np.uint64) + np.uint64(group_id)
 
     def note_error(self, error):
-        """Note what a pull has failed with, unless it is an error that may happen."""
+        """Record the error of a failed pull, unless it is an expected one."""
         if not isinstance(error, KVPoolError) or isinstance(error, CorruptedPoolError):
             self.finding = self.finding or error
 
@@ -113,7 +113,7 @@ class Sequence:
 
 
 class Side:
-    """A pool and the bytes of its blocks; `copy.num_good` lets copies break off."""
+    """A pool and the bytes of its blocks; `copy.num_good` makes copies fail."""
 
     def __init__(self, pool, num_rows):
         self.pool = pool
@@ -129,7 +129,7 @@ class Side:
                 self.kv[block_id, position % BLOCK_SIZE] = sequence.values[position] + group_id
 
     def check(self, block_ids, sequence, start, end, group_id=0):
-        """Read the same slots back."""
+        """Read the same slots."""
         for position in range(start, end):
             block_id = block_ids[position // BLOCK_SIZE]
             found = int(self.kv[block_id, position % BLOCK_SIZE])

@@ -1,4 +1,4 @@
-"""Planted omissions of a disk: what is forgotten, and comes back after a restart; what is lost by one."""
+"""Planted omissions of a disk: forgotten blocks that return, and blocks that are lost, after a restart."""
 
 from lives.omissions import Omission
 
@@ -18,7 +18,7 @@ def wipe_no_file(original):
 
 
 def write_no_header(original):
-    """A block is in the index of the process alone."""
+    """The block is only in the process's index."""
 
     def write(files, slot, key, row, use):
         original(files, slot, key, row, use)

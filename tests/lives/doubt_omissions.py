@@ -66,14 +66,14 @@ def verify_nothing(original):
 
 
 def hold_nothing(original):
-    return lambda pull, room: None
+    return lambda pull, reservation: None
 
 
 def keep_write_lease(original):
-    def give_back(pull):
+    def release_lease(pull):
         pull.lease = None
 
-    return give_back
+    return release_lease
 
 
 DOUBT_OMISSIONS = [
@@ -117,5 +117,5 @@ DOUBT_OMISSIONS = [
         verify_nothing,
     ),
     Omission("what has arrived is not held", "manager", TARGET, "Pull._hold", hold_nothing),
-    Omission("a pull keeps its lease to write", "adapter", TARGET, "Pull._give_lease_back", keep_write_lease),
+    Omission("a pull keeps its lease to write", "adapter", TARGET, "Pull._release_lease", keep_write_lease),
 ]

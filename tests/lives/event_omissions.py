@@ -1,4 +1,4 @@
-"""Planted omissions of events: what is stored or removed, and not announced, or announced with gaps."""
+"""Planted omissions of events: blocks stored or removed without an event, or with gaps."""
 
 from lives.omissions import Omission
 

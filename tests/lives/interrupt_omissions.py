@@ -1,4 +1,4 @@
-"""Planted omissions of recoveries: what an interrupted call has left is not undone or completed."""
+"""Planted omissions of recoveries: an interrupted call is neither undone nor completed."""
 
 from lives.omissions import Omission
 

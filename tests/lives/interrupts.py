@@ -1,4 +1,4 @@
-"""`Interrupts`: calls that an exception breaks off at a random place; a look tells what has happened."""
+"""`Interrupts`: calls that an exception interrupts at a random place; the state shows what has happened."""
 
 from interrupting import interrupt_at
 from lives.promises import Promise
@@ -10,17 +10,23 @@ MOST_PLACES_LOG2 = 10
 
 
 class Interrupts:
-    """The calls of a `Node` that can be broken off."""
+    """The calls of a `Node` that can be interrupted."""
 
     def break_call(self):
-        """Break one call off, or let it end if it has fewer places than were drawn."""
+        """Interrupt one call, or let it finish if it has fewer places than were drawn."""
         return self.rng.choice(self.list_breakable())()
 
     def list_breakable(self):
-        return [self.break_lend, self.break_give_back, self.break_expire, self.break_flush, self.break_forget]
+        return [
+            self.break_acquire,
+            self.break_release,
+            self.break_expire,
+            self.break_flush,
+            self.break_forget,
+        ]
 
     def interrupt(self, call):
-        """Run `call`, with an exception at a random place in it. Raises what it raises itself."""
+        """Run `call` with an exception at a random place in it. Propagates the call's own exceptions."""
         place = int(2 ** self.rng.uniform(0, MOST_PLACES_LOG2))
         try:
             self.world.tally["interrupted", interrupt_at(place, call)] += 1
@@ -28,7 +34,7 @@ class Interrupts:
             self.settle()
 
     def settle(self):
-        """Make the calls that complete or undo what was broken off."""
+        """Make the calls that complete or undo an interrupted call."""
         self.pool.get_new_blocks(0)
         self.site.list_frozen()
         self.cache.list_indexes()
@@ -36,24 +42,24 @@ class Interrupts:
             if block.block_id not in self.pool.reuse_watchers:
                 del self.watched[block]
 
-    def break_lend(self):
+    def break_acquire(self):
         blocks = [block for block in self.pool.blocks if block.block_hash is not None]
         blocks = self.rng.sample(blocks, min(len(blocks), 3))
         if not blocks:
             return "nothing"
         before = self.leases.list_leases()
         try:
-            self.interrupt(lambda: self.leases.lend(blocks, self.world.now + 3.0, "a reader"))
+            self.interrupt(lambda: self.leases.acquire(blocks, self.world.now + 3.0, "a reader"))
         except InvalidBlockError:
             return "refused"
         for lease in self.leases.list_leases():
             if lease not in before:
-                self.readers[lease] = Promise(self.device, blocks, "lent to a reader")
-        return "lend"
+                self.readers[lease] = Promise(self.device, blocks, "leased to a reader")
+        return "lease_blocks"
 
-    def break_give_back(self):
+    def break_release(self):
         if readers := self.list_readers():
-            self.interrupt(self.rng.choice(readers).give_back)
+            self.interrupt(self.rng.choice(readers).release)
             self.drop_ended_readers()
         return "give back"
 
@@ -72,7 +78,7 @@ class Interrupts:
         return "flush"
 
     def break_forget(self):
-        """Forget content that no open plan is to read; some of it, or all, is still there afterwards."""
+        """Forget content that no open plan reads; some of it, or all, may still be there afterwards."""
         keys = [key for tier in self.cache.tiers for key in tier.list_keys() if key not in self.cache._held]
         if keys:
             self.interrupt(lambda: self.cache.forget(self.rng.sample(keys, min(3, len(keys)))))

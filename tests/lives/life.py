@@ -21,7 +21,7 @@ class Life:
         folder: for a disk tier; None for host memory alone.
 
     Attributes:
-        operations: the last 30, each with its step, node, name and what came of it.
+        operations: the last 30, each with its step, node, name and result.
         num_steps: so far.
     """
 
@@ -37,7 +37,7 @@ class Life:
         self.operations = deque(maxlen=30)
 
     def run(self, num_steps):
-        """Run `num_steps` steps. Every 150 steps, and at the end, all ends and nothing may be left in use."""
+        """Run steps; every 150 steps, and at the end, end everything; no block may stay in use."""
         try:
             for _ in range(num_steps):
                 self.step()
@@ -112,12 +112,12 @@ class Life:
                 one.pull.renew()
 
     def stop(self):
-        """End the threads of migrations that have not ended."""
+        """Stop the threads of unfinished migrations."""
         for one in self.movings:
             one.turns.stop()
 
     def rest(self):
-        """All migrations, requests, plans, leases and directives end."""
+        """End all migrations, requests, plans, leases and directives."""
         self.operations.append([self.num_steps, "both", "rest"])
         for node in self.nodes:
             node.last_operation = "rest"
@@ -128,7 +128,7 @@ class Life:
             if one.is_over:
                 self.movings.remove(one)
         for node in self.nodes:
-            node.lending.close()
+            node.source_role.close()
         for node in self.nodes:
             node.close()
         self.world.is_calm = False
@@ -139,7 +139,7 @@ class Life:
         self.world.tally["rests"] += 1
 
     def describe(self):
-        """The seed, the step and the last operations, for a finding."""
+        """Return the seed, the step and the last operations, for a finding."""
         lines = [f"{self.kind!r}, seed {self.seed}, step {self.num_steps}; the last operations:"]
         return "\n".join(lines + ["  " + " ".join(map(str, one)) for one in self.operations])
 

@@ -1,4 +1,4 @@
-"""`ManagerInterrupts`: calls of a manager and of its companions that are broken off."""
+"""`ManagerInterrupts`: interrupted calls of a manager and its companions."""
 
 from lives.interrupts import Interrupts
 
@@ -7,7 +7,7 @@ from kv_pool.errors import PinLimitError
 
 
 class ManagerInterrupts(Interrupts):
-    """The calls of a `ManagerNode` that can be broken off."""
+    """The calls of a `ManagerNode` that can be interrupted."""
 
     def list_breakable(self):
         calls = [*super().list_breakable(), self.break_pack]
@@ -33,7 +33,7 @@ class ManagerInterrupts(Interrupts):
         super().settle()
         assert self.retention.num_pins >= 0
         self.swapper.list_open_plans()
-        self.read_back.list_open_plans()
+        self.onboarder.list_open_plans()
 
     def break_free(self):
         sequence = self.rng.choice(self.running)
@@ -70,10 +70,10 @@ class ManagerInterrupts(Interrupts):
         return "cache_blocks"
 
     def break_admit(self):
-        """Admit a request; it is preempted if it was admitted."""
+        """Admit a request, and preempt it if it was admitted."""
         sequence = self.rng.choice(self.waiting)
-        self.interrupt(lambda: self.read_back.admit(sequence.request, 1, delay_cache_blocks=True))
-        for plan in self.read_back.list_open_plans():
+        self.interrupt(lambda: self.onboarder.admit(sequence.request, 1, delay_cache_blocks=True))
+        for plan in self.onboarder.list_open_plans():
             if plan.request_id == sequence.name:
                 plan.abort()
         if self.has_sequence(sequence):
@@ -102,12 +102,12 @@ class ManagerInterrupts(Interrupts):
 
     def break_closing(self):
         opened = self.rng.choice(list(self.planned.values()))
-        is_done = not self.is_read_back(opened) and self.world.chance(0.5)
+        is_done = not self.is_onboard_plan(opened) and self.world.chance(0.5)
         return self.end_plan(opened, is_done, self.close_again)
 
     def close_again(self, close, plan):
         self.interrupt(close)
-        if plan in [*self.swapper.list_open_plans(), *self.read_back.list_open_plans()]:
+        if plan in [*self.swapper.list_open_plans(), *self.onboarder.list_open_plans()]:
             close()
 
     def break_keep(self):

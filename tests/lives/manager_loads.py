@@ -1,4 +1,4 @@
-"""`ManagerLoads`: requests whose first tokens a transfer writes into blocks lent to it."""
+"""`ManagerLoads`: requests whose first tokens a transfer writes into leased blocks."""
 
 from lives.contents import BLOCK_SIZE
 
@@ -23,7 +23,7 @@ class ManagerLoads:
         )
         if given is None:
             return "refused"
-        self.pool.store_pending()  # the transfer may write at once
+        self.pool.flush_evicted()  # the transfer may write at once
         self.waiting.remove(sequence)
         start, end = prefix.num_tokens, prefix.num_tokens + num_loaded
         request.num_computed_tokens = end

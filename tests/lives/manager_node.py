@@ -17,7 +17,7 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.tiers.read_back import TierReadBack
+from kv_pool.tiers.onboarder import TierOnboarder
 
 GROUPS = {
     "full": (FullAttentionSpec(block_size=BLOCK_SIZE),),
@@ -71,13 +71,13 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
             self.waiting.append(sequence)
 
     def admit(self):
-        """Start a waiting request with what the device and the tiers have, and compute some of the rest."""
+        """Start a waiting request with the prefix on device and tiers, and compute some of the rest."""
         if not self.waiting:
             return
         sequence = self.rng.choice(self.waiting)
         request = sequence.request
         num_new = self.rng.choice((None, 1, 5))
-        found = self.read_back.admit(request, num_new, delay_cache_blocks=self.world.chance(0.3))
+        found = self.onboarder.admit(request, num_new, delay_cache_blocks=self.world.chance(0.3))
         if found is None:
             self.world.tally["refused"] += 1
             return
@@ -89,7 +89,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
         self.run([(sequence, num_left if num_new is None else min(num_new, num_left), 0)])
 
     def step(self):
-        """Allocate for some requests that run, preempt others where there is no room, and compute."""
+        """Allocate for some running requests, preempt others if blocks are missing, and compute."""
         scheduled = []
         for sequence in self.rng.sample(self.running, min(4, len(self.running))):
             if sequence not in self.running:
@@ -190,7 +190,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
             self.waiting.append(sequence)
 
     def refuse_leaving(self):
-        """Freeing a request that is being moved away is refused."""
+        """Check that freeing a migrating request is refused."""
         for sequence in self.leaving:
             try:
                 self.manager.free(sequence.request)
@@ -199,7 +199,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
             raise AssertionError(f"{sequence.name} was freed while it was being moved")
 
     def report(self):
-        """Overwrite a block that only running requests, readers and watchers hold, and report it."""
+        """Overwrite a block that only running requests, readers and watchers hold, and report it invalid."""
         num_known = {}
         for sequence in self.running:
             for block_ids in self.list_tables(sequence):
@@ -220,12 +220,12 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
         ]
         if not blocks:
             return None
-        lent = self.lending.list_copied()
-        block = self.rng.choice([one for one in blocks if one in lent] or blocks)
+        leased = self.source_role.list_copied()
+        block = self.rng.choice([one for one in blocks if one in leased] or blocks)
         block_id = block.block_id
         self.corrupt(block)
         for opened in self.planned.values():
-            opened.is_void = True  # tiers forget content that is wrong
+            opened.is_void = True  # tiers forget invalid content
         report = self.manager.report_invalid_blocks([block_id])
         self.forget_content(report.evicted_blocks)
         for sequence in [*self.running, *self.loading]:
@@ -254,7 +254,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
         is_empty_on_host = not len(self.host.pool.cached_block_hash_to_block)
         is_idle_on_host = self.host.pool.get_num_free_blocks() == self.host.pool.num_gpu_blocks - 1
         if is_empty_on_host and self.world.chance(0.5):
-            check_router(self)  # events of the host that come after this reset would be taken before it
+            check_router(self)  # later events of the host would be taken before this reset
             assert self.manager.reset_prefix_cache() == is_idle
         else:
             is_idle = is_idle and is_idle_on_host
@@ -298,7 +298,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
 
     def open_tiers(self):
         super().open_tiers()
-        self.read_back = TierReadBack(self.manager, self.cache)
+        self.onboarder = TierOnboarder(self.manager, self.cache)
 
     # ---- for moves, leases and migrations --------------------------------------------------------
 
@@ -357,7 +357,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
     def forget_departed(self, sequence):
         self.leaving.remove(sequence)
 
-    def take_over(self, sequence):
+    def on_arrived(self, sequence):
         self.running.append(sequence)
 
     def has_sequence(self, sequence):
@@ -379,7 +379,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
             self.preempt: 0.5 if self.running else 0,
             self.abort_before_step: 0.5 if self.running else 0,
             self.refuse_leaving: 0.3 if self.leaving else 0,
-            self.report: 4 if self.lending.list_copied() else 0.7,
+            self.report: 4 if self.source_role.list_copied() else 0.7,
             self.evict: 0.5,
             self.reset: 0.3,
             self.keep: 3,

@@ -1,4 +1,4 @@
-"""`ManagerSwaps`: swaps to a host pool and back, and read-backs from tiers, in open plans."""
+"""`ManagerSwaps`: swaps to a host pool and back, and loads from tiers, in open plans."""
 
 from lives.contents import BLOCK_SIZE, Side
 
@@ -85,15 +85,15 @@ class ManagerSwaps:
         self.world.tally["opened", plan.direction.name] += 1
 
     def read_tiers(self):
-        """Plan to start a waiting request with what the tiers have after the prefix on the device."""
+        """Plan to start a waiting request with the blocks in the tiers after the prefix on the device."""
         if not self.waiting:
             return None
         sequence = self.rng.choice(self.waiting)
         prefix = self.manager.get_computed_blocks(sequence.request)
-        hit = self.read_back.find_prefix(sequence.request, prefix)
+        hit = self.onboarder.find_prefix(sequence.request, prefix)
         if not hit.num_tokens:
             return "miss"
-        plan = self.read_back.plan_read_back(sequence.request, hit, prefix)
+        plan = self.onboarder.plan_onboard(sequence.request, hit, prefix)
         if plan is None:
             return "refused"
         self.waiting.remove(sequence)
@@ -115,7 +115,7 @@ class ManagerSwaps:
         if plans:
             opened = self.rng.choice(plans)
             self.copy_plan(opened, self.rng.randint(1, len(opened.to_copy)))
-        plans = [one for one in self.planned.values() if self.is_read_back(one) and not one.is_loaded]
+        plans = [one for one in self.planned.values() if self.is_onboard_plan(one) and not one.is_loaded]
         if plans and self.world.chance(0.5):
             self.load_plan(self.rng.choice(plans))
 
@@ -135,7 +135,7 @@ class ManagerSwaps:
             opened.promises.append(self.expect(self.device, targets, "read into by an open plan"))
         return is_whole
 
-    def is_read_back(self, opened):
+    def is_onboard_plan(self, opened):
         return not hasattr(opened.plan, "direction")
 
     # ---- closing ---------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class ManagerSwaps:
     def end_plan(self, opened, is_done, close=lambda call, plan: call()):
         sequence, plan = opened.sequence, opened.plan
         del self.planned[sequence]
-        way = "TIERS" if self.is_read_back(opened) else plan.direction.name
+        way = "TIERS" if self.is_onboard_plan(opened) else plan.direction.name
         if is_done:
             if way == "TIERS":
                 if not opened.is_loaded:

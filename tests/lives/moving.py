@@ -3,9 +3,9 @@
 from concurrent.futures import Future
 
 from lives.contents import HASHER
-from lives.lending import ACKNOWLEDGED, LEASE_S
 from lives.network import Link
 from lives.promises import Promise, Writer
+from lives.source_role import ACKNOWLEDGED, LEASE_S
 from lives.turns import Turns
 
 from kv_pool.migration.messages import CancelTransfer
@@ -17,7 +17,7 @@ from kv_pool.migration.target import Pull
 
 
 class Inline:
-    """Runs at once what a node runs in other threads."""
+    """Runs a node's background calls at once."""
 
     def submit(self, work):
         future = Future()
@@ -29,13 +29,13 @@ class Inline:
 
 
 class Moving:
-    """A pull, and what its target has to find.
+    """A pull, and the expectations of its target.
 
     Attributes:
-        sequence: that is moved; None where blocks are copied.
-        room: the blocks that the pull has taken; [] for none.
-        arriving: a promise: what was present already, and after the insertion all of it.
-        was_given_up: the target has decided to ask no more; the sequence may be lost.
+        sequence: the moved sequence; None for copied blocks.
+        reserved: the blocks that the pull has reserved; [] for none.
+        arriving: a promise for the blocks already present, and after the insertion for all.
+        is_abandoned: the target has stopped asking; the sequence may be lost.
     """
 
     def __init__(self, source, target, subject, sequence):
@@ -60,8 +60,8 @@ class Moving:
         self.hold_s = world.rng.choice((0.0, 5.0))
         self.pull = Pull(settings, Link(self), record, RateLimit(0.0, world.read_clock), self.hold_s)
         self.pull._calls.wait = lambda seconds: None
-        self.room, self.writer, self.arriving = [], None, None
-        self.is_inserted = self.is_finished = self.was_given_up = False
+        self.reserved, self.writer, self.arriving = [], None, None
+        self.is_inserted = self.is_finished = self.is_abandoned = False
         self.turns = Turns(self.pull.run)
 
     @property
@@ -87,11 +87,11 @@ class Moving:
     def break_off(self):
         """Cancel at one of the nodes; or stop asking."""
         if self.is_in_doubt and self.world.chance(0.2):
-            self.was_given_up = True
-            return "given up", self.pull.give_up_doubt()
+            self.is_abandoned = True
+            return "abandoned", self.pull.abandon_doubt()
         if self.world.chance(0.5):
             return "cancelled", self.pull.cancel()
-        return self.source.lending.deliver(
+        return self.source.source_role.deliver(
             CancelTransfer(self.pull.transfer_id, "the source wants them back")
         )
 
@@ -105,36 +105,36 @@ class Moving:
             self.writer = None
         elif pull.lease is not None and self.writer is None:
             self.writer = Writer(target, pull.lease)
-        room = pull.room
-        if room is None:
-            self.leave_room()
+        reservation = pull.reservation
+        if reservation is None:
+            self.release_reserved()
         elif self.arriving is None:
-            self.room = list(room.blocks)
-            present = [block for at, block in enumerate(room.blocks) if at not in room.missing]
+            self.reserved = list(reservation.blocks)
+            present = [block for at, block in enumerate(reservation.blocks) if at not in reservation.missing]
             self.world.tally["present"] += len(present)
-            self.arriving = target.expect(target.device, present, "room of a migration")
+            self.arriving = target.expect(target.device, present, "reserved by a migration")
         elif not self.is_inserted and self.phase in (MigrationPhase.ACKNOWLEDGING, MigrationPhase.IN_DOUBT):
             self.is_inserted = True
             target.end(self.arriving)
-            self.arriving = target.expect(target.device, self.room, "has arrived")
+            self.arriving = target.expect(target.device, self.reserved, "has arrived")
         if self.phase.is_ended and not self.is_finished:
             self.is_finished = True
             self.finish()
 
-    def leave_room(self):
+    def release_reserved(self):
         if self.arriving is not None:
             self.target.end(self.arriving)
-            self.arriving, self.room = None, []
+            self.arriving, self.reserved = None, []
 
     def finish(self):
         """Check that the sequence is at one node, and let the target run it if it is there."""
         pull, tally = self.pull, self.world.tally
-        was_acknowledged = self.source.lending.find_state(pull.transfer_id) == ACKNOWLEDGED
+        was_acknowledged = self.source.source_role.find_state(pull.transfer_id) == ACKNOWLEDGED
         if self.phase is not MigrationPhase.DONE:
             tally["broken off"] += 1
             self.world.note_error(pull.record.error)
             if self.sequence is not None and was_acknowledged:
-                assert self.was_given_up, "the sequence is at neither node"
+                assert self.is_abandoned, "the sequence is at neither node"
                 tally["lost"] += 1
             return
         tally["migrated", type(self.subject).__name__] += 1
@@ -145,7 +145,7 @@ class Moving:
             self.target.holding.append(pull)
         if self.sequence is not None:
             assert was_acknowledged, "the sequence is at both nodes"
-            self.target.take_over(self.sequence)
+            self.target.on_arrived(self.sequence)
 
     def note_unsettled(self, lease, reader):
         """The last bytes arrive after the pull has failed."""

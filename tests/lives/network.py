@@ -1,4 +1,4 @@
-"""`Link`: a network that loses, repeats and delays messages; `Reader`: the bytes that come over it."""
+"""`Link`: a network that loses, repeats and delays messages; `Reader`: reads bytes over it."""
 
 import numpy as np
 from lives.contents import BLOCK_SIZE
@@ -9,12 +9,12 @@ from kv_pool.migration.transfer_backend import ReadCount
 
 
 class Link:
-    """The source of one pull, as the pull reaches it. See `PullPeer`."""
+    """The source of one pull, reached over the network. See `PullPeer`."""
 
     def __init__(self, moving):
         self.moving = moving
         self.world = moving.world
-        self.source = moving.source.lending
+        self.source = moving.source.source_role
 
     def call(self, message):
         world = self.world
@@ -45,12 +45,12 @@ class Link:
             raise PeerUnavailableError("no connection")
         return Reader(self)
 
-    def leave_reader(self, source, reader):
+    def return_reader(self, source, reader):
         pass
 
 
 class Reader:
-    """Copies blocks row by row. A read that was given up may still write; see `BlockReader`."""
+    """Copies blocks row by row. A cancelled read may still write; see `BlockReader`."""
 
     def __init__(self, link):
         self.link = link
@@ -59,20 +59,20 @@ class Reader:
     def read(self, transfer_id, remote_ids, local_ids, deadline):
         link, world, moving = self.link, self.link.world, self.link.moving
         transfers, writer = link.source.transfers, moving.writer
-        transfers.check_lent(transfer_id, remote_ids)
+        transfers.check_leased(transfer_id, remote_ids)
         rows = moving.source.device.kv
         half = len(remote_ids) // 2
         for position, (source_id, target_id) in enumerate(zip(remote_ids, local_ids, strict=True)):
             if position == half:
                 link.pause()
-                transfers.check_lent(transfer_id, remote_ids)
+                transfers.check_leased(transfer_id, remote_ids)
                 self.fail_sometimes()
             row = rows[source_id].copy()
             if not world.is_calm and world.chance(0.06):
                 row[world.rng.randrange(BLOCK_SIZE)] ^= np.uint64(1)
             writer.write_row(target_id, row)
         link.pause()
-        transfers.check_lent(transfer_id, remote_ids)
+        transfers.check_leased(transfer_id, remote_ids)
         return ReadCount(len(remote_ids) * rows[0].nbytes, 1)
 
     def fail_sometimes(self):

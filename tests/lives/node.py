@@ -1,11 +1,11 @@
-"""`Node`: what both faces share: bytes, leases, reuse watchers, tiers and compaction."""
+"""`Node`: the common part of both faces: bytes, leases, reuse watchers, tiers and compaction."""
 
 import numpy as np
 from lives.contents import BLOCK_SIZE, Side
-from lives.lending import Lending
 from lives.promises import Promise, Writer
 from lives.restarts import Restarts
 from lives.router import Router
+from lives.source_role import SourceRole
 
 from kv_pool import CopyFailedError
 from kv_pool.contiguous import compaction
@@ -17,18 +17,18 @@ NUM_SPARE = 3
 
 
 class Node(Restarts):
-    """A pool with its bytes, and the companions that both faces have.
+    """A pool with its bytes and the companions of both faces.
 
     Attributes:
-        readers: leases to read, each with what its reader expects.
+        readers: leases to read, each with its reader's expected bytes.
         writers: leases to write, those of migrations as well.
         touched: blocks read by a connector that has a reference and a hold, with its promise.
-        watched: blocks that the connector has given back, and reads until they are reused.
-        promises: what open plans, frozen tables and arriving blocks have to find, each until it is ended.
-        break_weight: how often calls are broken off.
-        events_share: in how many of the steps events are taken.
-        holding: pulls that hold what has arrived, or did.
-        grown: blocks added to the pool, less blocks cut off.
+        watched: blocks that the connector has freed, and reads until they are reused.
+        promises: the bytes expected by open plans, frozen tables and arriving blocks, until they end.
+        break_weight: how often calls are interrupted.
+        events_share: share of the steps in which events are taken.
+        holding: pulls that hold arrived blocks, or did.
+        grown: blocks added to the pool, less blocks removed.
     """
 
     def __init__(self, world, name, num_blocks, folder):
@@ -46,10 +46,10 @@ class Node(Restarts):
         self.break_weight = self.rng.choice((1, 12))
 
     def open(self, pool, site, device):
-        """Set what the face has made."""
+        """Set the objects that the face has created."""
         self.pool, self.site, self.device = pool, site, device
         self.leases = site.leases
-        self.lending = Lending(self)
+        self.source_role = SourceRole(self)
         self.defragmenter = Defragmenter(
             self, interval_s=1.0, max_moves=2, max_evictions=1, clock=self.world.read_clock
         )
@@ -72,8 +72,8 @@ class Node(Restarts):
 
     # ---- leases ----------------------------------------------------------------------------------
 
-    def lend(self):
-        """Lend cached blocks, or the blocks of a running request, to a reader."""
+    def lease_blocks(self):
+        """Lease cached blocks, or the blocks of a running request, to a reader."""
         is_written = {block for writer in self.writers for block in writer.ids}
         if self.world.chance(0.5):
             blocks = [block for block in self.pool.blocks if block.block_hash is not None]
@@ -85,18 +85,18 @@ class Node(Restarts):
         if not blocks:
             return "nothing"
         try:
-            lease = self.leases.lend(blocks, deadline, "a reader")
+            lease = self.leases.acquire(blocks, deadline, "a reader")
         except InvalidBlockError:
             assert is_written.intersection(blocks)
             return "refused"
-        self.readers[lease] = Promise(self.device, blocks, "lent to a reader", slots)
+        self.readers[lease] = Promise(self.device, blocks, "leased to a reader", slots)
         return lease
 
-    def give_back(self):
+    def release_lease(self):
         if readers := self.list_readers():
             lease = self.rng.choice(readers)
             del self.readers[lease]
-            lease.give_back()
+            lease.release()
 
     def extend(self):
         if readers := self.list_readers():
@@ -109,7 +109,7 @@ class Node(Restarts):
     def expire(self):
         """End leases to read that are overdue; leases to write are quarantined."""
         if self.world.chance(0.3):
-            self.lending.expire()
+            self.source_role.expire()
         for lease in self.leases.expire():
             assert lease.deadline <= self.world.now
             self.world.tally["expired", lease.kind.name] += 1
@@ -133,10 +133,10 @@ class Node(Restarts):
 
     def begin_writing(self, blocks, holder):
         deadline = self.world.now + self.rng.choice((1.0, 4.0, 20.0))
-        return Writer(self, self.leases.lend(blocks, deadline, holder, LeaseKind.WRITE))
+        return Writer(self, self.leases.acquire(blocks, deadline, holder, LeaseKind.WRITE))
 
     def write_late(self, writer):
-        """Let a transfer go on alone, after its migration was broken off."""
+        """Let a transfer continue alone after its migration was aborted."""
         writer.owed = [
             (block_id, slot, self.rng.getrandbits(63))
             for block_id in self.rng.sample(list(writer.rows), min(3, len(writer.rows)))
@@ -146,7 +146,7 @@ class Node(Restarts):
     # ---- migrations ------------------------------------------------------------------------------
 
     def release_held(self):
-        """Release what a pull holds."""
+        """Release the blocks that a pull holds."""
         if self.holding:
             pull = self.holding.pop(self.rng.randrange(len(self.holding)))
             self.readers.pop(pull.held, None)
@@ -154,7 +154,7 @@ class Node(Restarts):
             assert not pull.is_holding()
 
     def deliver_late(self):
-        return self.lending.deliver_late() if self.lending.late else None
+        return self.source_role.deliver_late() if self.source_role.late else None
 
     # ---- reuse watchers --------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Node(Restarts):
             self.touched[block] = hold, self.expect(self.device, [block], "read by a connector")
 
     def watch(self):
-        """Give the reference back, and read on until the block is reused."""
+        """Release the reference, and read on until the block is reused."""
         if self.touched:
             block = self.rng.choice(list(self.touched))
             hold, promise = self.touched.pop(block)
@@ -218,7 +218,7 @@ class Node(Restarts):
         return way
 
     def break_copies(self, share):
-        """Let the next copies break off, with a probability of `share`."""
+        """Let the next copies fail, with a probability of `share`."""
         self.device.copy.num_good = self.rng.choice((0, 1, 3)) if self.world.chance(share) else None
 
     def resize(self):
@@ -252,7 +252,7 @@ class Node(Restarts):
         if self.grown < 0:
             self.grow_pool(-self.grown)
         elif self.grown > 0:
-            if self.watched:  # they would stay where they are
+            if self.watched:  # they would not move
                 assert self.reset_caches()
             self.shrink_pool(self.grown)
         self.grown = 0
@@ -260,11 +260,11 @@ class Node(Restarts):
     def get_fragmentation_rate(self):
         return self.pool.get_fragmentation_rate(4)
 
-    # ---- what went wrong -------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def corrupt(self, block):
         """Overwrite a block with garbage; no promise covers it any more."""
-        self.pool.store_pending()  # what overwrites a block copies out its old content before
+        self.pool.flush_evicted()  # flush the block's old content before it is overwritten
         self.device.kv[block.block_id] = np.uint64(2**63)
         self.forget_content([block])
 
@@ -293,13 +293,13 @@ class Node(Restarts):
     def list_operations(self):
         """Return the operations that may happen now, with their weights."""
         return {
-            self.lend: 2,
-            self.give_back: 1.5 if self.readers else 0,
+            self.lease_blocks: 2,
+            self.release_lease: 1.5 if self.readers else 0,
             self.extend: 0.5 if self.readers else 0,
             self.expire: 2 if self.readers or self.writers else 0,
             self.write: 5 if self.writers else 0,
             self.release_held: 0.5 if self.holding else 0,
-            self.deliver_late: 1 if self.lending.late else 0,
+            self.deliver_late: 1 if self.source_role.late else 0,
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
@@ -312,7 +312,7 @@ class Node(Restarts):
         while self.holding:
             self.release_held()
         while self.readers:
-            self.give_back()
+            self.release_lease()
         while self.writers:
             writer = self.writers[0]
             writer.write_owed(len(writer.owed))

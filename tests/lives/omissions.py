@@ -1,7 +1,7 @@
 """Planted omissions: a hold or a reference that is not taken, released early, released twice, or forgotten.
 
-Each is one attribute of the product and what takes its place: `make(original)` returns the replacement. To
-re-point an entry, change module, attribute and replacement; the life that has to find it stays.
+Each replaces one attribute of the product: `make(original)` returns the replacement. To re-point an entry,
+change module, attribute and replacement; the life that has to find it stays.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Omission:
     """One entry.
 
     Attributes:
-        name: what is left out.
-        kind: of the life that finds it.
+        name: the omitted step.
+        kind: the kind of life that finds it.
         module, attribute: "Class.method" in the module.
-        make: from the original to what takes its place.
+        make: returns the replacement for the original.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Omission:
     make: Any
 
     def plant(self, monkeypatch, calls):
-        """Put the replacement in its place; `calls` gets an entry for each call of it."""
+        """Install the replacement; `calls` gets an entry for each call of it."""
         path = self.attribute.split(".")
         owner = import_module(self.module)
         for name in path[:-1]:
@@ -77,7 +77,7 @@ def held_twice(start):
 
 
 def not_added(start):
-    """Blocks that are added to a hold with this reason are not held."""
+    """Blocks added to a hold with this reason are not held."""
 
     def make(original):
         def add(hold, blocks):
@@ -157,7 +157,7 @@ def not_handed_over(start):
     return make
 
 
-def nothing_fixed(original):
+def nothing_immovable(original):
     return lambda book: []
 
 
@@ -168,37 +168,37 @@ def expire_writers(original):
     def expire(leases):
         overdue = original(leases)
         for lease in leases.list_quarantined():
-            leases.give_back(lease)
+            leases.release(lease)
         return overdue
 
     return expire
 
 
-def give_back_twice(original):
-    def give_back(leases, lease):
+def release_twice(original):
+    def release_lease(leases, lease):
         blocks = list(lease.blocks)
         original(leases, lease)
         leases.block_pool.free_blocks(blocks[::-1])
 
-    return give_back
+    return release_lease
 
 
 def free_reserved(original):
-    def insert(site, room):
-        original(site, room)
-        room.hold.remove(room.hold.blocks[-1:])
+    def insert(site, reservation):
+        original(site, reservation)
+        reservation.hold.remove(reservation.hold.blocks[-1:])
 
     return insert
 
 
-def forget_room(original):
-    return lambda site, room: site._unbar(room.sequence_ids)
+def forget_reservation(original):
+    return lambda site, reservation: site._unfreeze(reservation.sequence_ids)
 
 
 def leave_twice(original):
-    def leave(site, room):
-        original(site, room)
-        site.pool.free_blocks(room.blocks[::-1])
+    def leave(site, reservation):
+        original(site, reservation)
+        site.pool.free_blocks(reservation.blocks[::-1])
 
     return leave
 
@@ -273,27 +273,27 @@ def free_unwatched(original):
 def call_no_watchers(original):
     """The watchers of reused blocks are forgotten."""
 
-    def tell_watchers_of(pool, blocks):
+    def notify_watchers_of(pool, blocks):
         for block in blocks:
             pool.reuse_watchers.pop(block.block_id, None)
 
-    return tell_watchers_of
+    return notify_watchers_of
 
 
 OMISSIONS = [
-    Omission("a reader's blocks are not held", "adapter", HOLDS, "BlockHolds.open", not_held("lent to a")),
+    Omission("a reader's blocks are not held", "adapter", HOLDS, "BlockHolds.open", not_held("leased to a")),
     Omission(
         "a writer's blocks are not held",
         "manager",
         HOLDS,
         "BlockHolds.open",
-        not_held("lent to the load"),
+        not_held("leased to the load"),
     ),
     Omission(
-        "a lease's hold is forgotten", "manager", HOLDS, "Hold.release", not_released("lent to a reader")
+        "a lease's hold is forgotten", "manager", HOLDS, "Hold.release", not_released("leased to a reader")
     ),
     Omission("a lease to write expires", "manager", LEASES, "BlockLeases.expire", expire_writers),
-    Omission("a lease is given back twice", "adapter", LEASES, "BlockLeases.give_back", give_back_twice),
+    Omission("a lease is released twice", "adapter", LEASES, "BlockLeases.release", release_twice),
     Omission("a reservation is not held", "manager", HOLDS, "BlockHolds.adopt", not_adopted("arriving")),
     Omission(
         "a reservation is held for no time",
@@ -303,8 +303,10 @@ OMISSIONS = [
         adopted_for_no_time("arriving"),
     ),
     Omission("a reservation is released early", "manager", SITE, "PoolSite.insert", free_reserved),
-    Omission("a reservation is forgotten", "manager", SITE, "PoolSite.leave", forget_room),
-    Omission("a reservation is released twice", "adapter", SITE, "PoolSite.leave", leave_twice),
+    Omission(
+        "a reservation is forgotten", "manager", SITE, "PoolSite.release_reservation", forget_reservation
+    ),
+    Omission("a reservation is released twice", "adapter", SITE, "PoolSite.release_reservation", leave_twice),
     Omission("a frozen table is not held", "manager", HOLDS, "BlockHolds.adopt", not_adopted("in sequence")),
     Omission("a frozen sequence is not held", "adapter", HOLDS, "BlockHolds.open", not_held("in sequence")),
     Omission(
@@ -324,19 +326,19 @@ OMISSIONS = [
     Omission("a swap's sources are released early", "manager", PLAN, "SwapPlan.open", free_sources),
     Omission("an aborted swap forgets its targets", "manager", PLAN, "SwapPlan._abort", keep_targets),
     Omission(
-        "a read-back's blocks are not held",
+        "a load's blocks are not held",
         "manager",
         HOLDS,
         "BlockHolds.adopt",
         not_adopted("in an open plan to read"),
     ),
-    Omission("a read-back's keys are not held", "manager", TIERS, "TieredCache.hold_onto", hold_no_keys),
-    Omission("a read-back's keys stay held", "manager", TIERS, "TieredCache.release_out_of", release_no_keys),
+    Omission("a load's keys are not held", "manager", TIERS, "TieredCache.hold_onto", hold_no_keys),
+    Omission("a load's keys stay held", "manager", TIERS, "TieredCache.release_out_of", release_no_keys),
     Omission(
         "pending tier writes are forgotten",
         "manager",
         "kv_pool.core.prefix_cache",
-        "PrefixCache.store_pending",
+        "PrefixCache.flush_evicted",
         store_nothing,
     ),
     Omission("an adapter's pins hold nothing", "adapter", HOLDS, "Hold.add", not_added("pinned")),
@@ -344,7 +346,7 @@ OMISSIONS = [
         "a retention's pin is not noted",
         "manager",
         "kv_pool.manager.retention.pins",
-        "Pins.note",
+        "PinLedger.note",
         note_nothing,
     ),
     Omission(
@@ -361,7 +363,9 @@ OMISSIONS = [
         "BlockCopies.take",
         keep_copied,
     ),
-    Omission("a compaction knows no holds", "adapter", HOLDS, "BlockHolds.list_fixed_ids", nothing_fixed),
+    Omission(
+        "a compaction knows no holds", "adapter", HOLDS, "BlockHolds.list_immovable_ids", nothing_immovable
+    ),
     Omission(
         "a reuse watcher is not noted",
         "adapter",
@@ -373,7 +377,7 @@ OMISSIONS = [
         "a reuse watcher is not called",
         "manager",
         "kv_pool.core.taking",
-        "tell_watchers_of",
+        "notify_watchers_of",
         call_no_watchers,
     ),
 ]

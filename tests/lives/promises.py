@@ -1,4 +1,4 @@
-"""`Promise`: bytes that must stay at their block ids. `Writer`: a transfer that writes into lent blocks."""
+"""`Promise`: bytes that must stay at their block ids. `Writer`: a transfer that writes into leased blocks."""
 
 import numpy as np
 
@@ -32,10 +32,10 @@ class Promise:
 
 
 class Writer:
-    """A transfer that writes into lent blocks by id, also after its request was aborted.
+    """A transfer that writes into leased blocks by id, even after its request was aborted.
 
     Attributes:
-        owed: what is still to be written, (block id, slot, value) each; None for a pull, which writes itself.
+        owed: writes still to make, (block id, slot, value) each; None for a pull, which writes itself.
     """
 
     def __init__(self, node, lease):
@@ -60,7 +60,7 @@ class Writer:
         self.side.kv[block_id] = row
 
     def write_owed(self, count):
-        """Write so many of the slots that are still to come: (block id, slot, value) each."""
+        """Make some of the remaining writes: (block id, slot, value) each."""
         for block_id, slot, value in self.owed[:count]:
             self.write(block_id, slot, value)
         del self.owed[:count]
@@ -72,8 +72,8 @@ class Writer:
                 raise AssertionError(f"block {block_id} was overwritten; {self.lease!r} writes it")
 
     def end(self):
-        """End the transfer, and give its blocks back."""
-        self.lease.give_back()
+        """End the transfer and its lease."""
+        self.lease.release()
         self.node.writers.remove(self)
 
 

@@ -1,4 +1,4 @@
-"""`Restarts`: a node's tiers are closed, or lost, and opened again; the disk has what it had, and no more."""
+"""`Restarts`: a node's tiers are closed, or lost, and reopened; the disk keeps exactly its blocks."""
 
 import shutil
 
@@ -17,13 +17,13 @@ class Restarts:
     """The tiers of a `Node`.
 
     Attributes:
-        num_restarts: after which the process was lost; each has a folder of its own.
+        num_restarts: restarts after a lost process; each has its own folder.
     """
 
     num_restarts = 0
 
     def open_tiers(self):
-        """Make the tiers, of what is in the folder."""
+        """Open the tiers over the folder."""
         storage = self.device.storage
         tiers = [HostTier(self.rng.choice(NUM_HOST_BLOCKS), storage, medium="HOST")]
         if self.folder is not None:
@@ -37,7 +37,7 @@ class Restarts:
         return self.folder / f"{self.name} {self.num_restarts}"
 
     def restart_tiers(self):
-        """Open the tiers again. No-op while tiers hold keys, which are those of open plans."""
+        """Reopen the tiers. No-op while tiers hold keys for open plans."""
         if self.cache._held:
             return "held"
         if self.world.chance(0.7):
@@ -45,7 +45,7 @@ class Restarts:
         disk = self.cache.tiers[1]
         keys = set(disk.list_keys())
         is_lost = self.world.chance(0.4)
-        if is_lost:  # what the process has written by now is all there is
+        if is_lost:  # only blocks written by now remain
             before = self.name_folder()
             self.num_restarts += 1
             shutil.copytree(before, self.name_folder())

@@ -1,4 +1,4 @@
-"""`Router`: what a reader of a node's events knows of its blocks, compared with the node."""
+"""`Router`: the view of a subscriber to a node's events, compared with the node."""
 
 from collections import Counter
 
@@ -8,14 +8,14 @@ from kv_pool.core.kv_events import BlockReported
 
 
 class Router:
-    """Counts, for each medium, group and hash, the stores less the removals.
+    """Counts stores less removals for each medium, group and hash.
 
     Args:
         blocks: of all prompts, by hash: the hash of the block before, and the tokens of the block.
 
     Attributes:
-        unknown: removals of blocks that were not stored, since the last clear. Where two pools are cleared
-            together, those of the second come after the first clear.
+        unknown: removals of blocks that were not stored, since the last clear. If two pools are cleared
+            together, the second pool's removals follow the first clear.
     """
 
     def __init__(self, blocks):
@@ -60,7 +60,7 @@ class Router:
 
 
 def check_router(node):
-    """Apply the events since the last call. What the router knows has to be what is cached."""
+    """Apply the events since the last call, and compare the router's view with the caches."""
     for event in node.take_events():
         node.router.apply(event)
     assert not node.router.unknown, f"{node.router.unknown} are about blocks that were not stored"

@@ -30,13 +30,13 @@ OF_ADAPTERS = {"evicted", "pin", "unpin"}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed{seed}")
-def test_every_byte_reference_and_hold_is_where_it_should_be(tmp_path, kind, seed):
+def test_every_byte_reference_and_hold_is_consistent(tmp_path, kind, seed):
     assert live(kind, seed, 600, tmp_path).num_steps == 600
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_lives_see_everything(tmp_path, kind):
+def test_long_lives_reach_every_operation(tmp_path, kind):
     happened = Counter()
     for seed in range(100, 105):
         happened += live(kind, seed, 3000, tmp_path / str(seed)).world.tally

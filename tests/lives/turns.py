@@ -1,10 +1,10 @@
-"""`Turns`: a call that runs in a thread of its own, and only in its turns."""
+"""`Turns`: a call that runs in its own thread, and only in its turns."""
 
 import threading
 
 
 class Stopped(BaseException):
-    """Raised in a call that is stopped; not an `Exception`, so that the call does not handle it."""
+    """Raised in a stopped call; not an `Exception`, so that the call does not handle it."""
 
 
 class Turns:
@@ -23,7 +23,7 @@ class Turns:
         self._thread.start()
 
     def go_on(self):
-        """Run to the next pause, or to the end. Raises what the call raises."""
+        """Run to the next pause, or to the end. Propagates exceptions of the call."""
         self._turn.release()
         self._back.acquire()
         if self._error is not None:

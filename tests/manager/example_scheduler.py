@@ -1,4 +1,4 @@
-"""The scheduler of examples/continuous_batching.py, since it is what engine authors copy."""
+"""The scheduler of examples/continuous_batching.py; engine authors copy it, so it is tested."""
 
 import importlib.util
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""`ManagerSide`: one implementation's manager and its requests, driven by operations, and a picture of them.
+"""`ManagerSide`: one implementation's manager and its requests, driven by operations; and its state as text.
 
-Blocks are named by their ids, the null block is 0. Hashes are named after the first request that had them, so
+Blocks are named by their ids; the null block is 0. Hashes are named after the first request that had them, so
 that implementations may hash with different bytes.
 """
 
@@ -49,7 +49,7 @@ class ManagerSide(Side):
         del self.requests[request_id]
 
     def begin_step(self):
-        """For a manager that wants to know; what else it does, the picture shows."""
+        """Notify the manager of a new request, if it needs that; the snapshot shows any other effect."""
 
     # ---- the manager -------------------------------------------------------------------------------
 
@@ -70,14 +70,14 @@ class ManagerSide(Side):
         return [self.name_event(msgspec.to_builtins(event)) for event in self.manager.take_events()]
 
     def name_event(self, event):
-        if self.options["algorithm"] == "sha256_cbor":  # the same bytes everywhere
+        if self.options["algorithm"] == "sha256_cbor":  # the same bytes in both implementations
             return event
         return [type(event).__name__, len(event)]
 
-    # ---- what can be seen --------------------------------------------------------------------------
+    # ---- visible state ---------------------------------------------------------------------------
 
     def list_cached(self):
-        """Block ids by key, of full blocks."""
+        """Return the block ids by key, of full blocks."""
         cache = self.pool.cached_block_hash_to_block._cache
         cached = {}
         for key, stored in cache.items():
@@ -110,6 +110,6 @@ def ids(blocks):
 
 
 def per_group(answer, num_groups):
-    """The new block ids, a list for each group."""
+    """Return the ids of the new blocks, one list per group."""
     groups = [ids(blocks) for blocks in answer]
     return groups or [[] for _ in range(num_groups)]

@@ -1,13 +1,13 @@
-"""`ManagerSchedule`: what a random engine asks of a manager, as plain operations for a `ManagerSide`.
+"""`ManagerSchedule`: the calls of a random engine to a manager, as plain operations for a `ManagerSide`.
 
 Sequences arrive with shared prefixes, wait, are admitted (a lookup, then slots for a chunk), computed chunk
 by chunk, decoded with and without drafts, preempted, aborted. Pools are small: slots are refused often.
 
-Left out, since no scheduler does it and vLLM says nothing of it, or leaves its state broken:
+Excluded, since no scheduler does it and vLLM does not define it, or its state is broken afterwards:
 
 - `allocate_slots` with a prefix that was looked up before other calls, or for another sequence
-- freeing a request without blocks: nothing there, an error here
-- no tokens at all: ValueError there, an empty answer here
+- freeing a request without blocks: no effect in vLLM, an error in kv_pool
+- no tokens at all: ValueError in vLLM, an empty result in kv_pool
 - a lookup while the request holds blocks
 """
 
@@ -39,12 +39,12 @@ def mamba(block_size, mode="align"):
 
 
 def some_window(rng, block_size, *, other=0):
-    """From two tokens to many blocks."""
+    """Return a random length, from two tokens to many blocks."""
     return window(block_size, rng.choice([2, 2, 3, *range(2, 6 * block_size + 2)]) + other)
 
 
 def make_groups(kind, rng):
-    """The groups of one random configuration of this kind."""
+    """Return the groups of a random configuration of this kind."""
     unit = rng.choice([1, 2, 2, 4])
     if kind == "full":
         return [full(unit)]
@@ -101,7 +101,7 @@ KINDS = (
 
 @dataclass
 class Sequence:
-    """One request, as the engine sees it."""
+    """One request, from the engine's point of view."""
 
     request_id: str
     tokens: list
@@ -109,7 +109,7 @@ class Sequence:
     state: str = WAITING
     num_computed: int = 0
     num_encoder_tokens: int = 0
-    is_known: bool = False  # was a new request of its own made for it?
+    is_known: bool = False  # whether a new request object was created for it
 
     @property
     def is_prefilling(self):
@@ -126,13 +126,13 @@ class ManagerSchedule:
         self.alignment = lcm(*sizes)
         self.has_drafts = rng.random() < 0.5 and "mamba" not in self.kinds
         self.lookahead = rng.choice([1, 2, 5]) if self.has_drafts and rng.random() < 0.7 else 0
-        # Where vLLM caches the end of a prompt in mid-block, too, though nobody looks it up.
+        # vLLM then also caches the end of a prompt within a block, although no lookup uses it.
         self.has_partial_keys = any(
             group["kind"] == "full" and group["block_size"] > self.hash_block_size for group in self.groups
         )
         max_model_len = self.alignment * rng.randrange(4, 25) + rng.randrange(self.alignment)
         if kind == "full + uncached mamba":
-            max_model_len = self.groups[1]["block_size"]  # one block per request, as vLLM has it
+            max_model_len = self.groups[1]["block_size"]  # one block per request, as in vLLM
         self.max_model_len = max_model_len
         per_request = sum(ceil(max_model_len / size) for size in sizes)
         num_blocks = 1 + rng.randrange(max(2, per_request // 3), rng.choice([1, 1, 3]) * per_request + 2)
@@ -164,7 +164,7 @@ class ManagerSchedule:
         return [sequence for sequence in self.sequences.values() if sequence.state in states]
 
     def decide(self, side):
-        """Yield operations; each is answered by what the deciding side gave back."""
+        """Yield operations; the result of each is sent back in, from the deciding side."""
         self.side = side
         rng = self.rng
         steps = {
@@ -184,7 +184,7 @@ class ManagerSchedule:
             (step,) = rng.choices(list(steps), list(steps.values()))
             yield from step()
 
-    # ---- sequences come ----------------------------------------------------------------------------
+    # ---- sequences arrive ------------------------------------------------------------------------
 
     def arrive(self):
         rng = self.rng
@@ -267,14 +267,14 @@ class ManagerSchedule:
                 yield ["cache_blocks", sequence.request_id, rng.randrange(sequence.num_computed + 1)]
 
     def some_chunk(self, sequence, num_computed):
-        """How many tokens after the computed ones to compute next."""
+        """Return the number of tokens to compute next."""
         rng = self.rng
         num_left = len(sequence.tokens) - num_computed
         num_new = min(num_left, self.max_chunk)
         if rng.random() < 0.4:
             num_new = rng.randrange(1, num_new + 1)
         if "mamba" in self.kinds and self.options["caching"]:
-            # A chunk ends at a block, or at the end: states are kept there only.
+            # A chunk ends at a block boundary or at the end, since states are only kept there.
             end = num_computed + num_new
             last_full = (len(sequence.tokens) - 1) // self.alignment * self.alignment
             if num_computed < last_full:
@@ -345,7 +345,7 @@ class ManagerSchedule:
         sequence.state = RUNNING
 
     def release(self, sequence, *, forget):
-        """Its blocks go back: it waits again, or is done with."""
+        """Release the sequence's blocks; it waits again or ends."""
         if sequence.state != WAITING:
             yield ["free", sequence.request_id]
         sequence.state = WAITING
@@ -369,7 +369,7 @@ class ManagerSchedule:
 
     def evict(self):
         block_ids = range(1, self.options["num_blocks"])
-        if self.has_partial_keys or "mamba" in self.kinds:  # vLLM would cache such ends of a prompt again
+        if self.has_partial_keys or "mamba" in self.kinds:  # vLLM would cache these ends of prompts again
             block_ids = sorted(
                 block.block_id for block in self.side.pool.free_block_queue.get_all_free_blocks()
             )

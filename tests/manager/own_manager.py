@@ -64,14 +64,14 @@ class OwnManagerSide(ManagerSide):
         return [prefix.num_tokens, [ids(blocks) for blocks in prefix.blocks]]
 
     def allocate(self, request_id, num_new_tokens, is_admission, options):
-        """`allocate_slots`, and what `can_allocate` says beforehand must come true."""
+        """Call `allocate_slots`, and compare it with the result of `can_allocate` before the call."""
         arguments = (
             self.requests[request_id],
             num_new_tokens,
             self.prefixes.pop(request_id) if is_admission else None,
         )
         keywords = {KEYWORDS[name]: value for name, value in options.items()}
-        # Whether full blocks become findable does not change whether there is room.
+        # Whether full blocks are cached at once does not affect whether the request fits.
         asked = {name: value for name, value in keywords.items() if name != "delay_cache_blocks"}
         status = self.manager.can_allocate(*arguments, **asked)
         new_blocks = self.manager.allocate_slots(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""What goes on beside a `RandomScheduler`'s manager: requests on the host, kept blocks, lent blocks."""
+"""Companions of a `RandomScheduler`'s manager: swapped requests, kept blocks, leased blocks."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kv_pool.manager.swap.swapper import BlockSwapper
 
 
 class RandomSwaps:
-    """Swaps out and in; copies when a plan is committed, some time later."""
+    """Swaps requests out and in; makes the copies some time later, when a plan is committed."""
 
     def __init__(self, scheduler, num_host_blocks):
         self.scheduler = scheduler
@@ -95,7 +95,7 @@ class RandomSwaps:
 
 
 class RandomRetention:
-    """Directives, pins and sessions, under a clock that goes on between steps."""
+    """Sets directives, pins and sessions, with a clock that advances between steps."""
 
     def __init__(self, scheduler, max_pinned_blocks):
         self.scheduler = scheduler
@@ -137,7 +137,7 @@ class RandomRetention:
 
     def check(self):
         check_retention(self.retention)
-        self.scheduler.done["kept"] += bool(self.retention.num_kept)
+        self.scheduler.done["kept"] += bool(self.retention.num_retained)
         self.scheduler.done["pinned"] += bool(self.retention.num_pinned)
 
     def drain(self):
@@ -147,7 +147,7 @@ class RandomRetention:
 
 
 class RandomLeases:
-    """Blocks with content, lent to readers that give them back or are late."""
+    """Leases blocks with content to readers that release them or are late."""
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
@@ -164,18 +164,18 @@ class RandomLeases:
         cached = [block for block in pool.blocks if block.block_hash is not None]
         if cached and rng.random() < 0.2:
             blocks = rng.sample(cached, min(2, len(cached)))
-            lease = self.leases.lend(blocks, self.now + rng.choice((1.0, 4.0)), "a reader")
+            lease = self.leases.acquire(blocks, self.now + rng.choice((1.0, 4.0)), "a reader")
             self.content[lease.lease_id] = [
                 self.scheduler.engine.slots[block.block_id].copy() for block in blocks
             ]
-            self.scheduler.done["lent"] += 1
+            self.scheduler.done["leased"] += 1
         for lease in self.leases.list_leases():
             if rng.random() < 0.3:
                 del self.content[lease.lease_id]
-                lease.give_back()
+                lease.release()
 
     def check(self):
-        """What is lent is not written."""
+        """Check that leased blocks were not written."""
         check_leases(self.leases)
         for lease in self.leases.list_leases():
             for block, before in zip(lease.blocks, self.content[lease.lease_id], strict=True):
@@ -184,4 +184,4 @@ class RandomLeases:
     def drain(self):
         self.now += 100.0
         self.leases.expire()
-        assert self.leases.num_lent_blocks == 0
+        assert self.leases.num_leased_blocks == 0

@@ -1,10 +1,10 @@
-"""`RandomScheduler`: does at random what schedulers do, over a `TokenEngine` and beside a slow model.
+"""`RandomScheduler`: a random scheduler over a `TokenEngine`, compared with a slow model.
 
-A step:   between steps: fork, preempt, abort, reset, evict, transfers that arrive, slots taken early
-          look up, can_allocate, allocate_slots for some that run and some that wait    as the model says
+A step:   between steps: fork, preempt, abort, reset, evict, finish transfers, take slots early
+          look up, can_allocate, allocate_slots for some running and waiting requests     as in the model
           no block has two writers                                                       T8
-          take_block_copies, the engine copies, writes, and reads all that is attended to
-          count up, sample, finish; every invariant; everybody reads all that its next token attends to
+          take_block_copies, the engine copies, writes, and reads all tokens that are attended to
+          update counts, sample, finish; check every invariant; each request reads what its next token needs
 """
 
 import random
@@ -31,7 +31,7 @@ VOCABULARY = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model and a pool for it."""
+    """A model configuration, and a pool for it."""
 
     name: str
     groups: tuple[KVCacheSpec, ...]
@@ -43,7 +43,7 @@ class Setup:
     runs: bool = False
     num_host_blocks: int = 0
     keeps: bool = False
-    """With retention, and blocks lent to readers."""
+    """With retention, and blocks leased to readers."""
 
     @property
     def has_states(self):
@@ -55,7 +55,7 @@ class Setup:
 
 
 class Sequence:
-    """A request, the KV that its tokens must have, and what its scheduler knows of it."""
+    """A request, the KV that its tokens must have, and its scheduler's state."""
 
     def __init__(self, request, length, encoder, delays):
         self.request = request
@@ -63,7 +63,7 @@ class Sequence:
         self.encoder = encoder
         """The KV of the encoder's tokens."""
         self.delays = delays
-        """Whether its blocks become findable by `cache_blocks` only."""
+        """Whether only `cache_blocks` caches its blocks."""
         self.digests = []
         self.note_tokens()
 
@@ -76,7 +76,7 @@ class Sequence:
             self.digests.append(mix(self.digests[-1] if self.digests else 1, token))
 
     def extend(self, drafts):
-        """The digests of all tokens and of guessed ones after them."""
+        """Return the digests of all tokens, and of speculative tokens after them."""
         digests = list(self.digests)
         for token in drafts:
             digests.append(mix(digests[-1], token))
@@ -84,7 +84,7 @@ class Sequence:
 
 
 class RandomScheduler:
-    """See above. `done` counts what has happened, so that a test sees that it did."""
+    """See the module docstring. `done` counts events, so that a test can check that they occurred."""
 
     def __init__(self, setup, seed):
         self.rng = random.Random(f"{setup.name} {seed}")
@@ -116,7 +116,7 @@ class RandomScheduler:
         self.drain()
 
     def drain(self):
-        """All end; nothing may be left in use."""
+        """End all requests and check that no block is in use."""
         if self.swaps is not None:
             self.swaps.drain()
         for sequence in [*self.running, *self.loading]:
@@ -190,14 +190,14 @@ class RandomScheduler:
         return Sequence(Request(f"r{self.num_arrived}", tokens, self.hasher), length, encoder, delays)
 
     def _finish_loading(self, sequence):
-        """What was computed elsewhere arrives."""
+        """Finish a transfer of external tokens."""
         self._write_all(sequence, self.loading.pop(sequence), sequence.request.num_computed_tokens)
         self.manager.cache_blocks(sequence.request, sequence.request.num_computed_tokens)
         self.running.append(sequence)
         self.done["loaded"] += 1
 
     def _take_slots_early(self, sequence):
-        """Slots and copies for a step that comes later, or not at all."""
+        """Take slots and copies for a step that runs later, or never."""
         request = sequence.request
         num_new = (
             0
@@ -207,7 +207,7 @@ class RandomScheduler:
         if self._allocate(sequence, num_new, delay_cache_blocks=True) is not None:
             self.done["slots taken early"] += 1
             if self.rng.random() < 0.3:
-                child = self._fork(sequence)  # its blocks may lack their content still
+                child = self._fork(sequence)  # copies into its blocks may still be pending
                 if child is not None and self.rng.random() < 0.5:
                     self._take_slots_early(child)
 
@@ -246,9 +246,9 @@ class RandomScheduler:
 
     def _end(self, sequence):
         tables = self._list_tables(sequence)
-        given_up = self._list_last_held(block_id for table in tables for block_id in reversed(table))
+        released = self._list_last_held(block_id for table in tables for block_id in reversed(table))
         self.manager.free(sequence.request)
-        self._check_order(given_up)
+        self._check_order(released)
         if sequence in self.loading:
             del self.loading[sequence]
         else:
@@ -257,7 +257,7 @@ class RandomScheduler:
     # ---- scheduling ------------------------------------------------------------------------------
 
     def _schedule(self, sequence):
-        """The next tokens of a request that runs, or of some other one less until they fit."""
+        """Allocate the next tokens of a running request; preempt other requests until they fit."""
         rng, request = self.rng, sequence.request
         num_left = request.num_tokens - request.num_computed_tokens
         num_new = self._draw_step(num_left, request.num_computed_tokens)
@@ -289,7 +289,7 @@ class RandomScheduler:
         self._note_states(sequence, num_new)
 
     def _admit(self, sequence):
-        """Look up and allocate for one that waits."""
+        """Look up and allocate for a waiting request."""
         rng, request = self.rng, sequence.request
         most = request.num_tokens if rng.random() < 0.1 else request.num_tokens - 1
         prefix = self.manager.get_computed_blocks(request, None if most < request.num_tokens else most)
@@ -321,7 +321,7 @@ class RandomScheduler:
                 self.waiting.remove(sequence)
                 self.done["too large"] += 1
             elif not (self.running or self.loading or any(self.pool.holds.count_by_reason().values())):
-                raise AssertionError(f"{sequence.name} waits for blocks that nobody holds")
+                raise AssertionError(f"{sequence.name} waits for blocks that no request holds")
             self.done["refusals"] += 1
             return
         for group_id, hits in enumerate([] if prefix is None else prefix.blocks):
@@ -339,7 +339,7 @@ class RandomScheduler:
             self._note_states(sequence, num_new)
 
     def _allocate(self, sequence, num_new, prefix=None, **options):
-        """Whether it fits; as the model says, and with what it says."""
+        """Allocate slots and compare success and result with the model."""
         manager, request = self.manager, sequence.request
         expected = expect_allocation(
             manager,
@@ -355,7 +355,7 @@ class RandomScheduler:
         self.last_status = manager.can_allocate(request, num_new, prefix, **asked)
         assert self.last_status is expected.status, (sequence.name, num_new, self.last_status, expected)
         num_free = count_free_blocks(manager)
-        gone = self._list_last_held(expected.given_up)
+        gone = self._list_last_held(expected.released)
         before = self._list_tables(sequence) if manager.holds_blocks(sequence.name) else None
         edits = self._count_edits(sequence) if before else None
         added = manager.allocate_slots(request, num_new, prefix, **options)
@@ -364,7 +364,7 @@ class RandomScheduler:
         num_taken = num_free - count_free_blocks(manager)
         self._check_order(gone)
         if added is None:
-            assert num_taken in (0, -expected.num_given_up)
+            assert num_taken in (0, -expected.num_released)
             return None
         if self.setup.caching and not options.get("delay_cache_blocks"):
             for group_id, position in list_to_cache(manager, request, num_new, expected.num_before):
@@ -381,7 +381,7 @@ class RandomScheduler:
         return added
 
     def _draw_step(self, num_left, num_computed):
-        """All that is left, or a part of it; of models with states often one that ends a block."""
+        """Return how many tokens to compute; with states, often up to the end of a block."""
         if not num_left:
             return 0
         num_new = self.rng.randint(1, num_left) if self.rng.random() < 0.4 else num_left
@@ -390,16 +390,16 @@ class RandomScheduler:
         return num_new if num_new > 0 else num_left
 
     def _list_last_held(self, block_ids):
-        """Those of these blocks that are findable and that nobody else holds, in this order."""
+        """Return those of these blocks that are cached and that no other request holds, in order."""
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]
         return [block.block_id for block in blocks if block.ref_cnt == 1 and block.block_hash is not None]
 
-    def _check_order(self, given_up):
-        """As far as these are still free, they are reused in this order, behind all that were free before."""
+    def _check_order(self, released):
+        """Check that these blocks, if still free, are last in the queue, in this order."""
         if self.setup.keeps or self.setup.runs:
             return
         queue = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-        left = [block_id for block_id in given_up if block_id in queue]
+        left = [block_id for block_id in released if block_id in queue]
         assert queue[len(queue) - len(left) :] == left
 
     def _is_scheduled(self, sequence):
@@ -408,7 +408,7 @@ class RandomScheduler:
         )
 
     def _note_states(self, sequence, num_new):
-        """States that are findable now, and that this step only writes."""
+        """Record the cached states that only this step writes."""
         for group_id, spec in enumerate(self.setup.groups):
             if isinstance(spec, MambaSpec) and (num_new or sequence in (one for one, _, _ in self.to_write)):
                 num_tokens = sequence.request.num_computed_tokens + num_new
@@ -467,7 +467,7 @@ class RandomScheduler:
             self.engine.check_reads(group_id, table, first, first + num_new, digests)
 
     def _write_all(self, sequence, first, end):
-        """What comes from elsewhere, in all groups, as far as anybody will read it."""
+        """Write the external tokens of all groups, as far as any request reads them."""
         for group_id, spec in enumerate(self.setup.groups):
             if spec.is_cacheable and end > first:
                 self.engine.write(

@@ -1,4 +1,4 @@
-"""What a manager should answer, worked out anew for each call from the definitions, by scanning blocks."""
+"""The expected results of a manager, computed for each call from the definitions, by scanning all blocks."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -15,14 +15,14 @@ def count_blocks(spec, num_tokens):
 
 
 def find_first_kept(spec, num_computed):
-    """The first entry of a table that the token after the computed ones reads."""
+    """Return the first table entry that the token after the computed ones reads."""
     if isinstance(spec, MambaSpec):
         return max(0, num_computed - 1) // spec.block_size
     return find_first_read(spec, num_computed) // spec.block_size
 
 
 def find_needed(spec, num_tokens):
-    """The entries without which a request can not go on after `num_tokens` tokens."""
+    """Return the entries that a request needs to continue after `num_tokens` tokens."""
     end = num_tokens // spec.block_size
     first = find_first_kept(spec, num_tokens)
     if isinstance(spec, SlidingWindowSpec):
@@ -31,7 +31,7 @@ def find_needed(spec, num_tokens):
 
 
 def count_longest_hit(manager, request, max_num_tokens):
-    """The tokens of the longest prefix whose needed blocks carry their hashes: each length is tried."""
+    """Count the tokens of the longest prefix whose needed blocks carry their hashes; tries each length."""
     pool = manager.block_pool
     specs = [(group_id, spec) for group_id, spec in enumerate(manager.groups) if spec.is_cacheable]
     if not specs or not pool.enable_caching:
@@ -50,13 +50,13 @@ def count_longest_hit(manager, request, max_num_tokens):
             for group_id, spec in specs
         )
 
-    # No look-up at all goes beyond the tokens whose hashes are known.
+    # No lookup reaches beyond the tokens whose hashes are known.
     most = min(max_num_tokens, len(request.block_hashes) * pool.hash_block_size)
     return next((num_tokens for num_tokens in range(most, 0, -1) if is_hit(num_tokens)), 0)
 
 
 def list_to_cache(manager, request, num_new, num_before):
-    """(group, position) of what has to be findable after an allocation: filled by it, needed for a hit."""
+    """Yield the (group, position) pairs to be cached by an allocation: filled by it, and needed for a hit."""
     num_tokens = min(num_before + num_new, request.num_tokens, manager.max_model_len)
     specs = [(group_id, spec) for group_id, spec in enumerate(manager.groups) if spec.is_cacheable]
     alignment = lcm(*(spec.block_size for _, spec in specs))
@@ -71,21 +71,21 @@ def list_to_cache(manager, request, num_new, num_before):
 
 @dataclass
 class Expected:
-    """What a call to `allocate_slots` should do."""
+    """The expected result of a call to `allocate_slots`."""
 
     status: AllocStatus
     num_taken: int
-    """Free blocks that are free no more, less those that become free."""
-    num_given_up: int
-    """Of these, what leaves a window: given up even if the rest does not fit."""
-    given_up: list[int]
-    """Ids of what leaves a window, in the order in which it is to be reused."""
+    """Free blocks that are taken, minus blocks that become free."""
+    num_released: int
+    """Blocks that left a window: released even if the tokens do not fit."""
+    released: list[int]
+    """Ids of the blocks that left a window, in the order of their reuse."""
     num_before: int
-    """Tokens that are there before the new ones."""
+    """Tokens before the new ones."""
     num_entries: list[int]
-    """Of each group's table afterwards."""
+    """Entries of each group's table afterwards."""
     waits: bool
-    """There is room, but its prefix goes on from a state that only this step writes."""
+    """It fits, but its prefix ends with a state that only this step writes."""
 
 
 def expect_allocation(
@@ -103,7 +103,7 @@ def expect_allocation(
     max_model_len=None,
     **_,
 ):
-    """Groups one by one, as the layout in `allocate_slots` says. `unwritten`: states this step writes."""
+    """Compute the result group by group. `unwritten`: states that this step writes."""
 
     def limit(num_tokens):
         return num_tokens if max_model_len is None else min(num_tokens, max_model_len)
@@ -112,9 +112,9 @@ def expect_allocation(
     num_hit = 0 if prefix is None else prefix.num_tokens
     num_before = request.num_computed_tokens + num_hit + num_external_computed_tokens
     num_usable = manager.block_pool.num_gpu_blocks - 1
-    num_taken = num_given_up = num_held = num_full = num_full_held = 0
+    num_taken = num_released = num_held = num_full = num_full_held = 0
     num_entries = []
-    given_up = []
+    released = []
     waits = False
     for group_id, spec in enumerate(manager.groups):
         is_state = isinstance(spec, MambaSpec)
@@ -131,11 +131,11 @@ def expect_allocation(
         if has_blocks:
             blocks = manager.get_table(request.request_id, group_id).blocks
             gone = [block for block in blocks[:first] if not block.is_null]
-            num_given_up += sum(
+            num_released += sum(
                 block.ref_cnt == 1 and not is_pinned(manager, request, group_id, blocks.index(block), block)
                 for block in gone
             )
-            given_up += [block.block_id for block in reversed(gone)]
+            released += [block.block_id for block in reversed(gone)]
             num_free_hits = 0
         else:
             hits = [] if prefix is None else prefix.blocks[group_id]
@@ -146,16 +146,16 @@ def expect_allocation(
         num_now = len(blocks)
         num_new_blocks = 0
         if not has_blocks and is_state and num_external_computed_tokens:
-            # The state that comes from elsewhere, and the one that the step writes.
+            # One block for the external state, and one for the state that the step writes.
             num_new_blocks += count_blocks(spec, num_before) > num_now
             num_now = max(num_now, count_blocks(spec, num_before))
         num_new_blocks += min(1, max(0, wanted - num_now)) if is_state else max(0, wanted - num_now)
         num_copied = 0
         if has_blocks and spec.is_cacheable:
-            first_written = num_before // spec.block_size  # a full block is not written any more
+            first_written = num_before // spec.block_size  # a full block is not written again
             if is_state:
                 first_written = max(first_written, wanted - 1)
-            # Who holds a block alone, but for copies that are made of it before the step, may write to it.
+            # A request may write to a block that it holds alone, except for pending copies of the block.
             copied = set(manager.copies._source_of.values())
             num_copied = sum(block.ref_cnt - (block in copied) > 1 for block in blocks[first_written:])
         num_taken += num_new_blocks + num_copied + num_free_hits
@@ -165,7 +165,7 @@ def expect_allocation(
         num_entries.append(max(num_now, wanted))
     left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
     available = manager.get_num_free_blocks() - left
-    fits = num_taken <= available + num_given_up - reserved_blocks
+    fits = num_taken <= available + num_released - reserved_blocks
     fits_alone = num_held + reserved_blocks <= num_usable
     if full_sequence_must_fit:
         fits = fits and num_full <= available
@@ -174,11 +174,11 @@ def expect_allocation(
     waits = waits and status is AllocStatus.OK
     if waits:
         status = AllocStatus.LATER
-    return Expected(status, num_taken - num_given_up, num_given_up, given_up, num_before, num_entries, waits)
+    return Expected(status, num_taken - num_released, num_released, released, num_before, num_entries, waits)
 
 
 def is_pinned(manager, request, group_id, position, block):
-    """Given back by the last who holds it, it would be kept for good: some claim on it is a pin."""
+    """Return True if the block would stay pinned after its last holder releases it."""
     retention = manager.retention
     if retention is None or block.block_hash is None:
         return False
@@ -195,10 +195,10 @@ def is_pinned(manager, request, group_id, position, block):
 
 
 def is_free(manager, block):
-    """Nobody has a reference."""
+    """Return True if the block has no reference."""
     return not block.is_null and block.ref_cnt == 0
 
 
 def count_free_blocks(manager):
-    """By a full scan."""
+    """Count by a full scan."""
     return sum(is_free(manager, block) for block in manager.block_pool.blocks)

@@ -1,4 +1,4 @@
-"""An engine whose KV is a number per token that depends on all tokens before it, in two real storages."""
+"""An engine whose KV is one number per token, derived from all tokens before it, in two real storages."""
 
 import zlib
 
@@ -15,7 +15,7 @@ HASHER = BlockHasher("sha256", "s", HASH_BLOCK_SIZE)
 
 
 class SwapEngine:
-    """A manager, a swapper, and the bytes of both pools; computes tokens, and reads back what it wrote."""
+    """A manager, a swapper, and the bytes of both pools; computes tokens and reads back what it wrote."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SwapEngine:
         self.host_kv = np.zeros((num_host_blocks + 1, num_slots), np.uint64)
         self.device = BlockStorage.wrap_state([self.device_kv])
         self.host = BlockStorage.wrap_state([self.host_kv])
-        self.promised = {}  # key of the prefix map -> what a block with this key holds
+        self.promised = {}  # key of the prefix map -> expected content of a block with this key
 
     def make_request(self, name, tokens):
         return Request(name, tokens, HASHER)
@@ -46,7 +46,7 @@ class SwapEngine:
     # ---- a step ----------------------------------------------------------------------------------
 
     def start(self, request, num_new_tokens=None):
-        """Look up on the device, allocate and compute; the prefix's tokens, or None if it does not fit."""
+        """Look up, allocate and compute; return the prefix's tokens, or None if it does not fit."""
         prefix = self.manager.get_computed_blocks(request)
         num_new = request.num_tokens - prefix.num_tokens if num_new_tokens is None else num_new_tokens
         if self.manager.allocate_slots(request, num_new, prefix) is None:
@@ -55,7 +55,7 @@ class SwapEngine:
         return prefix.num_tokens
 
     def grow(self, request, num_new_tokens):
-        """Compute tokens of a request that holds blocks; False if they do not fit."""
+        """Compute tokens of a request that holds blocks; return False if they do not fit."""
         if self.manager.allocate_slots(request, num_new_tokens) is None:
             return False
         self.compute(request, request.num_computed_tokens, request.num_computed_tokens + num_new_tokens)
@@ -83,7 +83,7 @@ class SwapEngine:
         self.check(request)
 
     def promise(self, request):
-        """Note what a block with one of the request's keys has to hold."""
+        """Record the expected content of blocks with the request's keys."""
         values = values_of(request)
         for group_id, spec in enumerate(self.manager.groups):
             size = spec.block_size
@@ -96,7 +96,7 @@ class SwapEngine:
     # ---- reading back ----------------------------------------------------------------------------
 
     def check(self, request):
-        """Every token that the request's next one attends to is in its blocks, where it is running."""
+        """Check that every token which the request's next token attends to is in its device blocks."""
         tables = [self.manager.get_table(request.request_id, i) for i in range(len(self.manager.groups))]
         self.check_tables(request, tables, self.device_kv)
 
@@ -116,7 +116,7 @@ class SwapEngine:
                 assert found == values[position] + group_id, (request.request_id, group_id, position)
 
     def check_cached(self):
-        """Whatever is findable in either pool holds what its key promises."""
+        """Check that every cached block in either pool holds the content of its key."""
         for pool, content in (
             (self.manager.block_pool, self.device_kv),
             (self.swapper.host_pool, self.host_kv),
@@ -130,7 +130,7 @@ class SwapEngine:
     # ---- copying ---------------------------------------------------------------------------------
 
     def copy(self, plan, moves=None):
-        """Make the plan's copies, or some of them."""
+        """Make all or some of the plan's copies."""
         source, target = self.device, self.host
         if plan.direction.value != "out":
             source, target = target, source
@@ -140,7 +140,7 @@ class SwapEngine:
         plan.apply(lambda moves: self.copy(plan, moves))
 
     def fail(self, plan, num_done=0):
-        """Make some of the copies, spoil the targets of the rest, and let the plan know."""
+        """Make some of the copies, corrupt the targets of the others, and abort the plan."""
 
         def break_off(moves):
             self.copy(plan, moves[:num_done])
@@ -153,7 +153,7 @@ class SwapEngine:
 
 
 def values_of(request):
-    """A number for each token: equal for two requests as long as their tokens are."""
+    """Return a number for each token: equal for two requests as long as their tokens are."""
     values, value = [], 0
     for position, token in enumerate(request.all_token_ids):
         value = zlib.crc32(b"%d %d" % (position, token), value)

@@ -1,6 +1,6 @@
-"""Block tables as pictures, and the calls of a scheduler's step in one line.
+"""Block tables as text, and the calls of a scheduler's step in one line.
 
-a: 1* 2*x2 3 / - 5 6      groups apart by a slash; - the null block; * findable; x2 two references
+a: 1* 2*x2 3 / - 5 6      a slash separates groups; - null block; * cached; x2 two references
 """
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
@@ -16,7 +16,7 @@ def make_request(name, tokens, hash_block_size=4):
 
 
 def draw(manager, request):
-    """The request's tables."""
+    """Return the request's tables as text."""
 
     def draw_block(block):
         if block.is_null:
@@ -29,7 +29,7 @@ def draw(manager, request):
 
 
 def start(manager, request, num_tokens=None, **options):
-    """Look up, allocate and count up to `num_tokens` tokens (all); the tokens that were hit, or None."""
+    """Look up, allocate and count up to `num_tokens` tokens (all); return the hit tokens, or None."""
     prefix = manager.get_computed_blocks(request)
     end = request.num_tokens if num_tokens is None else num_tokens
     if manager.allocate_slots(request, end - prefix.num_tokens, prefix, **options) is None:
@@ -39,7 +39,7 @@ def start(manager, request, num_tokens=None, **options):
 
 
 def grow(manager, request, tokens=(), num_new=None, **options):
-    """Append tokens, allocate what is not computed yet and count it up; False if it does not fit."""
+    """Append tokens, allocate and count all uncomputed ones; return False if they do not fit."""
     request.append_output_token_ids(list(tokens))
     num_new = request.num_tokens - request.num_computed_tokens if num_new is None else num_new
     if manager.allocate_slots(request, num_new, **options) is None:
@@ -53,7 +53,7 @@ def take_copies(manager):
 
 
 def stop(manager, *requests):
-    """All end; nothing may be in use then."""
+    """End these requests, and check that no block is in use."""
     for request in requests:
         manager.free(request)
     assert manager.take_block_copies() == []

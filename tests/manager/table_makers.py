@@ -1,4 +1,4 @@
-"""Block tables as the manager keeps them, for tests of what reads them."""
+"""Block tables in the form the manager keeps them, for tests of their readers."""
 
 from kv_pool import KVCacheBlock
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -18,7 +18,7 @@ def append(table, *block_ids):
 
 
 def drop_head(table, num_null_blocks, one_edit=False):
-    """The window moves: entries before `num_null_blocks` become the null block."""
+    """Move the window: entries before `num_null_blocks` become the null block."""
     for at in range(table.num_null_blocks, num_null_blocks):
         table.blocks[at] = NULL
     table.num_edits += 1 if one_edit else num_null_blocks - table.num_null_blocks

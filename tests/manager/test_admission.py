@@ -1,7 +1,7 @@
-"""What `can_allocate` promises, `allocate_slots` keeps: tried for all small pools, by doing it.
+"""`can_allocate` predicts `allocate_slots`: compared in all small pools, by trying the allocation.
 
-OK: the call succeeds. LATER: it fails, and succeeds once all others have given their blocks back. NEVER: it
-fails then, too.
+OK: the call succeeds. LATER: it fails, and succeeds once all other requests have released their blocks.
+NEVER: it fails then, too.
 """
 
 import itertools
@@ -47,13 +47,13 @@ MODELS = {
 
 @dataclass
 class World:
-    """A manager and its requests, made again from the start whenever another future is to be tried."""
+    """A manager and its requests, recreated from the start to try another future."""
 
     manager: KVCacheManager
     requests: dict[str, Request] = field(default_factory=dict)
 
     def request(self, name):
-        """Names that differ in the second letter only share their first four tokens."""
+        """Names that differ in the second letter share their first four tokens only."""
         if name not in self.requests:
             first = 1000 * ord(name[0])
             own = first + 100 * ord(name[-1])
@@ -61,7 +61,7 @@ class World:
         return self.requests[name]
 
     def apply(self, step):
-        """One step of a past. Those that are not possible are left out, and say so."""
+        """Make one call of a history. Return False for a call that is not possible."""
         what, name, *numbers = step
         request = self.request(name)
         holds = self.manager.holds_blocks(name)
@@ -74,7 +74,7 @@ class World:
                 if self.allocate(request, num_tokens, prefix, num_lookahead_tokens=num_lookahead) is None:
                     return False
                 computed = request.num_computed_tokens + (prefix.num_tokens if prefix else 0) + num_tokens
-                if self.manager.max_model_len:  # there are no slots beyond it
+                if self.manager.max_model_len:  # no slots beyond this length
                     computed = min(computed, self.manager.max_model_len)
                 if computed > request.num_tokens:
                     request.append_output_token_ids(range(computed - request.num_tokens))
@@ -117,7 +117,7 @@ def make_world(model, num_blocks, past, **options):
 
 
 def check_promise(make, name, num_tokens, **options):
-    """The answer about one call, held against what happens. Each future begins in a world of its own."""
+    """Compare one prediction with the outcome. Each future starts in a new world."""
     world = make()
     request = world.request(name)
     prefix = None
@@ -149,7 +149,7 @@ FIRST_STEPS = [*GROW[:3], ("grow", "aa", 2, 3)]
 
 
 def list_pasts(longest):
-    """All pasts that begin by taking something, and the empty one."""
+    """Yield all histories that begin with an allocation, and the empty history."""
     yield ()
     for length in range(longest):
         for first in FIRST_STEPS:
@@ -194,17 +194,17 @@ everything = pytest.mark.parametrize(
 
 
 @everything
-def test_answers_come_true_after_every_short_past(model, num_blocks, watermark):
+def test_can_allocate_is_right_after_every_short_history(model, num_blocks, watermark):
     assert check_pasts(model, num_blocks, watermark, SHORT_PASTS).total() > 0
 
 
 @pytest.mark.slow
 @everything
-def test_answers_come_true_after_every_longer_past(model, num_blocks, watermark):
+def test_can_allocate_is_right_after_every_longer_history(model, num_blocks, watermark):
     assert check_pasts(model, num_blocks, watermark, list_pasts(3)).total() > 0
 
 
-def test_all_three_answers_are_given():
+def test_all_three_statuses_occur():
     answers = check_pasts([FULL], 4, 0.0, SHORT_PASTS)
     assert min(answers[status] for status in AllocStatus) > 100
 
@@ -238,9 +238,9 @@ steps = st.one_of(
         },
     ),
 )
-def test_answers_come_true_after_longer_pasts(model, num_blocks, past, limits, num_tokens, options):
+def test_can_allocate_is_right_after_random_histories(model, num_blocks, past, limits, num_tokens, options):
     def make():
-        """What is not possible is left out."""
+        """Skip calls that are not possible."""
         world = World(
             KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE), groups=MODELS[model], **limits)
         )
@@ -264,7 +264,9 @@ def test_answers_come_true_after_longer_pasts(model, num_blocks, past, limits, n
     num_tokens=st.integers(1, 40),
     data=st.data(),
 )
-def test_what_fits_alone_is_computed_to_its_end(model, num_blocks, max_in_flight_tokens, num_tokens, data):
+def test_a_request_that_fits_alone_can_be_completed(
+    model, num_blocks, max_in_flight_tokens, num_tokens, data
+):
     manager = KVCacheManager(
         BlockPool(num_blocks + 1, True, BLOCK_SIZE),
         groups=MODELS[model],
@@ -281,13 +283,13 @@ def test_what_fits_alone_is_computed_to_its_end(model, num_blocks, max_in_flight
         request.num_computed_tokens += num_new
 
 
-def test_what_is_longer_than_the_pool_does_not_fit_alone():
+def test_a_request_larger_than_the_pool_does_not_fit_alone():
     manager = KVCacheManager(BlockPool(5, True, BLOCK_SIZE))
     assert manager.fits_alone(8)
     assert not manager.fits_alone(9)
 
 
-def test_a_negative_number_of_tokens_fits_nowhere():
+def test_fits_alone_refuses_a_negative_number_of_tokens():
     manager = KVCacheManager(BlockPool(10, True, 4))
     with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
         manager.fits_alone(-1)
@@ -295,7 +297,7 @@ def test_a_negative_number_of_tokens_fits_nowhere():
         manager.fits_alone(1, num_encoder_tokens=-1)
 
 
-def test_hashes_of_another_size_are_noticed_before_a_block_is_full():
+def test_hashes_of_another_size_are_refused_at_once():
     manager = KVCacheManager(BlockPool(10, True, 16))
     for block_size in (4, 8, 32):
         request = Request("a", range(40), BlockHasher(block_size=block_size))
@@ -304,7 +306,7 @@ def test_hashes_of_another_size_are_noticed_before_a_block_is_full():
     assert manager.list_request_ids() == []
 
 
-def test_finer_hashes_than_the_pool_has_are_noticed_with_a_prefix():
+def test_hashes_finer_than_the_pools_are_refused_with_a_prefix():
     manager = KVCacheManager(BlockPool(20, True, 4))
     request = Request("a", range(30), BlockHasher(block_size=8))
     with pytest.raises(InvalidArgumentError, match="another block size"):

@@ -1,4 +1,4 @@
-"""The padded array of a batch's block tables, by example; the random test is beside it."""
+"""The padded array of a batch's block tables, by example; see also the random test."""
 
 import doctest
 
@@ -21,7 +21,7 @@ def make_batch(*tables, num_rows=4, num_columns=5, **options):
 
 
 def rows(batch):
-    """As a picture, a line per row in use."""
+    """Return the rows in use as text, one line each."""
     return [" ".join(map(str, row)) for row in batch.get_rows().tolist()]
 
 
@@ -32,7 +32,7 @@ def test_rows_are_padded_with_the_null_block():
     assert not batch.block_ids[2:].any()
 
 
-def test_an_update_says_which_rows_it_wrote():
+def test_update_returns_the_rows_it_wrote():
     first, second = make_table(3), make_table(7)
     batch = make_batch(first, second)
     append(second, 4, 5)
@@ -41,10 +41,10 @@ def test_an_update_says_which_rows_it_wrote():
     assert batch.update() == []
 
 
-def test_appending_leaves_the_entries_before_alone():
+def test_appending_leaves_existing_entries_unchanged():
     table = make_table(3, 4)
     batch = make_batch(table)
-    batch.block_ids[0, 0] = 99  # what nobody writes again stays
+    batch.block_ids[0, 0] = 99  # an entry that is not written again keeps its value
     append(table, 5)
     batch.update()
     assert rows(batch) == ["99 4 5 0 0"]
@@ -62,7 +62,7 @@ def test_a_window_that_moves_by_one_block_writes_the_head_only(one_edit):
 
 
 @pytest.mark.parametrize("one_edit", [True, False])
-def test_a_window_that_moves_far_and_a_copy_in_the_same_step(one_edit):
+def test_a_window_move_and_a_copy_in_one_step_are_written(one_edit):
     table = make_table(3, 4, 5, 6)
     batch = make_batch(table)
     drop_head(table, 2, one_edit)
@@ -71,7 +71,7 @@ def test_a_window_that_moves_far_and_a_copy_in_the_same_step(one_edit):
     assert rows(batch) == ["0 0 8 6 0"]
 
 
-def test_null_blocks_appended_beside_one_edit_do_not_look_like_a_window():
+def test_appended_null_blocks_are_not_taken_for_a_window():
     table = make_table(0, 0)
     batch = make_batch(table)
     append(table, 0, 7)
@@ -80,7 +80,7 @@ def test_null_blocks_appended_beside_one_edit_do_not_look_like_a_window():
     assert rows(batch) == ["0 0 0 7 0"]
 
 
-def test_a_copied_block_and_a_null_block_that_becomes_one_again_are_written():
+def test_replaced_blocks_and_null_blocks_are_written():
     table = make_table(3, 4)
     batch = make_batch(table)
     replace(table, 1, 9)
@@ -95,7 +95,7 @@ def test_a_copied_block_and_a_null_block_that_becomes_one_again_are_written():
     assert batch.update() == []
 
 
-def test_a_table_that_got_shorter_leaves_padding_behind():
+def test_a_shortened_table_leaves_padding():
     table = make_table(3, 4, 5)
     batch = make_batch(table)
     del table.blocks[1:]
@@ -116,7 +116,7 @@ def test_the_last_row_moves_into_the_hole():
     assert batch.num_requests == 0
 
 
-def test_a_request_that_was_never_written_moves_too():
+def test_a_row_that_was_never_written_can_move():
     batch = make_batch(make_table(1, 2, 3))
     late = make_table(8)
     batch.add_request("late", late)
@@ -136,7 +136,7 @@ def test_rows_can_be_swapped():
         batch.swap_rows(0, 2)
 
 
-def test_moved_blocks_are_remapped_and_what_was_not_written_yet_comes_with_its_new_id():
+def test_remap_renames_written_entries_only():
     first, second = make_table(5, 6), make_table(0, 7, 5)
     batch = make_batch(first, second)
     relocation = Relocation(1, [BlockMove(5, 2), BlockMove(7, 1)], 9)
@@ -144,12 +144,12 @@ def test_moved_blocks_are_remapped_and_what_was_not_written_yet_comes_with_its_n
         block.block_id = {5: 2, 7: 1}.get(block.block_id, block.block_id)
     batch.remap(relocation.make_remap())
     assert rows(batch) == ["2 6 0 0 0", "0 1 2 0 0"]
-    append(first, 5)  # the old id, handed out again
+    append(first, 5)  # the old id, reused
     batch.update()
     assert rows(batch) == ["2 6 5 0 0", "0 1 2 0 0"]
 
 
-def test_rewriting_is_right_where_a_remap_was_missed():
+def test_rewrite_repairs_a_missed_remap():
     table = make_table(5, 6)
     batch = make_batch(table)
     table.blocks[0].block_id = 2
@@ -162,34 +162,34 @@ def test_rewriting_is_right_where_a_remap_was_missed():
 @pytest.mark.parametrize(
     ("remap", "error", "words"),
     [
-        (np.array([0, 1, 2]), InvalidArgumentError, "block 5 is in use here, the remap has ids 0 to 2"),
+        (np.array([0, 1, 2]), InvalidArgumentError, "block 5 is in use here, but the remap covers ids"),
         (np.array([1, 0, 2, 3, 4, 5]), InvalidArgumentError, "null block, 0, does not map to itself"),
         (np.array([], np.int32), InvalidArgumentError, "null block"),
         (np.zeros((6, 1), np.int32), InvalidTypeError, "int32 of shape"),
         (np.zeros(6), InvalidTypeError, "float64"),
     ],
 )
-def test_a_remap_that_cannot_be_meant_changes_nothing(remap, error, words):
+def test_an_invalid_remap_changes_nothing(remap, error, words):
     batch = make_batch(make_table(1, 2), make_table(5))
     with pytest.raises(error, match=words):
         batch.remap(remap)
     assert rows(batch) == ["1 2 0 0 0", "5 0 0 0 0"]
 
 
-def test_a_table_longer_than_a_row_is_refused_before_any_row_is_written():
+def test_a_table_longer_than_a_row_is_refused_before_writing():
     first, second = make_table(1), make_table(2)
     batch = make_batch(first, second)
     append(first, 3)
     append(second, 4, 5, 6, 7, 8)
     for call in (batch.update, batch.rewrite):
-        with pytest.raises(InvalidArgumentError, match="'b' has 6 blocks, a row has room for 5"):
+        with pytest.raises(InvalidArgumentError, match="'b' has 6 blocks, but a row has room for 5"):
             call()
         assert rows(batch) == ["1 0 0 0 0", "2 0 0 0 0"]
     del second.blocks[5:]
     assert batch.update() == [0, 1]
 
 
-def test_the_callers_mistakes_change_nothing():
+def test_invalid_calls_change_nothing():
     batch = make_batch(make_table(1), make_table(2), num_rows=2)
     with pytest.raises(InvalidArgumentError, match="'a' has row 0 already"):
         batch.add_request("a", make_table(3))
@@ -201,7 +201,7 @@ def test_the_callers_mistakes_change_nothing():
     assert rows(batch) == ["1 0 0 0 0", "2 0 0 0 0"]
 
 
-def test_an_array_of_the_callers_is_written_in_place():
+def test_a_given_array_is_written_in_place():
     array = np.full((4, 5), -7, np.int64)
     batch = make_batch(make_table(2**31 - 1), dtype=np.int64, array=array)
     assert batch.block_ids is array
@@ -221,17 +221,17 @@ def test_an_array_of_the_callers_is_written_in_place():
         ({"num_columns": 0}, "max_num_blocks_per_request is 0"),
     ],
 )
-def test_an_array_that_cannot_be_meant_is_refused(options, words):
+def test_an_unsuitable_array_is_refused(options, words):
     with pytest.raises(InvalidArgumentError, match=words):
         make_batch(**options)
 
 
-def test_a_size_that_is_no_number_is_refused():
+def test_a_size_that_is_not_an_integer_is_refused():
     with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
         BatchBlockTable(1, 1, 4.0)
 
 
-def test_another_null_block_pads_too():
+def test_another_null_block_id_is_used_as_padding():
     batch = make_batch(make_table(3), null_block_id=9)
     assert rows(batch) == ["3 9 9 9 9"]
 

@@ -1,4 +1,4 @@
-"""Batches that live: rows and slots against a slow model of lists, after every step."""
+"""Random batches: rows and slots are compared with a slow model of lists after every step."""
 
 import random
 
@@ -17,12 +17,12 @@ NUM_ROWS, NUM_COLUMNS, NUM_BLOCKS, NUM_STEPS = 6, 12, 200, 60
 
 
 class Life:
-    """One batch, the tables its rows are of, and what the rows should be: row i is `order[i]`'s."""
+    """One batch, its tables, and the expected rows: row i belongs to `order[i]`."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.block_size = self.rng.choice([1, 3, 4, 16])
-        self.one_edit = self.rng.random() < 0.5  # whether a window's move counts once, or by entries
+        self.one_edit = self.rng.random() < 0.5  # whether a window's move counts as one edit, or by entries
         dtype = self.rng.choice([np.int32, np.int64])
         self.batch = BatchBlockTable(NUM_ROWS, NUM_COLUMNS, self.block_size, dtype=dtype)
         self.mapping = SlotMapping(self.batch, NUM_ROWS * NUM_COLUMNS * self.block_size)
@@ -85,12 +85,12 @@ class Life:
                 table.num_edits += 1
 
     def compact(self):
-        """Blocks move to other ids; the array is as of the last update, tables may have grown since."""
+        """Move blocks to other ids; the array is as of the last update, and tables may have grown since."""
         written = self.batch.get_rows().copy()
         chosen = self.rng.sample(range(1, NUM_BLOCKS), 40)
         moves = [BlockMove(source, target) for source, target in zip(chosen[:20], chosen[20:], strict=True)]
         exchanged = dict(moves) | {target: source for source, target in moves}
-        # The targets are in use by nobody.
+        # No request uses the targets.
         if {target for _, target in moves} & {block_id for t in self.tables.values() for block_id in ids(t)}:
             moves = [move for move in moves if not any(move.target in ids(t) for t in self.tables.values())]
             moves = [move for move in moves if not (written == move.target).any()]
@@ -133,7 +133,7 @@ class Life:
             end = len(table) * self.block_size
             if first is None:
                 first = end = self.rng.randint(0, 5)
-            # Up to the end, or to a null block further on.
+            # Up to the end, or to a later null block.
             positions = list(range(first, self.rng.randint(first, end)))
             positions = positions[
                 : next((i for i, p in enumerate(positions) if not table[p // self.block_size]), None)
@@ -156,7 +156,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_rows_and_slots_are_those_of_a_slow_model(seed):
+def test_rows_and_slots_agree_with_a_slow_model(seed):
     life = Life(seed)
     steps = [life.come, life.come, life.leave, life.swap, life.grow, life.grow, life.move_windows, life.edit]
     steps += [life.cut, life.compact]
@@ -167,7 +167,7 @@ def test_rows_and_slots_are_those_of_a_slow_model(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_rows_follow_the_managers_tables_through_windows_forks_frees_and_compaction(seed):
+def test_rows_follow_tables_through_forks_frees_and_compaction(seed):
     rng = random.Random(seed)
     pool = RunBlockPool(80, True, 4)
     groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=7)]
@@ -188,7 +188,7 @@ def test_rows_follow_the_managers_tables_through_windows_forks_frees_and_compact
 
     def start(request):
         prefix = manager.get_computed_blocks(request)
-        num_new = rng.randint(1, request.num_tokens - prefix.num_tokens)  # a chunk of it
+        num_new = rng.randint(1, request.num_tokens - prefix.num_tokens)  # a chunk of the rest
         if manager.allocate_slots(request, num_new, prefix) is not None:
             request.num_computed_tokens = prefix.num_tokens + num_new
             come(request)

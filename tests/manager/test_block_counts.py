@@ -1,4 +1,4 @@
-"""How many blocks tokens take, and where that differs from the formulas of vLLM v0."""
+"""Block counts of tokens, and the case in which they differ from the formulas of vLLM v0."""
 
 import doctest
 import math
@@ -18,13 +18,13 @@ COUNTS = [
 ]
 
 
-def test_as_many_blocks_are_touched_as_have_a_position_of_the_append():
+def test_touched_blocks_are_those_with_appended_positions():
     for held, new, lookahead, block_size in COUNTS:
         touched = {position // block_size for position in range(held, held + new + lookahead)}
         assert count_blocks_touched_by_append(held, new, lookahead, block_size) == len(touched)
 
 
-def test_as_many_blocks_are_required_as_positions_fall_into():
+def test_required_blocks_are_those_with_positions():
     for _, new, lookahead, block_size in COUNTS:
         required = {position // block_size for position in range(new + lookahead)}
         assert count_required_blocks(new, lookahead, block_size) == len(required)
@@ -36,7 +36,7 @@ def vllm_v0_touched(held, new, lookahead, block_size):
     return 1 + math.ceil((num_token_ids - first_chunk_size) / block_size)
 
 
-def test_only_an_append_of_nothing_to_a_partly_filled_block_differs_from_vllm_v0():
+def test_only_an_empty_append_differs_from_vllm_v0():
     differing = [
         (held, new, lookahead, block_size)
         for held, new, lookahead, block_size in COUNTS
@@ -47,7 +47,7 @@ def test_only_an_append_of_nothing_to_a_partly_filled_block_differs_from_vllm_v0
 
 
 @pytest.mark.parametrize("counts", [(-1, 0, 4), (0, -1, 4), (3, 0, 0)])
-def test_counts_that_cannot_be_meant_are_refused(counts):
+def test_invalid_counts_are_refused(counts):
     with pytest.raises(InvalidArgumentError):
         count_required_blocks(*counts)
     with pytest.raises(InvalidArgumentError):

@@ -1,4 +1,4 @@
-"""Tokens whose KV is computed elsewhere: slots for them, and when they become findable."""
+"""Tokens whose KV is computed elsewhere: their slots, and when their blocks are cached."""
 
 import pytest
 from drawing import state
@@ -12,7 +12,7 @@ WINDOW = SlidingWindowSpec(block_size=4, sliding_window=5)
 
 
 def allocate(manager, request, num_new, num_external, **options):
-    """Slots behind the prefix that is found, for tokens from elsewhere and for new ones; the former count."""
+    """Allocate slots after the prefix for external and new tokens; count the external ones."""
     prefix = manager.get_computed_blocks(request)
     added = manager.allocate_slots(
         request, num_new, prefix, num_external_computed_tokens=num_external, **options
@@ -22,7 +22,7 @@ def allocate(manager, request, num_new, num_external, **options):
     return added
 
 
-def test_external_tokens_come_after_the_prefix_and_are_findable_at_once():
+def test_external_tokens_follow_the_prefix_and_are_cached():
     manager = make_manager((FULL,), 8)
     a, b = make_request("a", range(4)), make_request("b", range(14))
     start(manager, a)
@@ -33,7 +33,7 @@ def test_external_tokens_come_after_the_prefix_and_are_findable_at_once():
     stop(manager, a, b)
 
 
-def test_delayed_ones_are_findable_when_they_have_arrived():
+def test_delayed_external_tokens_are_cached_after_arrival():
     manager = make_manager((FULL,), 8)
     a = make_request("a", range(13))
     allocate(manager, a, num_new=0, num_external=10, delay_cache_blocks=True)
@@ -46,7 +46,7 @@ def test_delayed_ones_are_findable_when_they_have_arrived():
     stop(manager, a)
 
 
-def test_a_transfer_that_is_given_up_leaves_nothing_to_be_found():
+def test_an_aborted_transfer_leaves_nothing_cached():
     manager = make_manager((FULL,), 8)
     a = make_request("a", range(13))
     allocate(manager, a, num_new=0, num_external=12, delay_cache_blocks=True)
@@ -55,7 +55,7 @@ def test_a_transfer_that_is_given_up_leaves_nothing_to_be_found():
     assert manager.get_computed_blocks(make_request("b", range(13))).num_tokens == 0
 
 
-def test_of_a_window_only_what_the_next_token_sees_gets_blocks():
+def test_external_tokens_outside_the_window_get_no_blocks():
     manager = make_manager((WINDOW,), 8)
     a = make_request("a", range(15))
     allocate(manager, a, num_new=3, num_external=12)
@@ -63,7 +63,7 @@ def test_of_a_window_only_what_the_next_token_sees_gets_blocks():
     stop(manager, a)
 
 
-def test_hits_that_external_tokens_push_out_of_the_window_are_not_touched():
+def test_hits_that_external_tokens_push_out_are_not_touched():
     manager = make_manager((WINDOW,), 8)
     a, b = make_request("a", range(4)), make_request("b", range(15))
     start(manager, a)
@@ -74,7 +74,7 @@ def test_hits_that_external_tokens_push_out_of_the_window_are_not_touched():
     stop(manager, b)
 
 
-def test_a_state_from_elsewhere_has_a_block_beside_the_one_to_be_written():
+def test_an_external_state_gets_a_block_of_its_own():
     manager = make_manager((MambaSpec(block_size=4),), 8)
     a = make_request("a", range(11))
     allocate(manager, a, num_new=3, num_external=8)
@@ -85,17 +85,17 @@ def test_a_state_from_elsewhere_has_a_block_beside_the_one_to_be_written():
     stop(manager, a)
 
 
-def test_a_delayed_state_is_findable_when_it_has_arrived():
+def test_a_delayed_state_is_cached_after_arrival():
     manager = make_manager((MambaSpec(block_size=4),), 8)
     a, b = make_request("a", range(11)), make_request("b", range(11))
     allocate(manager, a, num_new=0, num_external=8, delay_cache_blocks=True)
     manager.cache_blocks(a, 8)
     assert draw(manager, a) == "- 1*"
-    assert start(manager, b) == 8  # in the same step: what arrived is there
+    assert start(manager, b) == 8  # in the same step: the state has arrived
     stop(manager, a, b)
 
 
-def test_what_is_delayed_in_all_groups_is_findable_in_all_at_once():
+def test_delayed_blocks_are_cached_in_all_groups_at_once():
     manager = make_manager((FULL, WINDOW, MambaSpec(block_size=8)), 20)
     a, b = make_request("a", range(13)), make_request("b", range(13))
     allocate(manager, a, num_new=0, num_external=8, delay_cache_blocks=True)
@@ -106,7 +106,7 @@ def test_what_is_delayed_in_all_groups_is_findable_in_all_at_once():
     stop(manager, a, b)
 
 
-def test_external_tokens_are_counted_before_anything_is_taken():
+def test_external_tokens_are_counted_before_blocks_are_taken():
     manager = make_manager((FULL,), 3)
     a = make_request("a", range(16))
     before = state(manager.block_pool)
@@ -121,7 +121,7 @@ def test_external_tokens_of_a_running_request_are_refused():
     manager = make_manager((FULL,), 8)
     a = make_request("a", range(9))
     start(manager, a, 4)
-    with pytest.raises(InvalidArgumentError, match="external tokens come before all"):
+    with pytest.raises(InvalidArgumentError, match="external tokens must come first"):
         manager.allocate_slots(a, 1, num_external_computed_tokens=4)
     with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens -1"):
         manager.allocate_slots(make_request("b", range(9)), 1, num_external_computed_tokens=-1)

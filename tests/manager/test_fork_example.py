@@ -1,4 +1,4 @@
-"""examples/parallel_sampling.py with other numbers of sequences than it shows."""
+"""examples/parallel_sampling.py with other numbers of sequences than in the example."""
 
 import importlib.util
 from pathlib import Path
@@ -12,15 +12,15 @@ _spec.loader.exec_module(example)
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))
-def test_samples_of_one_prompt_are_those_that_are_drawn_alone(num_samples):
+def test_parallel_samples_equal_separately_drawn_samples(num_samples):
     engine = example.Engine()
     assert example.sample(engine, num_samples) == example.sample_without_blocks(num_samples)
-    assert engine.num_copies == num_samples - 1  # all but one leave the prompt's last block
+    assert engine.num_copies == num_samples - 1  # all but one copy the prompt's last block
     assert engine.manager.get_num_free_blocks() == example.NUM_BLOCKS
 
 
 @pytest.mark.parametrize("width", range(1, 8))
-def test_beams_are_those_of_a_search_without_blocks(width):
+def test_beams_equal_those_of_a_search_without_blocks(width):
     engine = example.Engine()
     assert example.search(engine, width) == example.search_without_blocks(width)
     assert engine.manager.get_num_free_blocks() == example.NUM_BLOCKS

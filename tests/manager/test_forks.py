@@ -1,4 +1,4 @@
-"""Forks share blocks; whoever writes to a shared one gets another, and a copy to be made."""
+"""Forks share blocks; the first to write to a shared block gets another one, and a copy to make."""
 
 import pytest
 from drawing import state
@@ -17,7 +17,7 @@ FULL = FullAttentionSpec(block_size=4)
 
 
 def fork(manager, parent, name, tokens=(), num_common=None):
-    """A child that goes on with other tokens after those the parent has computed."""
+    """Return a child that continues with other tokens after the parent's computed ones."""
     num_computed = parent.num_computed_tokens if num_common is None else num_common
     child = make_request(name, [*parent.all_token_ids[:num_computed], *tokens])
     child.num_computed_tokens = parent.num_computed_tokens
@@ -41,7 +41,7 @@ def test_a_fork_takes_no_blocks():
     stop(manager, a, b)
 
 
-def test_whoever_writes_first_gets_a_copy_and_the_other_keeps_the_block():
+def test_first_writer_of_a_shared_block_gets_a_copy():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
     grow(manager, b)
@@ -55,7 +55,7 @@ def test_whoever_writes_first_gets_a_copy_and_the_other_keeps_the_block():
     stop(manager, a, b)
 
 
-def test_the_parent_may_be_the_one_that_gets_the_copy():
+def test_a_parent_that_writes_first_gets_the_copy():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
     grow(manager, a, [60])
@@ -64,7 +64,7 @@ def test_the_parent_may_be_the_one_that_gets_the_copy():
     stop(manager, a, b)
 
 
-def test_the_last_who_holds_a_block_writes_to_it_in_the_step_that_copies_from_it():
+def test_last_holder_writes_in_the_step_that_copies_its_block():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
     grow(manager, a, [60])
@@ -75,7 +75,7 @@ def test_the_last_who_holds_a_block_writes_to_it_in_the_step_that_copies_from_it
     stop(manager, a, b)
 
 
-def test_nothing_is_copied_at_a_blocks_end():
+def test_no_copy_is_made_at_a_block_boundary():
     manager, a = make_parent(8)
     b = fork(manager, a, "b", [50])
     grow(manager, a, [60])
@@ -85,7 +85,7 @@ def test_nothing_is_copied_at_a_blocks_end():
     stop(manager, a, b)
 
 
-def test_slots_ahead_are_the_parents_alone():
+def test_lookahead_slots_stay_with_the_parent():
     manager = make_manager((FULL,))
     a = make_request("a", range(10))
     start(manager, a, num_lookahead_tokens=8)
@@ -114,7 +114,7 @@ def test_each_of_several_forks_gets_a_copy_of_its_own():
     stop(manager, a, *children)
 
 
-def test_a_fork_of_a_fork_before_its_copy_is_made_copies_from_the_first():
+def test_a_fork_of_a_fork_copies_from_the_first_source():
     """b has slots for a step that did not run; c is forked from it and gets b's content from a's block."""
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
@@ -130,7 +130,7 @@ def test_a_fork_of_a_fork_before_its_copy_is_made_copies_from_the_first():
     stop(manager, a, b, c)
 
 
-def test_a_copy_that_nobody_needs_any_more_is_not_made():
+def test_a_copy_that_is_no_longer_needed_is_dropped():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
     grow(manager, b)
@@ -140,21 +140,21 @@ def test_a_copy_that_nobody_needs_any_more_is_not_made():
     stop(manager, a)
 
 
-def test_the_source_of_a_copy_outlives_the_request_that_had_it():
+def test_a_copy_source_outlives_its_request():
     manager, a = make_parent(num_blocks=4)
     b = fork(manager, a, "b", [50])
     grow(manager, b)
     manager.free(a)
     assert draw(manager, b) == "1* 2* 4"
     c = make_request("c", range(100, 104))
-    assert start(manager, c) is None  # block 3 is not to be had before it is copied
+    assert start(manager, c) is None  # block 3 is held until it is copied
     assert take_copies(manager) == [(3, 4)]
     assert start(manager, c) == 0
     assert draw(manager, c) == "3*"
     stop(manager, b, c)
 
 
-def test_a_target_that_another_fork_shares_is_copied_to_even_if_its_first_owner_ends():
+def test_a_shared_copy_target_outlives_its_first_owner():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
     manager.allocate_slots(b, 1)
@@ -165,7 +165,7 @@ def test_a_target_that_another_fork_shares_is_copied_to_even_if_its_first_owner_
     stop(manager, a, c)
 
 
-def test_a_preempted_fork_comes_back_through_the_cache():
+def test_a_preempted_fork_hits_its_blocks_again():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
     grow(manager, b)
@@ -186,13 +186,13 @@ def test_a_fork_that_does_not_fit_changes_nothing():
     assert state(manager.block_pool) == before
     assert take_copies(manager) == []
     manager.free(a)
-    assert grow(manager, b)  # nobody shares block 3 any more
+    assert grow(manager, b)  # no request shares block 3 any more
     assert draw(manager, b) == "1* 2* 3"
     stop(manager, b)
 
 
-def test_a_shared_full_block_is_findable_once_both_have_gone_on():
-    """Groups of 4 and 8 tokens a block: at 4 tokens neither has registered the shared block, then both do."""
+def test_a_shared_full_block_is_cached_after_both_continue():
+    """Groups of 4 and 8 tokens per block: at 4 tokens neither has cached the shared block, then both do."""
     groups = (FULL, FullAttentionSpec(block_size=8))
     manager, a = make_parent(6, groups)
     assert draw(manager, a) == "1 2 / 3"
@@ -204,7 +204,7 @@ def test_a_shared_full_block_is_findable_once_both_have_gone_on():
     stop(manager, a, b)
 
 
-def test_forks_with_delayed_blocks_register_them_one_after_the_other():
+def test_forks_cache_delayed_blocks_one_after_the_other():
     manager = make_manager((FULL,))
     a = make_request("a", range(10))
     start(manager, a, delay_cache_blocks=True)
@@ -215,7 +215,7 @@ def test_forks_with_delayed_blocks_register_them_one_after_the_other():
     stop(manager, a, b)
 
 
-def test_a_fork_with_a_window_shares_what_the_window_still_has():
+def test_a_fork_shares_the_blocks_in_its_parents_window():
     manager, a = make_parent(8, (FULL, SlidingWindowSpec(block_size=4, sliding_window=4)))
     grow(manager, a, [8, 9])
     b = fork(manager, a, "b", [50])
@@ -229,7 +229,7 @@ def test_a_fork_with_a_window_shares_what_the_window_still_has():
     stop(manager, a, b)
 
 
-def test_a_fork_keeps_what_left_its_siblings_window():
+def test_a_fork_keeps_blocks_that_left_its_siblings_window():
     manager, a = make_parent(6, (SlidingWindowSpec(block_size=4, sliding_window=4),))
     b = fork(manager, a, "b", [50])
     grow(manager, a, [6, 7, 8])
@@ -240,18 +240,18 @@ def test_a_fork_keeps_what_left_its_siblings_window():
     stop(manager, a, b)
 
 
-def test_forks_of_a_state_write_to_copies_of_it_or_to_new_blocks():
+def test_forks_of_a_state_write_to_copies_or_new_blocks():
     manager, a = make_parent(6, (MambaSpec(block_size=4),))
     b = fork(manager, a, "b", [50])
     assert draw(manager, b) == "- 1x2"
-    grow(manager, a, [60])  # goes on in mid-block: a copy
-    grow(manager, b, [51, 52])  # ends in the next block: reads this one, writes that
+    grow(manager, a, [60])  # continues within the block: a copy
+    grow(manager, b, [51, 52])  # ends in the next block: reads this block, writes the next
     assert (draw(manager, a), draw(manager, b)) == ("- 2", "- 1x2 3")
     assert take_copies(manager) == [(1, 2)]
     stop(manager, a, b)
 
 
-def test_forks_share_the_encoders_blocks_and_never_copy_them():
+def test_forks_share_encoder_blocks_and_never_copy_them():
     manager = make_manager((FULL, CrossAttentionSpec(block_size=4)))
     a = make_request("a", range(6))
     start(manager, a, num_encoder_tokens=6)
@@ -276,11 +276,11 @@ def test_edits_of_a_table_are_counted():
 @pytest.mark.parametrize(
     ("num_computed", "message"),
     [
-        (8, "has 10 computed tokens, its fork 'b' says 8"),
-        (12, "its fork 'b' says 12; set the child's"),
+        (8, "has 10 computed tokens, but its fork 'b' has 8"),
+        (12, "its fork 'b' has 12; set the child's"),
     ],
 )
-def test_a_fork_from_elsewhere_is_refused(num_computed, message):
+def test_a_fork_with_another_token_count_is_refused(num_computed, message):
     manager, a = make_parent()
     b = make_request("b", range(14))
     b.num_computed_tokens = num_computed
@@ -294,6 +294,6 @@ def test_a_fork_in_the_middle_of_a_step_is_refused():
     manager = make_manager((FULL,))
     a, b = make_request("a", range(8)), make_request("b", range(9))
     manager.allocate_slots(a, 8)
-    with pytest.raises(InvalidArgumentError, match="cached for 8 tokens and says 0 are computed"):
+    with pytest.raises(InvalidArgumentError, match="cached for 8 tokens, but num_computed_tokens is 0"):
         manager.fork(a, b)
     stop(manager, a)

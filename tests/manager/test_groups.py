@@ -23,8 +23,8 @@ STATE = MambaSpec(block_size=4)
 # ---- windows -------------------------------------------------------------------------------------
 
 
-def test_a_window_gives_blocks_up_once_the_next_token_does_not_see_them():
-    """Token n sees n - 4 to n. What no later token sees is given up when slots are allocated next."""
+def test_a_window_releases_blocks_the_next_token_does_not_see():
+    """Token n sees n - 4 to n. Blocks that no later token sees are released at the next allocation."""
     manager = make_manager((WINDOW,), 6)
     a = make_request("a", range(7))
     start(manager, a)
@@ -37,7 +37,7 @@ def test_a_window_gives_blocks_up_once_the_next_token_does_not_see_them():
     stop(manager, a)
 
 
-def test_a_window_gives_its_last_block_up_first():
+def test_a_window_releases_its_last_block_first():
     manager = make_manager((WINDOW,), 6)
     a = make_request("a", range(14))
     start(manager, a)
@@ -48,7 +48,7 @@ def test_a_window_gives_its_last_block_up_first():
     stop(manager, a)
 
 
-def test_blocks_that_left_the_window_make_room_for_new_ones():
+def test_blocks_that_left_the_window_are_reused():
     manager = make_manager((WINDOW,), 3)
     a = make_request("a", range(12))
     start(manager, a)
@@ -91,8 +91,8 @@ def test_a_window_of_one_token_keeps_the_block_that_is_written():
     stop(manager, a)
 
 
-def test_guessed_tokens_that_are_rejected_do_not_cost_the_window():
-    """Five guesses at once, one right: the window of the next token is that of the counted ones."""
+def test_rejected_tokens_do_not_shrink_the_window():
+    """Five speculative tokens, one accepted: the window of the next token starts from the counted ones."""
     manager = make_manager((WINDOW,), 6)
     a = make_request("a", range(8))
     start(manager, a)
@@ -109,7 +109,7 @@ def test_guessed_tokens_that_are_rejected_do_not_cost_the_window():
 # ---- chunks --------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_given_up_when_the_next_one_begins():
+def test_a_chunk_is_released_when_the_next_begins():
     manager = make_manager((CHUNKS,), 6)
     a = make_request("a", range(7))
     start(manager, a)
@@ -143,7 +143,7 @@ def test_a_hit_within_a_chunk_needs_the_chunk_from_its_start():
 
 
 @pytest.mark.parametrize(("block_size", "num_tokens"), [(4, 8), (8, 16)])
-def test_a_hit_does_not_end_within_a_chunk_whose_start_is_not_there(block_size, num_tokens):
+def test_a_hit_never_ends_in_a_chunk_without_its_start(block_size, num_tokens):
     """Chunks of 6 tokens: a hit was cut to whole blocks after the chunk of its end had been found."""
     groups = (ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=6),)
     manager = make_manager(groups)
@@ -153,7 +153,7 @@ def test_a_hit_does_not_end_within_a_chunk_whose_start_is_not_there(block_size, 
 # ---- states --------------------------------------------------------------------------------------
 
 
-def test_a_state_has_the_block_it_is_read_from_and_the_one_it_is_written_to():
+def test_a_state_has_one_block_to_read_and_one_to_write():
     manager = make_manager((STATE,), 6)
     a = make_request("a", range(6))
     start(manager, a)
@@ -182,7 +182,7 @@ def test_only_the_state_at_a_blocks_end_is_hit():
 
 
 def test_a_state_is_not_hit_in_the_step_that_writes_it():
-    """A step reads states before it writes any; b would start from what is not there yet."""
+    """A step reads states before it writes any; b would start from a state that is not written yet."""
     manager = make_manager((STATE,), 6)
     a, b = make_request("a", range(8)), make_request("b", range(10))
     start(manager, a)
@@ -194,8 +194,8 @@ def test_a_state_is_not_hit_in_the_step_that_writes_it():
     stop(manager, a, b)
 
 
-def test_guessed_tokens_take_no_state():
-    """With slots ahead the state after the last true token was written to the null block."""
+def test_speculative_tokens_take_no_state():
+    """With lookahead slots the state after the last known token was written to the null block."""
     manager = make_manager((FULL, STATE))
     a = make_request("a", range(8))
     start(manager, a, num_lookahead_tokens=5)
@@ -206,7 +206,7 @@ def test_guessed_tokens_take_no_state():
 # ---- the encoder's tokens ------------------------------------------------------------------------
 
 
-def test_cross_attention_takes_its_blocks_once_and_shares_them_with_nobody():
+def test_cross_attention_blocks_are_taken_once_and_not_shared():
     manager = make_manager((FULL, CrossAttentionSpec(block_size=3)))
     a, b = make_request("a", range(8)), make_request("b", range(9))
     start(manager, a, num_encoder_tokens=7)
@@ -218,8 +218,8 @@ def test_cross_attention_takes_its_blocks_once_and_shares_them_with_nobody():
     stop(manager, a, b)
 
 
-def test_an_encoder_only_model_takes_nothing_and_hits_nothing():
-    """It was told that all tokens but the last are there already."""
+def test_an_encoder_only_model_takes_and_hits_no_blocks():
+    """The lookup returned all tokens but the last as cached."""
     manager = make_manager((EncoderOnlyAttentionSpec(block_size=4),))
     a = make_request("a", range(9))
     assert start(manager, a) == 0
@@ -227,7 +227,7 @@ def test_an_encoder_only_model_takes_nothing_and_hits_nothing():
     stop(manager, a)
 
 
-def test_an_encoder_only_group_beside_another_takes_nothing():
+def test_an_encoder_only_group_beside_another_takes_no_blocks():
     manager = make_manager((EncoderOnlyAttentionSpec(block_size=16), FULL))
     a, b = make_request("a", range(9)), make_request("b", range(9))
     start(manager, a)
@@ -239,27 +239,27 @@ def test_an_encoder_only_group_beside_another_takes_nothing():
 # ---- several groups ------------------------------------------------------------------------------
 
 
-def test_the_common_hit_is_the_longest_that_all_groups_can_go_on_from():
+def test_the_common_hit_is_the_longest_of_all_groups():
     manager = make_manager((FULL, WINDOW), 12)
     a = make_request("a", range(16))
     start(manager, a)
     assert draw(manager, a) == "1* 2* 3* 4* / 5* 6* 7* 8*"
     manager.free(a)
-    manager.evict_blocks([4])  # full attention has 12 tokens now
+    manager.evict_blocks([4])  # full attention now has 12 cached tokens
     assert manager.get_computed_blocks(make_request("b", range(17))).num_tokens == 12
-    manager.evict_blocks([7])  # the window can go on after 8 or 16
+    manager.evict_blocks([7])  # the window can continue after 8 or 16
     b = make_request("b", range(11))
     assert start(manager, b) == 8
     assert draw(manager, b) == "1* 2* 9 / - 6* 10"
     stop(manager, b)
 
 
-def test_groups_of_different_block_sizes_agree_on_the_larger_ones():
+def test_hits_are_multiples_of_the_largest_block_size():
     groups = (FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=5))
     manager = make_manager(groups, 16)
     a = make_request("a", range(20))
     start(manager, a)
-    # Of the window only the block before each multiple of 8 can serve a hit.
+    # In the window group, only the block before each multiple of 8 can serve a hit.
     assert draw(manager, a) == "1* 2* 3 / 4 5* 6 7* 8"
     b = make_request("b", range(14))
     assert start(manager, b) == 8
@@ -267,7 +267,7 @@ def test_groups_of_different_block_sizes_agree_on_the_larger_ones():
     stop(manager, a, b)
 
 
-def test_hashes_finer_than_blocks_are_the_same_for_all_groups():
+def test_groups_share_hashes_finer_than_their_blocks():
     groups = (FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=3))
     manager = make_manager(groups, 16, hash_block_size=2)
     a, b = make_request("a", range(17), 2), make_request("b", range(17), 2)
@@ -292,7 +292,7 @@ def test_full_window_and_state_over_one_pool():
     stop(manager, a, b)
 
 
-def test_freed_groups_go_in_their_order_each_tail_first():
+def test_groups_are_freed_in_order_each_tail_first():
     manager = make_manager((FULL, WINDOW), 6)
     a = make_request("a", range(8))
     start(manager, a)
@@ -300,6 +300,6 @@ def test_freed_groups_go_in_their_order_each_tail_first():
     assert state(manager.block_pool) == "free: 5 6 2* 1* 4* 3*"
 
 
-def test_a_block_size_that_hashes_do_not_fit_into_is_refused():
+def test_a_block_size_not_divisible_by_hashes_is_refused():
     with pytest.raises(InvalidArgumentError, match="block_size 6 is not a multiple"):
         make_manager((FULL, SlidingWindowSpec(block_size=6, sliding_window=4)))

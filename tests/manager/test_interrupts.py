@@ -1,4 +1,4 @@
-"""Calls of a `KVCacheManager` that a signal handler breaks off: a request has all of its blocks, or none."""
+"""Calls of a `KVCacheManager` that a signal handler interrupts: a request has all of its blocks, or none."""
 
 import pytest
 from interrupting import interrupt_everywhere
@@ -18,7 +18,7 @@ GROUPS = {
 
 
 def make(pool_class, groups):
-    """Three requests: one freed, whose prefix is cached; one that runs, and a fork of it."""
+    """Three requests: one freed, whose prefix is cached; one that runs; and a fork of it."""
     pool = pool_class(40, True, 4, enable_kv_cache_events=True)
     manager = KVCacheManager(pool, groups=groups) if groups else KVCacheManager(pool)
     requests = {name: Request(name, range(30), HASHER) for name in ("old", "new")}
@@ -65,7 +65,7 @@ CALLS = {
 )
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_leaves_each_request_with_all_blocks_or_none(name, pool, groups):
+def test_an_interrupt_leaves_a_request_all_blocks_or_none(name, pool, groups):
     def check(made):
         manager, requests = made
         invariants.check_manager(manager, requests.values())
@@ -74,7 +74,7 @@ def test_an_interrupt_leaves_each_request_with_all_blocks_or_none(name, pool, gr
             assert len(table.blocks) * 4 >= requests[request_id].num_computed_tokens
             if request_id == "running" and name != "growing":
                 assert len(table.blocks) == 5
-        # What is not going to be computed is not findable.
+        # Blocks that no step will compute are not cached.
         if "new" not in manager.list_request_ids():
             assert manager.get_computed_blocks(requests["new"]).num_tokens <= 24
         manager.allocate_slots(requests["old"], 4)

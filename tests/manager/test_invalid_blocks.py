@@ -32,7 +32,7 @@ def start(manager, name, tokens, num_external=0, **options):
     return request
 
 
-def test_what_was_computed_from_a_bad_block_is_forgotten_too():
+def test_blocks_computed_from_a_bad_block_are_evicted_too():
     manager = make()
     start(manager, "a", range(18))
     start(manager, "b", range(50, 60))
@@ -42,7 +42,7 @@ def test_what_was_computed_from_a_bad_block_is_forgotten_too():
     assert state(manager.block_pool) == "free: 9 10 11 12 | in use: 1* 2 3 4 5 6* 7* 8"
 
 
-def test_the_request_goes_on_in_its_blocks_and_caches_them_again():
+def test_the_request_recomputes_and_caches_its_blocks_again():
     manager = make()
     request = start(manager, "a", range(18))
     request.num_computed_tokens = manager.report_invalid_blocks([3]).num_valid_tokens["a"]
@@ -52,7 +52,7 @@ def test_the_request_goes_on_in_its_blocks_and_caches_them_again():
     assert state(manager.block_pool) == "free: 6 7 8 9 10 11 12 | in use: 1* 2* 3* 4* 5"
 
 
-def test_requests_that_share_a_bad_block_compute_it_each_in_its_own():
+def test_requests_that_share_a_bad_block_recompute_it_separately():
     manager = make()
     first = start(manager, "a", range(12))
     second = start(manager, "b", [*range(8), 90, 91])
@@ -80,7 +80,7 @@ def test_a_free_cached_block_can_be_bad_too():
     assert manager.get_computed_blocks(Request("b", range(12), HASHER)).num_tokens == 4
 
 
-def test_groups_of_other_block_sizes_lose_what_lies_behind():
+def test_groups_of_other_block_sizes_lose_later_tokens():
     manager = make(groups=[FullAttentionSpec(block_size=4), FullAttentionSpec(block_size=8)])
     start(manager, "a", range(17))
     bad = manager.get_block_ids("a", 0)[3]
@@ -90,7 +90,7 @@ def test_groups_of_other_block_sizes_lose_what_lies_behind():
     assert set(ids(report.evicted_blocks)) == evicted
 
 
-def test_a_window_is_gone_on_from_only_if_all_of_it_is_there():
+def test_a_request_continues_only_from_a_complete_window():
     groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=9)]
     manager = make(16, groups=groups)
     request = start(manager, "a", range(16))
@@ -102,8 +102,8 @@ def test_a_window_is_gone_on_from_only_if_all_of_it_is_there():
     assert manager.report_invalid_blocks([bad[3]]).num_valid_tokens == {"a": 0}
 
 
-def test_who_shares_what_was_computed_from_a_bad_block_is_named_though_its_window_has_passed_that():
-    """It went on with content that had been evicted as bad."""
+def test_a_request_past_the_bad_block_is_named_if_it_shares_more():
+    """The request continued with content that had been evicted as bad."""
     groups = [FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=6)]
     manager = make(groups=groups)
     for name, num_tokens in (("a", 17), ("b", 18)):
@@ -116,7 +116,7 @@ def test_who_shares_what_was_computed_from_a_bad_block_is_named_though_its_windo
     assert {1, 2, 5, 6} < set(ids(report.evicted_blocks))
 
 
-def test_a_state_or_an_encoder_is_not_gone_on_from():
+def test_a_request_never_continues_from_a_bad_state():
     manager = make(groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=4)])
     start(manager, "a", range(9))
     assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 0}
@@ -127,7 +127,7 @@ def test_a_state_or_an_encoder_is_not_gone_on_from():
     assert manager.report_invalid_blocks([encoder_id]).num_valid_tokens == {"a": 0}
 
 
-def test_what_can_not_be_meant_changes_nothing():
+def test_an_invalid_report_changes_nothing():
     manager = make()
     start(manager, "a", range(12))
     before = state(manager.block_pool)
@@ -141,8 +141,8 @@ def test_what_can_not_be_meant_changes_nothing():
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_nobody_hits_bad_content_by_definition(seed):
-    """Random requests over few tokens; the model knows each block's content by what its requests wrote."""
+def test_random_reports_leave_no_bad_content_to_hit(seed):
+    """Random requests over few tokens; the model tracks each block's content by the requests' writes."""
     chance = random.Random(seed)
     manager = make(20)
     running = {}
@@ -160,7 +160,7 @@ def test_nobody_hits_bad_content_by_definition(seed):
             held = sorted({block_id for name in running for block_id in manager.get_block_ids(name)})
             bad = set(chance.sample(held, min(len(held), chance.randint(1, 2))))
             tables = {name: manager.get_block_ids(name) for name in running}
-            # Who holds a block that was perhaps computed from a bad one is in doubt from there on, too.
+            # A request with a block that may be computed from a bad one is in doubt from there on, too.
             doubtful = set(bad)
             for _ in tables:
                 expected = {

@@ -23,7 +23,7 @@ GROUPS = (
 
 
 def make_running():
-    """a and its fork b, of which a has its copy still to come; c."""
+    """a; its fork b, for which a copy is pending; c."""
     manager = make_manager(GROUPS)
     a = make_request("a", range(10))
     start(manager, a)
@@ -54,7 +54,7 @@ def hold_a_free_block(manager):
     table_of(manager, "c").blocks[1] = manager.block_pool.blocks[20]
 
 
-def hold_a_strangers_block(manager):
+def hold_a_block_of_another_pool(manager):
     table_of(manager, "c").blocks[1] = make_manager(GROUPS).block_pool.blocks[10]
 
 
@@ -74,11 +74,11 @@ def lose_the_last_block(manager):
     manager.block_pool.free_blocks([table_of(manager, "c").blocks.pop()])
 
 
-def keep_what_nobody_keeps(manager):
+def add_blocks_to_an_encoder_only_table(manager):
     table_of(manager, "c", 2).blocks.append(manager.block_pool.null_block)
 
 
-def give_up_a_block_that_is_read(manager):
+def release_a_block_that_is_read(manager):
     table = table_of(manager, "c", 1)
     manager.block_pool.free_blocks([table.blocks[0]])
     table.blocks[0] = manager.block_pool.null_block
@@ -126,14 +126,14 @@ def copy_from_a_target(manager):
     ("number", "damage"),
     [
         ("T1", hold_a_free_block),
-        ("T1", hold_a_strangers_block),
+        ("T1", hold_a_block_of_another_pool),
         ("T2", forget_a_touch),
         ("T2", leak_a_block),
         ("T2", forget_the_source_of_a_copy),
         ("T6", release_the_source_of_a_copy),
         ("T3", lose_the_last_block),
-        ("T3", keep_what_nobody_keeps),
-        ("T4", give_up_a_block_that_is_read),
+        ("T3", add_blocks_to_an_encoder_only_table),
+        ("T4", release_a_block_that_is_read),
         ("T4", count_a_null_block_too_many),
         ("T4", count_a_null_block_too_few),
         ("T5", count_more_cached_blocks_than_there_are),
@@ -144,27 +144,27 @@ def copy_from_a_target(manager):
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_damage_is_named(number, damage):
+def test_each_broken_invariant_of_a_manager_is_named(number, damage):
     manager, requests = make_running()
     damage(manager)
     with pytest.raises(CorruptedPoolError, match=f"^{number}:"):
         check_manager(manager, requests)
 
 
-def test_a_request_that_nobody_knows_of_is_named():
+def test_an_unknown_request_is_named():
     manager, (a, b, _) = make_running()
     with pytest.raises(CorruptedPoolError, match=r"^T7: request 'c' has blocks"):
         check_manager(manager, [a, b])
 
 
-def test_damage_of_the_pool_is_named():
+def test_a_broken_pool_invariant_is_named():
     manager, requests = make_running()
     manager.block_pool.free_block_queue.num_free_blocks += 1
     with pytest.raises(CorruptedPoolError, match=r"^Q1:"):
         check_manager(manager, requests)
 
 
-def test_damage_of_a_pool_that_knows_its_runs_is_named():
+def test_a_broken_run_pool_invariant_is_named():
     pool = RunBlockPool(9, True, 4)
     manager = KVCacheManager(pool)
     request = make_request("a", range(10))
@@ -175,7 +175,7 @@ def test_damage_of_a_pool_that_knows_its_runs_is_named():
         check_manager(manager, [request])
 
 
-def test_other_holders_are_counted_where_they_are_named():
+def test_references_from_elsewhere_are_counted():
     manager, requests = make_running()
     blocks = manager.block_pool.get_new_blocks(2)
     check_manager(manager, requests, blocks)
@@ -187,7 +187,7 @@ def test_other_holders_are_counted_where_they_are_named():
 
 
 def make_step():
-    """a and its fork b before the step in which both write token 10."""
+    """a and its fork b, before the step in which both write token 10."""
     manager = make_manager(GROUPS[:1])
     a = make_request("a", range(11))
     start(manager, a, 10)
@@ -213,27 +213,27 @@ def test_two_writers_are_named():
         check_writes(manager, [(a, 1), (b, 0)])
 
 
-def test_a_block_that_is_not_there_is_named():
+def test_a_missing_block_is_named():
     manager, a, b = make_step()
-    with pytest.raises(CorruptedPoolError, match=r"^T8: .* entry 3 is about to be written, and has no block"):
+    with pytest.raises(CorruptedPoolError, match=r"^T8: .* entry 3 is about to be written, but has no block"):
         check_writes(manager, [(a, 3), (b, 0)])
 
 
-def test_a_block_that_is_findable_already_is_named():
+def test_a_block_with_the_hash_of_other_content_is_named():
     manager, a, b = make_step()
     block = table_of(manager, "a").blocks[2]
     manager.block_pool._insert_block_hash(BlockHash(b"x" * 36), block, 12)
-    with pytest.raises(CorruptedPoolError, match=r"^T8: .* is findable as something else"):
+    with pytest.raises(CorruptedPoolError, match=r"^T8: .* is cached as other content"):
         check_writes(manager, [(a, 1), (b, 1)])
 
 
-def test_who_hits_what_this_step_writes_is_no_second_writer():
-    """Attention reads what the same step has written, a state is read before."""
+def test_a_hit_on_a_block_of_this_step_is_no_second_writer():
+    """Attention reads blocks that the same step has written; a state is read before."""
     for spec, is_fine in ((FullAttentionSpec(block_size=4), True), (MambaSpec(block_size=4), False)):
         manager = make_manager((spec,))
         a, b = make_request("a", range(8)), make_request("b", range(9))
         manager.allocate_slots(a, 8)
-        manager.take_block_copies()  # the manager would not give b the state in the same step
+        manager.take_block_copies()  # without this, the manager does not give b the state in the same step
         prefix = manager.get_computed_blocks(b)
         manager.allocate_slots(b, 1, prefix)
         b.num_computed_tokens = 8

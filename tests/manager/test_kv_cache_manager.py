@@ -66,7 +66,7 @@ def test_looking_up_changes_nothing():
     assert state(manager.block_pool) == before
 
 
-def test_the_last_token_of_a_fully_cached_prompt_is_computed_anew():
+def test_the_last_token_of_a_cached_prompt_is_recomputed():
     manager = make_manager()
     start(manager, make_request("a", range(8)))
     twin = make_request("b", range(8))
@@ -78,7 +78,7 @@ def test_the_last_token_of_a_fully_cached_prompt_is_computed_anew():
     invariants.check(manager.block_pool)
 
 
-def test_a_freed_request_leaves_its_prefix_and_loses_its_tail_first():
+def test_a_freed_request_stays_cached_and_loses_its_tail_first():
     manager = make_manager(4)
     first = make_request("a", range(10))
     start(manager, first)
@@ -88,7 +88,7 @@ def test_a_freed_request_leaves_its_prefix_and_loses_its_tail_first():
     assert hit == 8
 
 
-def test_generated_tokens_take_a_block_when_they_need_one():
+def test_generated_tokens_take_a_block_when_needed():
     manager = make_manager()
     request = make_request("a", range(6))
     start(manager, request)
@@ -108,7 +108,7 @@ def test_lookahead_slots_are_not_cached():
     assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
 
 
-def test_what_does_not_fit_is_answered_with_none_and_changes_nothing():
+def test_allocation_that_does_not_fit_is_none_without_change():
     manager = make_manager(4)
     start(manager, make_request("a", range(8)))
     before = state(manager.block_pool)
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_answered_with_none_and_changes_nothing():
         manager.get_block_ids("b")
 
 
-def test_free_hits_count_as_needed():
+def test_free_hits_count_as_needed_blocks():
     """Four blocks, two of them free hits: a prompt of five blocks does not fit, although 2 + 3 are "free"."""
     manager = make_manager(4)
     first = make_request("a", range(8))
@@ -131,7 +131,7 @@ def test_free_hits_count_as_needed():
     assert (hit, len(blocks[0])) == (8, 2)
 
 
-def test_hits_are_not_handed_out_to_the_same_request():
+def test_hits_are_not_taken_as_new_blocks():
     manager = make_manager(3)
     first = make_request("a", range(8))
     start(manager, first)
@@ -142,7 +142,7 @@ def test_hits_are_not_handed_out_to_the_same_request():
     assert ids(blocks[0]) == [3]
 
 
-def test_delayed_blocks_are_found_once_they_are_cached():
+def test_delayed_blocks_are_hit_after_cache_blocks():
     manager = make_manager()
     request = make_request("a", range(10))
     manager.allocate_slots(request, 10, delay_cache_blocks=True)
@@ -154,7 +154,7 @@ def test_delayed_blocks_are_found_once_they_are_cached():
     assert manager.get_computed_blocks(make_request("b", range(10))).num_tokens == 8
 
 
-def test_caching_more_than_there_are_slots_for_is_refused():
+def test_caching_more_tokens_than_slots_is_refused():
     manager = make_manager()
     request = make_request("a", range(12))
     manager.allocate_slots(request, 4, delay_cache_blocks=True)
@@ -163,7 +163,7 @@ def test_caching_more_than_there_are_slots_for_is_refused():
     assert state(manager.block_pool) == "free: 2 3 4 5 6 7 8 | in use: 1"
 
 
-def test_without_caching_nothing_is_found():
+def test_without_caching_there_are_no_hits():
     manager = make_manager(caching=False)
     start(manager, make_request("a", range(8)))
     assert manager.get_computed_blocks(make_request("b", range(8))).blocks == ([],)
@@ -180,7 +180,7 @@ def test_blocks_may_be_coarser_than_hashes():
         KVCacheManager(BlockPool(9, True, 4), block_size=6)
 
 
-def test_freeing_twice_is_noticed():
+def test_double_free_is_refused():
     manager = make_manager()
     request = make_request("a", range(4))
     start(manager, request)
@@ -190,7 +190,7 @@ def test_freeing_twice_is_noticed():
     assert manager.block_pool.get_num_free_blocks() == 8
 
 
-def test_a_stale_prefix_is_noticed_and_changes_nothing():
+def test_a_stale_prefix_is_refused_and_changes_nothing():
     manager = make_manager(3)
     first = make_request("a", range(8))
     start(manager, first)
@@ -199,7 +199,7 @@ def test_a_stale_prefix_is_noticed_and_changes_nothing():
     prefix = manager.get_computed_blocks(late)
     start(manager, make_request("c", range(50, 58)))
     before = state(manager.block_pool)
-    with pytest.raises(InvalidBlockError, match="has been given to somebody else since"):
+    with pytest.raises(InvalidBlockError, match="was evicted or reused since"):
         manager.allocate_slots(late, 1, prefix)
     assert state(manager.block_pool) == before
 
@@ -224,7 +224,7 @@ def test_a_prefix_of_another_request_is_refused():
         manager.allocate_slots(make_request("c", range(9)), 1, prefix)
 
 
-def test_a_prefix_goes_in_front_of_all_blocks():
+def test_a_prefix_for_a_request_with_blocks_is_refused():
     manager = make_manager()
     start(manager, make_request("a", range(8)))
     running = make_request("b", range(9))
@@ -240,7 +240,7 @@ def test_a_negative_number_of_tokens_is_refused():
         manager.allocate_slots(make_request("a", range(4)), -1)
 
 
-def test_hashes_of_another_block_size_are_noticed_and_change_nothing():
+def test_hashes_of_another_block_size_change_nothing():
     manager = make_manager()
     request = Request("a", range(16), BlockHasher(block_size=8))
     with pytest.raises(InvalidArgumentError, match="has hashes for 2 blocks of 4 tokens; 4 are full"):
@@ -262,8 +262,8 @@ def test_a_reset_waits_for_running_requests():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_requests_keep_their_tables_and_hit_what_a_slow_model_hits(seed):
-    """The model knows which hashes are cached by scanning blocks; tables only ever grow at their end."""
+def test_random_requests_hit_what_a_slow_model_hits(seed):
+    """The model finds the cached hashes by scanning blocks; tables only grow at their end."""
     rng = random.Random(seed)
     manager = make_manager(rng.randrange(3, 20))
     pool = manager.block_pool
@@ -310,7 +310,7 @@ def test_random_requests_keep_their_tables_and_hit_what_a_slow_model_hits(seed):
 
 
 @pytest.mark.parametrize("wrong", [2.0, "2", None])
-def test_a_number_of_tokens_that_is_no_int_changes_nothing(wrong):
+def test_a_token_count_that_is_not_an_int_changes_nothing(wrong):
     manager = make_manager()
     first = make_request("a", range(8))
     start(manager, first)
@@ -326,13 +326,13 @@ def test_a_number_of_tokens_that_is_no_int_changes_nothing(wrong):
     assert state(manager.block_pool) == before
 
 
-def test_numpy_counts_will_do():
+def test_numpy_integers_are_accepted_as_counts():
     manager = make_manager()
     assert ids(manager.allocate_slots(make_request("a", range(8)), np.int64(8))[0]) == [1, 2]
 
 
 @pytest.mark.parametrize("field", ["all_token_ids", "lora_request", "mm_features", "cache_salt"])
-def test_a_request_that_can_not_be_announced_changes_nothing(field):
+def test_a_request_without_valid_event_keys_changes_nothing(field):
     manager = make_manager(enable_kv_cache_events=True)
     first = make_request("a", range(8))
     start(manager, first)
@@ -344,13 +344,13 @@ def test_a_request_that_can_not_be_announced_changes_nothing(field):
     del fields[field]
     partial = SimpleNamespace(**fields)
     prefix = manager.get_computed_blocks(partial)
-    with pytest.raises(InvalidTypeError, match=f"can not be announced in an event: .*{field}"):
+    with pytest.raises(InvalidTypeError, match=f"cannot be reported in an event: .*{field}"):
         manager.allocate_slots(partial, 8, prefix)
     assert state(manager.block_pool) == before
     assert manager.take_events() == []
 
 
-def test_hashes_that_are_no_bytes_change_nothing():
+def test_hashes_that_are_not_bytes_change_nothing():
     manager = make_manager()
     request = make_request("a", range(8))
     request.block_hashes[1] = "text"
@@ -359,7 +359,7 @@ def test_hashes_that_are_no_bytes_change_nothing():
     assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
 
 
-def test_with_lookahead_a_block_is_cached_once_the_tokens_after_it_are_known():
+def test_hash_lookahead_delays_caching_of_the_last_block():
     manager = make_manager(num_hash_lookahead_tokens=2)
     hasher = BlockHasher("sha256", "s", 4, num_lookahead_tokens=2)
     request = Request("a", range(9), hasher)
@@ -371,18 +371,18 @@ def test_with_lookahead_a_block_is_cached_once_the_tokens_after_it_are_known():
     assert manager.get_computed_blocks(Request("b", range(12), hasher)).num_tokens == 8
 
 
-def test_a_prefix_whose_keys_were_moved_away_is_stale():
+def test_a_prefix_whose_keys_were_moved_is_stale():
     manager = make_manager()
     start(manager, make_request("a", range(8)))
     late = make_request("b", range(9))
     prefix = manager.get_computed_blocks(late)
     (copy,) = manager.block_pool.get_new_blocks(1)
     manager.block_pool.move_block_hashes(manager.block_pool.blocks[1], copy)
-    with pytest.raises(InvalidBlockError, match="has been given to somebody else since"):
+    with pytest.raises(InvalidBlockError, match="was evicted or reused since"):
         manager.allocate_slots(late, 1, prefix)
 
 
-def test_a_hasher_with_smaller_blocks_than_the_pool_is_noticed():
+def test_a_hasher_with_smaller_blocks_is_refused():
     manager = make_manager()
     request = Request("a", range(8), BlockHasher(block_size=2))
     with pytest.raises(InvalidArgumentError, match="has 8 tokens but hashes for 16"):
@@ -393,22 +393,22 @@ def test_a_hasher_with_smaller_blocks_than_the_pool_is_noticed():
 
 
 @pytest.mark.parametrize("count", [-1, 9])
-def test_computed_tokens_that_have_no_slots_are_noticed(count):
+def test_computed_tokens_without_slots_are_refused(count):
     manager = make_manager()
     request = make_request("a", range(12))
     manager.allocate_slots(request, 8)
     request.num_computed_tokens = count
-    with pytest.raises(InvalidArgumentError, match=f"says {count} tokens are computed, but holds 2 blocks"):
+    with pytest.raises(InvalidArgumentError, match=f"has num_computed_tokens {count}, but holds 2 blocks"):
         manager.allocate_slots(request, 4)
     assert manager.get_block_ids("a") == [1, 2]
 
 
-def test_a_request_that_was_freed_starts_from_nothing():
+def test_a_freed_request_with_computed_tokens_is_refused():
     manager = make_manager()
     request = make_request("a", range(8))
     start(manager, request)
     manager.free(request)
-    with pytest.raises(InvalidArgumentError, match="set num_computed_tokens to 0 when it is freed"):
+    with pytest.raises(InvalidArgumentError, match="set num_computed_tokens to 0 when the request is freed"):
         manager.allocate_slots(request, 1)
 
 
@@ -430,12 +430,12 @@ def test_only_events_of_its_own_group_say_full_attention():
     assert kinds == ["full_attention", None]
 
 
-def test_a_block_size_that_is_no_int_is_refused():
+def test_a_block_size_that_is_not_an_int_is_refused():
     with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
         KVCacheManager(BlockPool(9, True, 4), 4.0)
 
 
-def test_on_a_pool_with_runs_a_request_grows_into_the_ids_after_its_own():
+def test_a_request_grows_into_the_ids_after_its_own():
     manager = KVCacheManager(RunBlockPool(40, True, 4))
     request = make_request("a", range(30))
     for num_tokens in (16, 1, 4, 9):
@@ -445,7 +445,7 @@ def test_on_a_pool_with_runs_a_request_grows_into_the_ids_after_its_own():
     assert manager.get_block_ids("a") == list(range(first, first + 8))
 
 
-def test_on_a_pool_with_runs_a_request_goes_on_after_its_cached_prefix():
+def test_a_request_continues_in_the_ids_after_its_prefix():
     manager = KVCacheManager(RunBlockPool(40, True, 4))
     first = make_request("first", range(16))
     start(manager, first)
@@ -457,7 +457,7 @@ def test_on_a_pool_with_runs_a_request_goes_on_after_its_cached_prefix():
     assert ids_of_second == list(range(ids_of_second[0], ids_of_second[0] + 8))
 
 
-def test_on_a_pool_with_runs_a_request_that_began_with_no_tokens_grows():
+def test_a_request_that_began_without_tokens_grows():
     """It raised IndexError: the last of no blocks."""
     manager = KVCacheManager(RunBlockPool(40, True, 4))
     request = make_request("a", range(8))
@@ -465,8 +465,8 @@ def test_on_a_pool_with_runs_a_request_that_began_with_no_tokens_grows():
     assert len(manager.allocate_slots(request, 8)[0]) == 2
 
 
-def test_a_state_after_guessed_tokens_is_not_cached_as_that_of_the_known_ones():
-    """A step of 3 tokens from 5 on ends at 8, in the next block; that of the 6th token is not written."""
+def test_a_state_after_speculative_tokens_is_not_cached():
+    """A step of 3 tokens from 5 on ends at 8, in the next block; that after 6 tokens is not written."""
     manager = KVCacheManager(BlockPool(9, True, 2), groups=[MambaSpec(block_size=2)])
     request = Request("a", range(6), BlockHasher("sha256", "s", 2))
     manager.allocate_slots(request, 5)
@@ -475,7 +475,7 @@ def test_a_state_after_guessed_tokens_is_not_cached_as_that_of_the_known_ones():
     assert manager.get_computed_blocks(request, max_num_tokens=6).num_tokens == 0
 
 
-def test_the_last_that_holds_a_forked_block_writes_in_place():
+def test_the_last_holder_of_a_forked_block_writes_in_place():
     manager = make_manager()
     parent = make_request("a", range(5))
     start(manager, parent)
@@ -501,14 +501,14 @@ def test_a_fork_with_other_tokens_is_refused():
     child = make_request("b", [*range(7), 50])
     child.num_computed_tokens = 8
     before = state(manager.block_pool)
-    with pytest.raises(InvalidArgumentError, match="have other hashes"):
+    with pytest.raises(InvalidArgumentError, match="their hashes differ"):
         manager.fork(parent, child)
     assert state(manager.block_pool) == before
     assert not manager.holds_blocks("b")
 
 
-def test_a_second_request_with_an_id_in_use_is_noticed():
-    """It got the blocks of the first one, without a word."""
+def test_a_second_request_with_an_id_in_use_is_refused():
+    """The second request silently got the blocks of the first one."""
     manager = make_manager()
     start(manager, make_request("a", range(8)))
     twin = make_request("a", range(50, 58))
@@ -519,8 +519,8 @@ def test_a_second_request_with_an_id_in_use_is_noticed():
     assert state(manager.block_pool) == before
 
 
-def test_tokens_that_the_window_has_passed_are_not_computed_anew():
-    """It was given slots in the null block."""
+def test_tokens_before_the_window_are_not_recomputed():
+    """The request was given slots in the null block."""
     manager = KVCacheManager(
         BlockPool(20, True, 4), groups=[SlidingWindowSpec(block_size=4, sliding_window=4)]
     )
@@ -529,5 +529,5 @@ def test_tokens_that_the_window_has_passed_are_not_computed_anew():
     request.num_computed_tokens = 16
     assert manager.allocate_slots(request, 4) is not None
     request.num_computed_tokens = 4
-    with pytest.raises(InvalidArgumentError, match="its first 12 have left the window of group 0"):
+    with pytest.raises(InvalidArgumentError, match="its first 12 tokens have left the window of group 0"):
         manager.allocate_slots(request, 16)

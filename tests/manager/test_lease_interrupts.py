@@ -1,4 +1,4 @@
-"""Loans that a signal handler breaks off: a reference and a hold for each lease, and for nothing else."""
+"""Leases that a signal handler interrupts: each has one hold and its references; nothing else has any."""
 
 import pytest
 from drawing import blocks, make_pool
@@ -15,9 +15,9 @@ def make():
     pool = make_pool(PICTURE)
     leases = BlockLeases(pool, clock=lambda: leases.now)
     leases.now = 0.0
-    leases.lent = [
-        leases.lend(blocks(pool, 1, 4), 5.0, "one", LeaseKind.READ),
-        leases.lend(blocks(pool, 3), 5.0, "two", LeaseKind.WRITE),
+    leases.leased = [
+        leases.acquire(blocks(pool, 1, 4), 5.0, "one", LeaseKind.READ),
+        leases.acquire(blocks(pool, 3), 5.0, "two", LeaseKind.WRITE),
     ]
     return leases
 
@@ -28,17 +28,17 @@ def expire(leases):
 
 
 CALLS = {
-    "read": lambda leases: leases.lend(blocks(leases.block_pool, 1, 2), 5.0, "one"),
-    "written": lambda leases: leases.lend(blocks(leases.block_pool, 5), 5.0, "two", LeaseKind.WRITE),
-    "a read ends": lambda leases: leases.lent[0].give_back(),
-    "extended": lambda leases: leases.lent[0].extend(9.0),
+    "read": lambda leases: leases.acquire(blocks(leases.block_pool, 1, 2), 5.0, "one"),
+    "written": lambda leases: leases.acquire(blocks(leases.block_pool, 5), 5.0, "two", LeaseKind.WRITE),
+    "a read ends": lambda leases: leases.leased[0].release(),
+    "extended": lambda leases: leases.leased[0].extend(9.0),
     "expired": expire,
-    "a write ends": lambda leases: leases.lent[1].give_back(),
+    "a write ends": lambda leases: leases.leased[1].release(),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupted_loan_leaves_no_reference_behind(name):
+def test_an_interrupted_lease_leaves_no_reference(name):
     def check(leases):
         pool = leases.block_pool
         invariants.check(pool)
@@ -54,16 +54,16 @@ def test_an_interrupted_loan_leaves_no_reference_behind(name):
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 
-def test_an_interrupted_loan_leaves_the_hold_of_other_leases_with_the_same_holder():
+def test_an_interrupted_lease_leaves_the_holders_other_holds():
     def make_two():
         leases = make()
         others = BlockLeases(leases.block_pool, clock=lambda: 0.0)
-        leases.other = others.lend(blocks(leases.block_pool, 4), 5.0, "one")
+        leases.other = others.acquire(blocks(leases.block_pool, 4), 5.0, "one")
         return leases
 
     def check(leases):
         assert not leases.other.hold.is_released
-        leases.other.give_back()
+        leases.other.release()
         invariants.check(leases.block_pool)
         assert len(leases.block_pool.holds.list_holds()) == len(leases.list_leases())
 

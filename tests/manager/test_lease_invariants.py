@@ -13,11 +13,11 @@ def make_leases():
     times = [0.0]
     pool = make_pool("free: 3 1* 2* | in use: 4* 5 6")
     leases = BlockLeases(pool, lambda: times[0])
-    quarantined = leases.lend([pool.blocks[6]], 10.0, "late worker", LeaseKind.WRITE)
+    quarantined = leases.acquire([pool.blocks[6]], 10.0, "late worker", LeaseKind.WRITE)
     times[0] = 20.0
     leases.expire()
-    read = leases.lend([pool.blocks[1], pool.blocks[4]], 30.0, "worker")
-    written = leases.lend([pool.blocks[5]], 30.0, "worker", LeaseKind.WRITE)
+    read = leases.acquire([pool.blocks[1], pool.blocks[4]], 30.0, "worker")
+    written = leases.acquire([pool.blocks[5]], 30.0, "worker", LeaseKind.WRITE)
     return leases, read, written, quarantined
 
 
@@ -27,7 +27,7 @@ def test_sound_leases_pass():
     check_leases(leases)
 
 
-def lend_another_block_than_is_held(leases, read, written, quarantined):
+def lease_another_block_than_is_held(leases, read, written, quarantined):
     read.blocks = read.blocks[:1]
 
 
@@ -43,7 +43,7 @@ def quarantine_a_reader(leases, read, written, quarantined):
     quarantined.kind = LeaseKind.READ
 
 
-def hold_for_ever(leases, read, written, quarantined):
+def hold_without_a_deadline(leases, read, written, quarantined):
     read.hold.changes_at = NEVER
 
 
@@ -62,26 +62,26 @@ def read_a_block_that_is_written(leases, read, written, quarantined):
     read.hold._blocks[written.blocks[0]] = None
 
 
-def forget_who_writes(leases, read, written, quarantined):
+def forget_a_writer(leases, read, written, quarantined):
     leases._written.clear()
 
 
 @pytest.mark.parametrize(
     ("damage", "broken"),
     [
-        (lend_another_block_than_is_held, "L1"),
+        (lease_another_block_than_is_held, "L1"),
         (list_a_lease_under_the_hold_of_another, "L1"),
         (count_a_block_twice, "L1"),
         (quarantine_a_reader, "L2"),
-        (hold_for_ever, "L2"),
+        (hold_without_a_deadline, "L2"),
         (lose_the_deadlines, "L2"),
         (hash_a_block_that_is_written, "L3"),
         (read_a_block_that_is_written, "L3"),
-        (forget_who_writes, "L3"),
+        (forget_a_writer, "L3"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_the_check_of_leases_bites(damage, broken):
+def test_each_broken_lease_invariant_is_named(damage, broken):
     made = make_leases()
     damage(*made)
     with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):

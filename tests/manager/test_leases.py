@@ -37,25 +37,27 @@ def make(picture):
     return pool, clock, BlockLeases(pool, clock)
 
 
-def lend(leases, block_ids, deadline=10, holder="worker", kind=READ):
-    return leases.lend([leases.block_pool.blocks[block_id] for block_id in block_ids], deadline, holder, kind)
+def acquire(leases, block_ids, deadline=10, holder="worker", kind=READ):
+    return leases.acquire(
+        [leases.block_pool.blocks[block_id] for block_id in block_ids], deadline, holder, kind
+    )
 
 
 def snapshot(pool, leases):
     check_leases(leases)
-    return state(pool), [(lease, repr(lease)) for lease in leases.list_leases()], leases.num_lent_blocks
+    return state(pool), [(lease, repr(lease)) for lease in leases.list_leases()], leases.num_leased_blocks
 
 
-def test_lent_blocks_are_not_reused_until_given_back():
+def test_leased_blocks_are_not_reused_until_released():
     pool, _, leases = make("free: 3 1* 2* | in use: 4*")
-    lease = lend(leases, [1, 4])
+    lease = acquire(leases, [1, 4])
     assert state(pool) == "free: 3 2* | in use: 1* 4*x2"
-    assert leases.num_lent_blocks == 2
-    assert leases.is_lent(pool.blocks[1])
-    lease.give_back()
+    assert leases.num_leased_blocks == 2
+    assert leases.is_leased(pool.blocks[1])
+    lease.release()
     assert state(pool) == "free: 3 2* 1* | in use: 4*"
-    assert leases.num_lent_blocks == 0
-    assert lease.state is LeaseState.GIVEN_BACK
+    assert leases.num_leased_blocks == 0
+    assert lease.state is LeaseState.RELEASED
 
 
 COMPACTIONS = {
@@ -68,25 +70,25 @@ COMPACTIONS = {
 
 @pytest.mark.parametrize("kind", list(LeaseKind))
 @pytest.mark.parametrize("name", COMPACTIONS)
-def test_compaction_moves_no_block_that_is_lent(name, kind):
-    """Their ids were handed out again while a network card still wrote there."""
+def test_compaction_moves_no_leased_block(name, kind):
+    """The blocks' ids were reused while a network card still wrote to them."""
     pool = RunBlockPool(13, True, 4)
     leases = BlockLeases(pool, clock=lambda: 0.0)
-    before, lent = pool.get_new_blocks(6), pool.get_new_blocks(3)
-    lease = leases.lend(lent, 30.0, "nic", kind)
+    before, leased = pool.get_new_blocks(6), pool.get_new_blocks(3)
+    lease = leases.acquire(leased, 30.0, "nic", kind)
     pool.free_blocks(before)
     copied = []
     if name == "shrink":
         with pytest.raises(
-            InvalidBlockError, match=rf"block 9 is lent to nic \({kind.value}\): it cannot be"
+            InvalidBlockError, match=rf"block 9 is leased to nic \({kind.value}\): it cannot be"
         ):
             COMPACTIONS[name](pool, copied.extend)
     else:
         assert not COMPACTIONS[name](pool, copied.extend) or name == "gather"
     assert copied == []
-    assert ids(lent) == [7, 8, 9]
+    assert ids(leased) == [7, 8, 9]
     assert not {7, 8, 9} & set(ids(pool.get_new_blocks(8)))
-    lease.give_back()
+    lease.release()
     assert pool.holds.list_holds() == []
 
 
@@ -94,33 +96,33 @@ def test_a_quarantined_block_keeps_its_id():
     pool = RunBlockPool(6, True, 4)
     clock = Clock()
     leases = BlockLeases(pool, clock)
-    before, lent = pool.get_new_blocks(2), pool.get_new_blocks(2)
-    lease = leases.lend(lent, 10, "nic", WRITE)
-    pool.free_blocks([*before, *lent])
+    before, leased = pool.get_new_blocks(2), pool.get_new_blocks(2)
+    lease = leases.acquire(leased, 10, "nic", WRITE)
+    pool.free_blocks([*before, *leased])
     clock.now = 10
     assert leases.expire() == [lease]
     assert compaction.pack(pool, print) == []
-    lease.give_back()
-    assert pool.holds.list_fixed_ids() == []
+    lease.release()
+    assert pool.holds.list_immovable_ids() == []
 
 
 def test_a_lease_ends_once():
     pool, _, leases = make("free: 1*")
-    lease = lend(leases, [1])
-    lease.give_back()
+    lease = acquire(leases, [1])
+    lease.release()
     before = snapshot(pool, leases)
-    with pytest.raises(StaleLeaseError, match=r"'worker', given back\) is over"):
-        lease.give_back()
+    with pytest.raises(StaleLeaseError, match=r"'worker', released\) is over"):
+        lease.release()
     with pytest.raises(StaleLeaseError):
         lease.extend(20)
     with pytest.raises(StaleLeaseError, match="not of these leases"):
-        BlockLeases(pool, Clock()).give_back(lease)
+        BlockLeases(pool, Clock()).release(lease)
     assert snapshot(pool, leases) == before
 
 
-def test_a_reader_that_is_late_loses_the_blocks_and_is_reported_once():
+def test_a_late_reader_loses_its_blocks_and_is_reported_once():
     pool, clock, leases = make("free: 1* 2*")
-    late, early = lend(leases, [1], 10), lend(leases, [2], 5)
+    late, early = acquire(leases, [1], 10), acquire(leases, [2], 5)
     clock.now = 4
     assert leases.expire() == []
     clock.now = 10
@@ -129,22 +131,22 @@ def test_a_reader_that_is_late_loses_the_blocks_and_is_reported_once():
     assert state(pool) == "free: 2* 1*"
     before = snapshot(pool, leases)
     with pytest.raises(StaleLeaseError, match="expired"):
-        late.give_back()
+        late.release()
     assert snapshot(pool, leases) == before
 
 
-def test_late_is_not_too_late_while_nobody_took_the_blocks_back():
+def test_an_overdue_lease_can_be_released_before_expire():
     pool, clock, leases = make("free: 1*")
-    lease = lend(leases, [1], 5)
+    lease = acquire(leases, [1], 5)
     clock.now = 9
-    lease.give_back()
+    lease.release()
     assert leases.expire() == []
     assert state(pool) == "free: 1*"
 
 
-def test_a_writer_that_is_late_is_quarantined_until_it_confirms():
+def test_a_late_writer_is_quarantined_until_it_confirms():
     pool, clock, leases = make("free: 2 | in use: 1")
-    lease = lend(leases, [1], 5, kind=WRITE)
+    lease = acquire(leases, [1], 5, kind=WRITE)
     pool.free_blocks([pool.blocks[1]])
     clock.now = 5
     assert leases.expire() == [lease]
@@ -154,14 +156,14 @@ def test_a_writer_that_is_late_is_quarantined_until_it_confirms():
     assert state(pool) == "free: 2 | in use: 1"
     with pytest.raises(StaleLeaseError, match="cannot be extended: its deadline has passed"):
         lease.extend(20)
-    lease.give_back()
+    lease.release()
     assert leases.list_leases() == []
     assert state(pool) == "free: 1 2"
 
 
 def test_a_heartbeat_moves_the_deadline_either_way():
     pool, clock, leases = make("free: 1* 2*")
-    first, second = lend(leases, [1], 5), lend(leases, [2], 50)
+    first, second = acquire(leases, [1], 5), acquire(leases, [2], 50)
     first.extend(20)
     second.extend(7)
     clock.now = 8
@@ -191,28 +193,28 @@ def test_a_heartbeat_moves_the_deadline_either_way():
         ([6], WRITE, "writes it"),
     ],
 )
-def test_a_block_that_can_not_be_lent_is_refused_and_nothing_changes(block_ids, kind, message):
+def test_an_unsuitable_block_is_refused_and_nothing_changes(block_ids, kind, message):
     pool, _, leases = make("free: 1 2* | in use: 3* 4x2 5 6")
-    lend(leases, [6], holder="first", kind=WRITE)
+    acquire(leases, [6], holder="first", kind=WRITE)
     before = snapshot(pool, leases)
     with pytest.raises(InvalidBlockError, match=message):
-        lend(leases, block_ids, kind=kind)
+        acquire(leases, block_ids, kind=kind)
     assert snapshot(pool, leases) == before
 
 
-def test_what_is_no_loan_is_refused():
+def test_an_invalid_lease_is_refused():
     pool, clock, leases = make("free: 1*")
     clock.now = 3
     before = snapshot(pool, leases)
     for block_ids, deadline in (([], 10), ([1], 3), ([1], float("nan"))):
         with pytest.raises(InvalidArgumentError):
-            lend(leases, block_ids, deadline)
+            acquire(leases, block_ids, deadline)
     with pytest.raises(InvalidBlockError, match="not one of this pool"):
-        leases.lend([BlockPool(3, True, 4).blocks[1]], 10, "worker")
+        leases.acquire([BlockPool(3, True, 4).blocks[1]], 10, "worker")
     assert snapshot(pool, leases) == before
 
 
-def test_a_kept_block_is_handed_over_to_the_transfer_and_kept_again():
+def test_a_kept_block_is_kept_again_after_its_lease():
     clock = Clock()
     pool = make_pool("free: 2 | in use: 1*")
     retention = BlockRetention(pool, clock)
@@ -220,18 +222,18 @@ def test_a_kept_block_is_handed_over_to_the_transfer_and_kept_again():
     retention.set_directives("request", [RetentionDirective(priority=90)])
     retention.label_table("request", 0, 0, [pool.blocks[1]])
     pool.free_blocks([pool.blocks[1]])
-    assert retention.num_kept == 1
-    lease = lend(leases, [1])
-    assert retention.num_kept == 0
+    assert retention.num_retained == 1
+    lease = acquire(leases, [1])
+    assert retention.num_retained == 0
     assert pool.blocks[1].ref_cnt == 1
     check_leases(leases)
-    lease.give_back()
-    assert retention.num_kept == 1
+    lease.release()
+    assert retention.num_retained == 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_loans_leak_nothing_and_nothing_lent_is_reused(seed):
-    """The model: per live lease a list of block ids, and per holder a list; references are counted anew."""
+def test_random_leases_leak_and_reuse_no_block(seed):
+    """The model: a list of block ids per live lease and per holder; references are recounted each time."""
     chance = random.Random(seed)
     clock = Clock()
     pool = BlockPool(11, True, 4)
@@ -243,8 +245,8 @@ def test_random_loans_leak_nothing_and_nothing_lent_is_reused(seed):
         deadline = clock.now + chance.randint(1, 6)
         if action == "take" and pool.get_num_free_blocks():
             blocks = pool.get_new_blocks(chance.randint(1, min(3, pool.get_num_free_blocks())))
-            lent = {block_id for lease in live for block_id in ids(lease.blocks)}
-            assert not lent & set(ids(blocks))
+            leased = {block_id for lease in live for block_id in ids(lease.blocks)}
+            assert not leased & set(ids(blocks))
             if chance.random() < 0.6:
                 for block in blocks:
                     cached += 1
@@ -256,21 +258,21 @@ def test_random_loans_leak_nothing_and_nothing_lent_is_reused(seed):
             blocks = chance.sample(pool.blocks[1:], chance.randint(1, 2))
             kind = READ if action == "read" else WRITE
             written = {b for lease in live if lease.kind is WRITE for b in lease.blocks}
-            lent = {b for lease in live for b in lease.blocks}
+            leased = {b for lease in live for b in lease.blocks}
             if kind is READ:
                 fits = all((b.ref_cnt or b.block_hash) and b not in written for b in blocks)
             else:
-                fits = all(b.ref_cnt == 1 and b.block_hash is None and b not in lent for b in blocks)
+                fits = all(b.ref_cnt == 1 and b.block_hash is None and b not in leased for b in blocks)
             if fits:
-                live[leases.lend(blocks, deadline, "worker", kind)] = deadline
+                live[leases.acquire(blocks, deadline, "worker", kind)] = deadline
             else:
                 before = snapshot(pool, leases)
                 with pytest.raises(InvalidBlockError):
-                    leases.lend(blocks, deadline, "worker", kind)
+                    leases.acquire(blocks, deadline, "worker", kind)
                 assert snapshot(pool, leases) == before
         elif action == "back" and live:
             lease = chance.choice(list(live))
-            lease.give_back()
+            lease.release()
             del live[lease]
         elif action == "wait":
             clock.now += chance.randint(1, 3)
@@ -300,5 +302,5 @@ def test_random_loans_leak_nothing_and_nothing_lent_is_reused(seed):
     for blocks in held:
         pool.free_blocks(blocks)
     for lease in live:
-        lease.give_back()
+        lease.release()
     assert pool.get_num_free_blocks() == 10

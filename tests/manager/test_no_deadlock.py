@@ -1,5 +1,5 @@
-"""Requests that each fit into the pool alone all end, whatever the mix: for the scheduler of the examples,
-with preemption by recomputation and by swap. Small cases are all tried."""
+"""All requests that each fit into the pool alone end, in any mix: for the scheduler of the examples, with
+preemption by recomputation and by swap. All small mixes are tried."""
 
 import itertools
 from collections import Counter
@@ -68,10 +68,10 @@ def make_scheduler(
 
 
 def run(scheduler, requests, arrivals=None):
-    """Step until all have ended; each step has to compute something."""
+    """Step until all requests have ended; each step must compute something."""
     arrivals = dict.fromkeys(requests, 0) if arrivals is None else arrivals
-    # In each step whoever gives way last computes a token. It loses what it has to a more important one only,
-    # and of these no more come than there are requests.
+    # In each step the last request to be preempted computes a token. It loses its tokens to a more important
+    # request only, and there are no more of these than requests.
     longest = len(requests) * sum(request.max_tokens for request in requests) + max(arrivals.values()) + 1
     for now in range(longest):
         for request in requests:
@@ -101,7 +101,7 @@ def make_requests(shapes, priorities, *, shares_prompts):
 
 
 def list_mixes(num_blocks, num_requests):
-    """Prompt and output lengths of requests that each fit alone: little, half of the pool, all of it."""
+    """Yield prompt and output lengths of requests that fit alone: small, half of the pool, all of it."""
     num_slots = num_blocks * BLOCK_SIZE
     shapes = {(1, 2), (num_blocks, 1), (num_blocks, num_blocks), (1, num_slots - 1), (num_slots - 1, 1)}
     if num_requests == 2:
@@ -112,20 +112,20 @@ def list_mixes(num_blocks, num_requests):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("watermark", [0.0, 0.5])
 @pytest.mark.parametrize("num_blocks", [2, 3, 4, 5])
-def test_every_small_mix_ends(num_blocks, watermark, rule):
+def test_every_small_mix_of_requests_ends(num_blocks, watermark, rule):
     done = Counter()
     for num_requests in (2, 3):
         for shapes, budget, shares_prompts, whole_prompts in itertools.product(
             list_mixes(num_blocks, num_requests), [1, 3, 8], [False, True], [False, True]
         ):
-            # Who is important: the first, the last.
+            # The important request: the first, or the last.
             for priorities in ((1,) + (0,) * (num_requests - 1), (0,) * (num_requests - 1) + (1,)):
                 scheduler = make_scheduler(num_blocks, rule, budget, watermark, whole_prompts=whole_prompts)
                 run(scheduler, make_requests(shapes, priorities, shares_prompts=shares_prompts))
                 done += scheduler.done
     if not watermark:
         assert (done["swapped out"] > 50) == (rule != "recompute")
-        assert (done["freed, to be computed anew"] > 50) or rule == "swap"
+        assert (done["freed, to be recomputed"] > 50) or rule == "swap"
 
 
 @settings(max_examples=150, deadline=None)
@@ -193,7 +193,7 @@ def test_larger_mixes_end_with_several_groups(data):
         run(scheduler, fitting)
 
 
-def test_one_that_would_not_fit_alone_is_refused_on_arrival():
+def test_a_request_that_does_not_fit_is_refused_on_arrival():
     scheduler = make_scheduler(3, "recompute")
     fitting, too_long = make_requests([(4, 2), (4, 3)], (0, 0), shares_prompts=False)
     assert scheduler.add(fitting)

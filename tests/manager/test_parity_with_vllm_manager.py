@@ -1,23 +1,23 @@
 """Random schedules through vLLM 0.33's `KVCacheManager` and ours: after every call the same state.
 
 Compared are hits (tokens, and blocks of each group), refusals, new blocks of each group, block tables, the
-whole free queue in order, the prefix map, and events. And what our `can_allocate` says must come true, call
-by call. Runs where vLLM's core imports (marker `vllm`).
+whole free queue in order, the prefix map, and events. Each result of our `can_allocate` is also compared with
+the call that follows. Runs if vLLM's core can be imported (marker `vllm`).
 
-Where they differ, so that the schedules stay clear of it:
+Known differences, which the schedules avoid:
 
-- A window of 1 token: vLLM caches none of its blocks, so that no prefix of the model is ever hit. Here it is.
-- Full attention whose blocks are larger than the hashes': vLLM caches the end of a prompt in mid-block under
-  one more key, when the block is full. Groups without Mamba do not look for it: it is left out of the
-  comparison of the maps and, with it, events.
-- `evict_blocks` of a block in use: vLLM caches it anew at the next step if it is such an end, and, with
-  Mamba, the last state of a prompt. Here it stays evicted. The schedules evict free blocks only there.
-- `full_sequence_must_fit` with Mamba: vLLM counts one block of state, here it is the two that a step which
-  begins a block needs, the one it reads and the one it writes.
-- Local attention in chunks that are no multiple of blocks: vLLM takes the chunk of the longest possible hit
-  for that of the hit, and hits prefixes of which blocks are missing. With blocks of 2, chunks of 11 and a
-  limit of 11 tokens it finds 10 without a block, though the next token attends to all of them. Here such a
-  prefix is no hit. Where a load ends in such a block, it counts as a new one there, as a loaded one here.
+- A window of 1 token: vLLM caches none of its blocks, so no prefix of the model is ever hit. kv_pool hits it.
+- Full attention with blocks larger than the hashes': vLLM caches the end of a prompt within a block under one
+  more key when the block is full. Groups without Mamba do not look it up: it is excluded from the comparison
+  of the maps and of events.
+- `evict_blocks` of a block in use: vLLM caches it again at the next step if it is such an end, and, with
+  Mamba, the last state of a prompt. In kv_pool it stays evicted. The schedules evict free blocks only then.
+- `full_sequence_must_fit` with Mamba: vLLM counts one block of state; kv_pool counts the two that a step
+  needs which begins a block: one to read and one to write.
+- Local attention in chunks that are not a multiple of blocks: vLLM uses the chunk of the longest possible hit
+  for the actual hit, and hits prefixes with missing blocks. With blocks of 2, chunks of 11 and a limit of 11
+  tokens it finds 10 without a block, although the next token attends to all of them. In kv_pool this is no
+  hit. If a load ends in such a block, vLLM counts it as a new block, kv_pool as a loaded one.
 """
 
 import pytest
@@ -31,7 +31,7 @@ SEEDS_PER_TEST = 25
 
 
 def find_disagreement(kind, seed):
-    """What the first call that they disagree on is, and how; None if they agree on all."""
+    """Return the first call on which the two disagree, and the difference; None if they agree."""
     from manager.own_manager import OwnManagerSide
     from manager.vllm_manager import VllmManagerSide
 

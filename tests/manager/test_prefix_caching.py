@@ -3,7 +3,7 @@ from kv_pool import BlockHasher, BlockPool, FullAttentionSpec, KVCacheManager, M
 HASHER = BlockHasher("sha256", "s", 4)
 
 
-def test_a_fork_that_reaches_the_common_boundary_second_finds_the_shared_block_cached():
+def test_the_second_fork_finds_the_shared_block_cached():
     groups = (FullAttentionSpec(block_size=4), MambaSpec(block_size=8))
     manager = KVCacheManager(BlockPool(17, True, 4), groups=groups)
     parent, child = Request("p", range(16), HASHER), Request("c", range(16), HASHER)

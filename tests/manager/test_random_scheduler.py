@@ -1,4 +1,4 @@
-"""Random schedules: each answer as a slow model says, each invariant after each step, each byte read back."""
+"""Random schedules: results agree with a slow model, invariants hold after each step, bytes are read back."""
 
 from collections import Counter
 
@@ -145,14 +145,14 @@ def run(setup, seeds, num_steps):
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_a_random_schedule_goes_as_a_slow_model_says(setup):
+def test_a_random_schedule_agrees_with_a_slow_model(setup):
     done = run(setup, range(3), 70)
     assert done["steps"] == 210
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_100_000_steps_go_as_a_slow_model_says(setup):
+def test_100_000_steps_agree_with_a_slow_model(setup):
     assert NUM_SLOW_IN_ALL >= 100_000
     done = run(setup, range(100, 100 + NUM_SLOW_SEEDS), NUM_SLOW_STEPS)
     assert done["steps"] == NUM_SLOW_SEEDS * NUM_SLOW_STEPS

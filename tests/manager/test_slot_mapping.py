@@ -1,4 +1,4 @@
-"""Slots of a step by example; against a slow loop in test_batch_block_table_random.py."""
+"""Slots of a step by example; test_batch_block_table_random.py compares them with a slow loop."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_decode_takes_one_position_per_row():
     assert mapping.fill_decode(integers(5, 0, 11)).tolist() == [2 * 4 + 1, 9 * 4, 8 * 4 + 3]
 
 
-def test_chunks_are_laid_out_as_query_start_loc_says():
+def test_chunks_follow_query_start_loc():
     mapping = make_mapping(make_table(7, 2), make_table(9), make_table(5, 3, 8))
     found = mapping.fill_chunks(integers(0, 4, 4, 7), integers(2, 1, 9))
     assert found.tolist() == [30, 31, 8, 9, 33, 34, 35]
@@ -36,7 +36,7 @@ def test_chunks_are_laid_out_as_query_start_loc_says():
     assert found.base is mapping.slots
 
 
-def test_places_behind_the_last_token_are_padding():
+def test_slots_after_the_last_token_are_padding():
     mapping = make_mapping(make_table(7, 2), make_table(9))
     assert mapping.fill_decode(integers(5, 0), num_slots=4).tolist() == [9, 36, -1, -1]
     assert mapping.fill_chunks(integers(0, 2), integers(0), num_slots=3).tolist() == [28, 29, PAD_SLOT_ID]
@@ -44,7 +44,7 @@ def test_places_behind_the_last_token_are_padding():
     assert mapping.fill_decode(integers()).tolist() == []
 
 
-def test_an_array_of_the_callers_is_written_in_place():
+def test_a_given_array_is_written_in_place():
     array = np.zeros(12, np.int64)
     mapping = make_mapping(make_table(7), array=array)
     assert mapping.fill_decode(integers(1)).base is array
@@ -75,7 +75,7 @@ def test_a_position_without_a_block_raises_and_changes_nothing(position, words):
     assert mapping.slots.tolist() == before.tolist()
 
 
-def test_a_chunk_that_runs_out_of_its_row_does_not_run_into_the_next():
+def test_a_chunk_longer_than_its_row_is_refused():
     mapping = make_mapping(make_table(7, 2, 3), make_table(9, 6))
     with pytest.raises(InvalidArgumentError, match="'a', row 0: no slot at position 12, 3 blocks"):
         mapping.fill_chunks(integers(0, 5, 6), integers(8, 0))
@@ -102,9 +102,9 @@ def test_a_row_without_tokens_may_have_any_first_position():
     [
         ((0, 1), (0, 0), "2 entries for 2 first_positions"),
         ((1, 2), (0,), "does not start at 0"),
-        ((0, 2, 1), (0, 0), "goes down"),
-        ((0, 1, 2, 3), (0, 0, 0), "positions for 3 rows, the batch has 2 requests"),
-        ((0, 13), (0,), "13 tokens in an answer of 13"),
+        ((0, 2, 1), (0, 0), "decreases"),
+        ((0, 1, 2, 3), (0, 0, 0), "positions for 3 rows, but the batch has 2 requests"),
+        ((0, 13), (0,), "num_slots is 13 for 13 tokens"),
     ],
 )
 def test_arrays_that_do_not_fit_together_are_refused(query_start_loc, first_positions, words):
@@ -113,11 +113,11 @@ def test_arrays_that_do_not_fit_together_are_refused(query_start_loc, first_posi
         mapping.fill_chunks(integers(*query_start_loc), integers(*first_positions))
 
 
-def test_an_answer_shorter_than_its_tokens_is_refused():
+def test_fewer_slots_than_tokens_are_refused():
     mapping = make_mapping(make_table(7), make_table(9))
-    with pytest.raises(InvalidArgumentError, match="2 tokens in an answer of 1"):
+    with pytest.raises(InvalidArgumentError, match="num_slots is 1 for 2 tokens"):
         mapping.fill_decode(integers(0, 1), num_slots=1)
     with pytest.raises(InvalidArgumentError, match="positions for 3 rows"):
         mapping.fill_decode(integers(0, 1, 2))
-    with pytest.raises(InvalidTypeError, match="positions are integers in one dimension, not float64"):
+    with pytest.raises(InvalidTypeError, match="must be a one-dimensional array of integers, not float64"):
         mapping.fill_decode(np.array([0.0]))

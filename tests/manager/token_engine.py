@@ -1,4 +1,4 @@
-"""`TokenEngine`: an engine whose KV is a number that depends on all tokens so far, in an array by slot."""
+"""`TokenEngine`: an engine whose KV is one number, derived from all tokens so far, in an array by slot."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ MASK = 2**62 - 1
 
 
 def mix(digest, token):
-    """The KV of a token behind tokens with this digest; depends on all of them and their order."""
+    """Return the KV of a token after tokens with this digest; it depends on all of them and their order."""
     return (digest * 6364136223846793005 + token * 1442695040888963407 + 12345) & MASK
 
 
 def find_first_read(spec, position):
-    """The first position that the token at `position` attends to."""
+    """Return the first position that the token at `position` attends to."""
     if isinstance(spec, SlidingWindowSpec):
         return max(0, position - spec.sliding_window + 1)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -37,7 +37,7 @@ class TokenEngine:
             self.slots[target_id] = self.slots[source_id]
 
     def write(self, group_id, table, first, digests):
-        """The KV of the positions from `first` on, one for each digest; not where the null block is."""
+        """Write the KV of the positions from `first` on, one per digest; skips null blocks."""
         spec = self.groups[group_id]
         if isinstance(spec, MambaSpec):
             last = first + len(digests) - 1
@@ -52,7 +52,7 @@ class TokenEngine:
         self.slots[block_ids[kept], (positions % spec.block_size)[kept]] = values[kept]
 
     def check_state(self, group_id, table, num_computed, digests):
-        """The state after the computed tokens is the one that a step may start from."""
+        """Check that the state after the computed tokens is in the block that a step reads."""
         if num_computed:
             block_id = table[(num_computed - 1) // self.groups[group_id].block_size]
             assert self.slots[block_id, 0] == digests[num_computed - 1] ^ group_id, (
@@ -60,7 +60,7 @@ class TokenEngine:
             )
 
     def check_reads(self, group_id, table, position, num_tokens, digests):
-        """All that the token at `position` attends to is there, among the first `num_tokens` tokens."""
+        """Check all KV that the token at `position` attends to, among the first `num_tokens` tokens."""
         spec = self.groups[group_id]
         first = find_first_read(spec, position)
         if first >= num_tokens:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from manager.manager_operations import ManagerSide, ids, per_group
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those of its imports are none of ours
+    warnings.simplefilter("ignore")  # for vLLM's imports
     import torch
     from vllm.sampling_params import SamplingParams
     from vllm.utils import hashing

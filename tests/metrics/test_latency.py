@@ -1,4 +1,4 @@
-"""Call times: what the figures mean, and that all calls are counted from any number of threads."""
+"""Call latencies: the figures, and the count of all calls from any number of threads."""
 
 import random
 import statistics
@@ -15,19 +15,19 @@ def call(window, num_calls):
             window.note(1000)
 
 
-def test_without_calls_there_are_no_figures():
+def test_figures_are_zero_without_calls():
     latency = LatencyWindow().summarize()
     assert (latency.num_calls, latency.num_timed, latency.mean_us, latency.max_us) == (0, 0, 0.0, 0.0)
 
 
-def test_all_calls_are_counted_and_one_in_so_many_is_timed():
+def test_all_calls_are_counted_and_a_sample_is_timed():
     window = LatencyWindow()
     call(window, 3 * TIMED_EVERY)
     latency = window.summarize()
     assert (latency.num_calls, latency.num_timed) == (3 * TIMED_EVERY, 3)
 
 
-def test_a_look_is_not_a_call():
+def test_summarize_does_not_count_as_a_call():
     window = LatencyWindow()
     for num_calls in range(5):
         assert window.summarize().num_calls == num_calls
@@ -40,7 +40,7 @@ def test_the_first_call_is_timed():
     assert window.summarize().max_us == 1.0
 
 
-def test_only_the_last_times_are_kept():
+def test_only_the_latest_durations_are_kept():
     window = LatencyWindow(max_kept=10)
     call(window, 50 * TIMED_EVERY)
     latency = window.summarize()
@@ -48,7 +48,7 @@ def test_only_the_last_times_are_kept():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_figures_are_those_of_the_statistics_module(seed):
+def test_figures_agree_with_the_statistics_module(seed):
     draw = random.Random(seed)
     durations = [draw.randint(1, 100_000) for _ in range(draw.randint(1, 300))]
     latency = summarize(1000, durations)
@@ -64,7 +64,7 @@ def test_of_100_calls_the_99th_percentile_is_the_99th():
     assert summarize(100, list(range(1000, 101_000, 1000))).p99_us == 99.0
 
 
-def test_calls_of_many_threads_are_all_counted():
+def test_calls_from_many_threads_are_all_counted():
     window = LatencyWindow()
     threads = [threading.Thread(target=call, args=(window, 5000)) for _ in range(8)]
     for thread in threads:

@@ -22,7 +22,7 @@ def clock():
     return Clock()
 
 
-def test_a_sample_tells_lifetime_idle_time_and_gaps(clock):
+def test_a_sample_has_lifetime_idle_time_and_gaps(clock):
     collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     block = KVCacheBlock(1)
     collector.on_block_allocated(block)
@@ -46,7 +46,7 @@ def test_only_the_last_three_gaps_are_kept(clock):
     assert collector.drain_events()[0].reuse_gaps_seconds == (3.0, 4.0, 5.0)
 
 
-def test_a_block_that_was_never_hit_is_idle_all_its_life(clock):
+def test_a_block_without_hits_is_idle_since_allocation(clock):
     collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     collector.on_block_allocated(KVCacheBlock(1))
     clock.advance(7)
@@ -54,7 +54,7 @@ def test_a_block_that_was_never_hit_is_idle_all_its_life(clock):
     assert collector.drain_events() == [KVCacheEvictionEvent(7.0, 7.0, ())]
 
 
-def test_blocks_that_are_not_followed_leave_no_trace():
+def test_blocks_that_are_not_sampled_leave_no_trace():
     collector = KVCacheMetricsCollector(1.0)
     collector.on_block_accessed(KVCacheBlock(1))
     collector.on_block_evicted(KVCacheBlock(1))
@@ -62,7 +62,7 @@ def test_blocks_that_are_not_followed_leave_no_trace():
     assert collector.drain_events() == []
 
 
-def test_the_sample_rate_is_the_share_that_is_followed():
+def test_the_sample_rate_is_the_share_of_sampled_blocks():
     random.seed(0)
     collector = KVCacheMetricsCollector(0.25)
     for block_id in range(4000):
@@ -71,7 +71,7 @@ def test_the_sample_rate_is_the_share_that_is_followed():
 
 
 @pytest.mark.parametrize("rate", [0, -0.1, 1.1])
-def test_a_rate_that_is_no_share_is_refused(rate):
+def test_an_invalid_sample_rate_is_refused(rate):
     with pytest.raises(InvalidArgumentError, match=f"sample_rate is {rate}"):
         KVCacheMetricsCollector(rate)
     with pytest.raises(AssertionError):
@@ -88,7 +88,7 @@ def test_a_reset_drops_undrained_samples_too(clock):
     assert collector.drain_events() == []
 
 
-def test_a_pool_tells_its_collector_of_every_stay(clock):
+def test_a_pool_notifies_its_collector_of_every_lifetime(clock):
     collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     pool = BlockPool(2, True, 4, metrics_collector=collector)
     (block,) = pool.get_new_blocks(1)
@@ -104,8 +104,8 @@ def test_a_pool_tells_its_collector_of_every_stay(clock):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_stays_agree_with_a_slow_model(clock, seed):
-    """The model keeps every time of every stay; the dice of the collector are its own."""
+def test_random_lifetimes_agree_with_a_slow_model(clock, seed):
+    """The model records every access time. Sampling is random in the collector itself."""
     rng = random.Random(seed)
     collector = KVCacheMetricsCollector(0.6, clock_ns=clock)
     stays, expected = {}, []
@@ -132,7 +132,7 @@ def test_random_stays_agree_with_a_slow_model(clock, seed):
     assert collector.drain_events() == expected
 
 
-def test_an_engine_supplies_its_own_class_of_samples(clock):
+def test_an_engine_can_supply_its_own_sample_class(clock):
     collector = KVCacheMetricsCollector(1.0, sample_type=lambda *values: ("mine", *values), clock_ns=clock)
     pool = BlockPool(2, True, 4, metrics_collector=collector)
     pool.free_blocks(pool.get_new_blocks(1))
@@ -141,7 +141,7 @@ def test_an_engine_supplies_its_own_class_of_samples(clock):
     assert collector.drain_events() == [("mine", 3.0, 3.0, ())]
 
 
-def test_blocks_that_exchange_their_ids_are_followed_on():
+def test_blocks_are_tracked_across_an_id_swap():
     collector = KVCacheMetricsCollector(1.0)
     for block_id in (1, 2, 3):
         collector.on_block_allocated(KVCacheBlock(block_id))

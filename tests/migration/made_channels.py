@@ -1,4 +1,4 @@
-"""Two channels that lead to each other, and a thread for what runs beside the test."""
+"""Pairs of connected channels, and a thread for calls that run in parallel to a test."""
 
 import select
 import socket
@@ -19,7 +19,7 @@ def soon():
 
 @contextmanager
 def make_pair():
-    """Both ends as channels."""
+    """Two connected channels."""
     left, right = socket.socketpair()
     with left, right:
         yield Channel(left, *KEYS, "the right"), Channel(right, *reversed(KEYS), "the left")
@@ -27,7 +27,7 @@ def make_pair():
 
 @contextmanager
 def make_end():
-    """One end as a channel, the other as a socket that can be given anything."""
+    """A channel connected to a raw socket."""
     left, right = socket.socketpair()
     with left, right:
         right.settimeout(LONG)
@@ -35,7 +35,7 @@ def make_end():
 
 
 def make_frame(*payloads):
-    """The bytes of these messages, as a channel would send them to the one of `make_end`, in a list."""
+    """Return the frames that a channel would send to the channel of `make_end` for these messages."""
     left, right = socket.socketpair()
     with left, right:
         sender = Channel(left, *reversed(KEYS), "nobody")
@@ -47,7 +47,7 @@ def make_frame(*payloads):
 
 
 def greet_client(connection, secret, deadline, peer):
-    """The server's side of a handshake, waited for."""
+    """Perform the server's side of a handshake, blocking."""
     greeting = ClientGreeting(connection, secret, peer)
     while (channel := greeting.go_on()) is None:
         assert select.select([connection], [], [], deadline - time.monotonic())[0], "nothing came"
@@ -55,7 +55,7 @@ def greet_client(connection, secret, deadline, peer):
 
 
 class Beside:
-    """Runs a call in a thread; `get` gives what it returned, or raises what it raised."""
+    """A call in a thread; `get` returns its result or raises its error."""
 
     def __init__(self, call, *arguments):
         self._outcome = None

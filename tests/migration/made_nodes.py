@@ -1,4 +1,4 @@
-"""What the migration tests share: nodes over small pools, whose bytes are made of what they stand for."""
+"""Shared parts of the migration tests: nodes over small pools, whose bytes are derived from their tokens."""
 
 import hashlib
 import threading
@@ -27,7 +27,7 @@ class Clock:
 
 
 class MadeEngine(SequenceOwner):
-    """A scheduler with requests, a manager and a storage; the bytes of a block are made of its tokens."""
+    """A scheduler with requests, a manager and a storage; a block's bytes are derived from its tokens."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class MadeEngine(SequenceOwner):
             self.manager.free(self.requests.pop(request_id))
 
     def list_contents(self, request_id):
-        """(what is in it, block id) of each block of a request."""
+        """Return (expected content, block id) of each block of a request."""
         request = self.requests[request_id]
         found = []
         for group_id in range(len(self.manager.groups)):
@@ -88,11 +88,11 @@ class MadeEngine(SequenceOwner):
         return HASHER.hash_blocks(token_ids)
 
     def read(self, block_id):
-        """The bytes of a block, without the detour of `read_block`."""
+        """Return the bytes of a block directly, without `read_block`."""
         return self.storage.tensors[0][block_id].tobytes()
 
     def check_all_cached(self, prompts):
-        """Whatever can be hit holds what its hash stands for."""
+        """Check that every cached block has the content of its hash."""
         for token_ids in prompts:
             for position, block_hash in enumerate(HASHER.hash_blocks(token_ids)):
                 found = self.pool.get_cached_block(block_hash, [0])
@@ -106,7 +106,7 @@ class MadeEngine(SequenceOwner):
             assert self.read(block_id) == self.make_bytes(content), f"block {block_id}: {content}"
 
     def check_prefix(self, token_ids):
-        """Blocks of this prompt that can be hit here, bytes checked."""
+        """Count the blocks of this prompt that can be hit here; check their bytes."""
         with self.lock:
             request = Request("a look", token_ids, HASHER)
             blocks = self.manager.get_computed_blocks(request, request.num_tokens).blocks[0]
@@ -119,13 +119,13 @@ class MadeEngine(SequenceOwner):
         request = self.requests[request_id]
         return np.array([request.num_computed_tokens, *request.all_token_ids], np.int64).tobytes()
 
-    def take_over(self, request_id, state):
+    def on_arrived(self, request_id, state):
         num_computed, *token_ids = np.frombuffer(state, np.int64).tolist()
         request = Request(request_id, token_ids, HASHER)
         request.num_computed_tokens = num_computed
         self.requests[request_id] = request
 
-    def give_up(self, request_id, target):
+    def on_departed(self, request_id, target):
         del self.requests[request_id]
         self.moved_away[request_id] = target
 
@@ -135,7 +135,7 @@ def make_node(name, engine, backend=None, **options):
 
 
 class HalvingBackend(InProcessBackend):
-    """Reads blocks in two parts, and calls `between` after the first: what happens while bytes arrive."""
+    """A reader that reads in two parts and calls `between` after the first, to interfere with a read."""
 
     def __init__(self, storage, between):
         super().__init__(storage)

@@ -16,7 +16,7 @@ from kv_pool.migration.addresses import (
     ("address", "host", "port"),
     [("127.0.0.1:7000", "127.0.0.1", 7000), ("node-1:0", "node-1", 0), ("[::1]:65535", "::1", 65535)],
 )
-def test_addresses_are_read_and_written(address, host, port):
+def test_addresses_are_parsed_and_formatted(address, host, port):
     assert parse_address(address) == (host, port)
     assert format_address(host, port) == address
 
@@ -24,12 +24,12 @@ def test_addresses_are_read_and_written(address, host, port):
 @pytest.mark.parametrize(
     "address", ["", "node", ":7000", "node:", "node:x", "node:-1", "node:65536", "::1:7000", "[]:7", "node:²"]
 )
-def test_what_is_no_address_is_refused(address):
+def test_invalid_addresses_are_refused(address):
     with pytest.raises(InvalidArgumentError, match="host:port"):
         parse_address(address)
 
 
-def test_loopback_is_told_from_the_rest():
+def test_is_loopback_recognizes_loopback_addresses():
     assert is_loopback("127.3.2.1")
     assert is_loopback("::1")
     assert not is_loopback("0.0.0.0")
@@ -37,26 +37,26 @@ def test_loopback_is_told_from_the_rest():
     assert not is_loopback("fe80::1%eth0")
 
 
-def test_a_port_in_use_is_an_error_with_the_way_out():
+def test_the_error_for_a_port_in_use_suggests_port_0():
     with bind_listener("127.0.0.1:0") as listener:
         taken = format_address(*listener.getsockname())
-        with pytest.raises(EndpointError, match="Port 0 takes a free one"):
+        with pytest.raises(EndpointError, match="Port 0 selects a free port"):
             bind_listener(taken)
 
 
-def test_a_host_that_does_not_exist_is_an_error():
-    with pytest.raises(EndpointError, match="can not listen"):
+def test_an_unknown_host_is_an_endpoint_error():
+    with pytest.raises(EndpointError, match="cannot listen"):
         bind_listener("192.0.2.1:0")
 
 
-def test_nobody_there_is_an_error_that_names_the_address():
+def test_a_refused_connection_names_the_address():
     with bind_listener("127.0.0.1:0") as listener:
         address = format_address(*listener.getsockname())
     with pytest.raises(PeerUnavailableError, match=address):
         connect_to(address, 5.0)
 
 
-def test_small_messages_are_sent_at_once():
+def test_small_messages_are_sent_immediately():
     with (
         bind_listener("127.0.0.1:0") as listener,
         connect_to(format_address(*listener.getsockname()), 5.0) as connection,

@@ -1,4 +1,4 @@
-"""A node tells a registry that it is here, and learns who else is."""
+"""A node announces itself to a registry and learns the other nodes."""
 
 import logging
 import threading
@@ -24,7 +24,7 @@ class Clock:
 
 
 class RegistryCalls:
-    """Calls to a registry that may be gone; counts them."""
+    """Counted calls to a registry that can be made unavailable."""
 
     def __init__(self, registry):
         self.registry = registry
@@ -38,7 +38,7 @@ class RegistryCalls:
             self.num_calls += 1
             self.called.notify_all()
             if self.is_gone:
-                raise PeerUnavailableError("nobody answers")
+                raise PeerUnavailableError("no answer")
         return self.registry.announce(message)
 
     def wait_for_calls(self, count):
@@ -66,7 +66,7 @@ def names(nodes):
     return [known.name for known in nodes]
 
 
-def test_it_is_known_while_it_runs_and_knows_the_others(node):
+def test_a_running_announcer_registers_and_learns_peers(node):
     calls = RegistryCalls(make_registry())
     calls.registry.announce(AnnounceNode("b", "e", "10.0.0.2:7400", NodeLocation(), 100.0))
     with Announcer(node, calls, ttl_s=0.03):
@@ -79,7 +79,7 @@ def test_it_is_known_while_it_runs_and_knows_the_others(node):
     assert calls.is_closed
 
 
-def test_a_registry_that_is_gone_for_a_while_changes_nothing(node, caplog):
+def test_a_registry_outage_keeps_the_peers(node, caplog):
     calls = RegistryCalls(make_registry())
     with caplog.at_level(logging.WARNING), Announcer(node, calls, ttl_s=0.03):
         calls.is_gone = True
@@ -89,18 +89,18 @@ def test_a_registry_that_is_gone_for_a_while_changes_nothing(node, caplog):
         calls.wait_for_calls(calls.num_calls + 3)
     told = [record.message for record in caplog.records if "registry" in record.message]
     assert told == [
-        "node a is not in the registry any more: nobody answers",
+        "cannot announce node a to the registry: no answer",
         "node a is in the registry again",
     ]
 
 
-def test_it_does_not_start_without_a_registry_or_with_a_name_that_is_taken(node):
+def test_start_fails_without_a_registry_or_with_a_taken_name(node):
     calls = RegistryCalls(make_registry())
     calls.is_gone = True
-    with pytest.raises(PeerUnavailableError):
+    with pytest.raises(PeerUnavailableError, match="cannot announce node a to the registry: no answer"):
         Announcer(node, calls).start()
     assert calls.is_closed
     registry = NodeRegistry(Clock())
     registry.keep(KnownNode("a", "10.0.0.9:7400"))
-    with pytest.raises(InvalidArgumentError, match=r"another node is called 'a', at 10\.0\.0\.9:7400"):
+    with pytest.raises(InvalidArgumentError, match=r"another node is named 'a', at 10\.0\.0\.9:7400"):
         Announcer(node, RegistryCalls(registry)).start()

@@ -1,4 +1,4 @@
-"""What a node is asked, within a process and over TCP; one contract."""
+"""The contract of calls to a node, within a process and over TCP."""
 
 import logging
 import socket
@@ -42,7 +42,7 @@ ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 
 
 class Node:
-    """Answers what its `answers` say, by the class of the message."""
+    """A node that answers from `answers`, by the class of the message."""
 
     def __init__(self):
         self.asked = []
@@ -100,7 +100,7 @@ def count_node_threads():
 # ---- both kinds ----------------------------------------------------------------------------------
 
 
-def test_a_node_is_told_who_asks_and_its_reply_comes_back(connect):
+def test_a_node_gets_the_callers_name_and_its_reply_returns(connect):
     node = Node()
     with connect(node) as calls:
         assert ask(calls) == Cancelled(is_acknowledged=True)
@@ -109,7 +109,7 @@ def test_a_node_is_told_who_asks_and_its_reply_comes_back(connect):
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_an_error_is_raised_as_what_it_was(kind, connect):
+def test_an_error_is_raised_with_its_type(kind, connect):
     node = Node()
     node.raise_on(RenewLease, kind("because of 3 blocks"))
     with connect(node) as calls:
@@ -119,7 +119,7 @@ def test_an_error_is_raised_as_what_it_was(kind, connect):
         assert ask(calls) == Cancelled(is_acknowledged=True)
 
 
-def test_an_error_of_another_kind_is_a_migration_error(connect):
+def test_an_error_without_a_type_is_a_migration_error(connect):
     node = Node()
     node.raise_on(RenewLease, ZeroDivisionError("by mistake"))
     with connect(node) as calls:
@@ -128,7 +128,7 @@ def test_an_error_of_another_kind_is_a_migration_error(connect):
         assert ask(calls) == Cancelled(is_acknowledged=True)
 
 
-def test_a_failure_as_a_reply_is_raised(connect):
+def test_a_call_failed_reply_is_raised(connect):
     node = Node()
     node.answers[RenewLease] = lambda message: CallFailed("StaleTransferError", "over")
     node.answers[ListNodes] = lambda message: CallFailed("NewerError", "of a later version")
@@ -139,7 +139,7 @@ def test_a_failure_as_a_reply_is_raised(connect):
             ask(calls, ListNodes())
 
 
-def test_many_threads_ask_at_once(connect):
+def test_many_threads_can_call_at_once(connect):
     node = Node()
     with connect(node) as calls:
         asking = [
@@ -154,7 +154,7 @@ def test_many_threads_ask_at_once(connect):
 # ---- over TCP -------------------------------------------------------------------------------------
 
 
-def test_a_long_call_holds_up_no_other():
+def test_a_long_call_does_not_delay_others():
     node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
 
     def wait(message):
@@ -171,7 +171,7 @@ def test_a_long_call_holds_up_no_other():
         assert waiting.get() == Acknowledged()
 
 
-def test_no_reply_in_time_is_a_peer_that_is_not_there():
+def test_a_missing_reply_is_a_peer_unavailable_error():
     node, may_go_on = Node(), threading.Event()
 
     def wait(message):
@@ -180,13 +180,13 @@ def test_no_reply_in_time_is_a_peer_that_is_not_there():
 
     node.answers[RenewLease] = wait
     with connect_remote(node) as calls:
-        with pytest.raises(PeerUnavailableError, match="not answered in time"):
+        with pytest.raises(PeerUnavailableError, match="did not answer in time"):
             ask(calls, RenewLease(b"t" * 16), 0.1)
         assert ask(calls) == Cancelled(is_acknowledged=True)
         may_go_on.set()
 
 
-def test_connections_are_kept_and_replaced_when_the_node_comes_back():
+def test_connections_are_reused_and_replaced_after_a_restart():
     node = Node()
     with serve(node) as server:
         calls = RemoteCalls(server.address, SECRET, "caller")
@@ -202,7 +202,7 @@ def test_connections_are_kept_and_replaced_when_the_node_comes_back():
         calls.close()
 
 
-def test_closed_calls_ask_nothing():
+def test_closed_calls_refuse_to_call():
     with connect_remote(Node()) as calls:
         ask(calls)
         calls.close()
@@ -210,7 +210,7 @@ def test_closed_calls_ask_nothing():
             ask(calls)
 
 
-def test_closing_ends_a_call_under_way():
+def test_close_ends_a_call_in_progress():
     node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
 
     def wait(message):
@@ -243,21 +243,21 @@ def test_a_short_secret_is_refused():
         CallServer("127.0.0.1:0", b"short", Node().answer)
 
 
-def test_a_port_in_use_is_an_error():
+def test_a_port_in_use_raises_an_endpoint_error():
     with serve(Node()) as server:
         other = CallServer(server.address, SECRET, Node().answer)
-        with pytest.raises(EndpointError, match="can not listen"):
+        with pytest.raises(EndpointError, match="cannot listen"):
             other.start()
         assert other.address == ""
         other.stop()
-        with pytest.raises(InvalidArgumentError, match="listens already"):
+        with pytest.raises(InvalidArgumentError, match="already listening"):
             server.start()
 
 
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000), b"KVPOOL\x01" + bytes(500)]
 )
-def test_garbage_costs_others_nothing(garbage):
+def test_garbage_does_not_affect_other_clients(garbage):
     node = Node()
     with serve(node) as server:
         calls = RemoteCalls(server.address, SECRET, "caller")
@@ -276,9 +276,9 @@ def test_garbage_costs_others_nothing(garbage):
         assert server.counts.num_accepted == 6
 
 
-def test_silent_strangers_make_room_for_others():
+def test_silent_strangers_are_replaced_by_new_clients():
     node = Node()
-    with serve(node, max_strangers=3, handshake_s=LONG) as server:
+    with serve(node, max_unauthenticated=3, handshake_s=LONG) as server:
         strangers = [connect_to(server.address, LONG) for _ in range(8)]
         calls = RemoteCalls(server.address, SECRET, "caller")
         ask(calls)
@@ -288,7 +288,7 @@ def test_silent_strangers_make_room_for_others():
             stranger.close()
 
 
-def test_a_stranger_that_says_nothing_is_not_waited_for_long():
+def test_a_silent_stranger_times_out():
     with serve(Node(), handshake_s=0.05) as server, connect_to(server.address, LONG) as stranger:
         stranger.settimeout(LONG)
         while stranger.recv(4096):
@@ -298,7 +298,7 @@ def test_a_stranger_that_says_nothing_is_not_waited_for_long():
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 38, 39, 70])
 def test_half_open_connections_take_no_threads(num_bytes):
-    """A limit of 30 threads and 64 of these made a node deaf for good."""
+    """Regression: with a limit of 30 threads, 64 such connections blocked a node permanently."""
     with serve(Node(), handshake_s=LONG) as server:
         strangers = [connect_to(server.address, LONG) for _ in range(64)]
         for stranger in strangers:
@@ -307,13 +307,13 @@ def test_half_open_connections_take_no_threads(num_bytes):
         assert count_node_threads() == 1
         calls = RemoteCalls(server.address, SECRET, "caller")
         assert ask(calls) == Cancelled(is_acknowledged=True)
-        assert server.counts.num_unauthenticated == 1  # the oldest made room
+        assert server.counts.num_unauthenticated == 1  # the oldest was replaced
         calls.close()
         for stranger in strangers:
             stranger.close()
 
 
-def test_a_node_hears_again_after_a_thread_did_not_start(caplog):
+def test_a_node_serves_again_after_a_thread_failed_to_start(caplog):
     with serve(Node()) as server:
         calls = RemoteCalls(server.address, SECRET, "caller")
         with no_new_threads():
@@ -324,11 +324,11 @@ def test_a_node_hears_again_after_a_thread_did_not_start(caplog):
         assert ask(calls) == Cancelled(is_acknowledged=True)
         calls.close()
     assert count_node_threads() == 0
-    warned = [record.args[0] for record in caplog.records if "for want of a thread" in record.msg]
+    warned = [record.args[0] for record in caplog.records if "that got no thread" in record.msg]
     assert warned == [1, 2, 4]
 
 
-def test_a_server_that_gets_no_thread_says_so_and_opens_nothing():
+def test_start_without_a_thread_raises_and_opens_nothing():
     server = CallServer("127.0.0.1:0", SECRET, Node().answer)
     with no_new_threads(), pytest.raises(OutOfThreadsError, match="limit of threads"):
         server.start()
@@ -340,8 +340,8 @@ def test_a_server_that_gets_no_thread_says_so_and_opens_nothing():
         calls.close()
 
 
-def test_proven_clients_that_say_nothing_more_are_limited():
-    with serve(Node(), max_strangers=2, handshake_s=LONG) as server:
+def test_silent_authenticated_clients_are_limited():
+    with serve(Node(), max_unauthenticated=2, handshake_s=LONG) as server:
         silent = [
             greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node") for _ in range(2)
         ]
@@ -349,12 +349,12 @@ def test_proven_clients_that_say_nothing_more_are_limited():
         third = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
         with pytest.raises(PeerUnavailableError):
             third.receive(soon())
-        assert server.counts.num_turned_away == 1
+        assert server.counts.num_refused == 1
         for channel in silent:
             channel.close()
 
 
-def test_one_connection_too_many_is_told_so():
+def test_a_connection_above_the_limit_gets_an_error():
     node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
 
     def wait(message):
@@ -367,9 +367,9 @@ def test_one_connection_too_many_is_told_so():
         calls = RemoteCalls(server.address, SECRET, "caller")
         waiting = Beside(ask, calls, RenewLease(b"t" * 16))
         assert is_asked.wait(LONG)
-        with pytest.raises(PeerUnavailableError, match="1 connections are open already"):
+        with pytest.raises(PeerUnavailableError, match="1 connections are open, which is the maximum"):
             ask(calls)
-        assert server.counts.num_turned_away == 1
+        assert server.counts.num_refused == 1
         may_go_on.set()
         assert waiting.get() == Acknowledged()
         calls.close()
@@ -388,7 +388,7 @@ def test_a_forged_message_ends_its_connection_and_is_counted():
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa7Unknown", bytes(1000)])
-def test_a_signed_message_that_means_nothing_is_answered_with_an_error(content):
+def test_an_authentic_unknown_message_gets_an_error_reply(content):
     with serve(Node()) as server:
         channel = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
         open_channel(channel, Opening("caller"), soon())
@@ -397,7 +397,7 @@ def test_a_signed_message_that_means_nothing_is_answered_with_an_error(content):
         channel.close()
 
 
-def test_an_opening_that_is_none_ends_the_connection():
+def test_a_malformed_opening_ends_the_connection():
     with serve(Node()) as server:
         channel = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
         channel.send(b"what?", soon())
@@ -420,13 +420,15 @@ def test_bulk_data_goes_to_its_backend():
         channel.receive_raw([memoryview(reply)], soon())
         channel.close()
         assert reply == b"callerdcba"
-        with pytest.raises(MigrationError, match="no backend 'sideways' that serves bytes; it has backwards"):
+        with pytest.raises(
+            MigrationError, match="no backend 'sideways' that serves bulk data; it has backwards"
+        ):
             calls.connect_bulk("sideways", LONG)
         assert ask(calls) == Cancelled(is_acknowledged=True)
         calls.close()
 
 
-def test_stopping_ends_connections_and_threads():
+def test_stop_ends_connections_and_threads():
     server = CallServer("127.0.0.1:0", SECRET, Node().answer)
     before = threading.active_count()
     server.start()
@@ -444,7 +446,7 @@ def test_stopping_ends_connections_and_threads():
     calls.close()
 
 
-def test_listening_beyond_loopback_is_warned_of(caplog):
+def test_listening_beyond_loopback_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "kv_pool"):
         with serve(Node()):
             assert not caplog.records
@@ -452,12 +454,12 @@ def test_listening_beyond_loopback_is_warned_of(caplog):
             assert "which other machines may reach" in caplog.text
 
 
-def test_an_unexpected_error_is_logged_where_it_happened(caplog):
+def test_an_unexpected_error_is_logged_at_the_called_node(caplog):
     node = Node()
     node.raise_on(DescribeNode, KeyError("lost"))
     with connect_remote(node) as calls, pytest.raises(MigrationError):
         ask(calls, DescribeNode())
-    assert "answering caller has failed" in caplog.text
+    assert "failed to answer node caller" in caplog.text
 
 
 def test_an_ipv6_address_works_as_well():

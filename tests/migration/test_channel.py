@@ -11,7 +11,7 @@ from kv_pool.migration.channel import MAX_MESSAGE_BYTES
 def has_ended(other):
     try:
         return other.recv(1) == b""
-    except ConnectionResetError:  # what it had sent was not read to its end
+    except ConnectionResetError:  # its last bytes were not read
         return True
 
 
@@ -20,7 +20,7 @@ def receive_three(channel):
         channel.receive(soon())
 
 
-def test_messages_arrive_in_order_both_ways():
+def test_messages_arrive_in_order_in_both_directions():
     with make_pair() as (left, right):
         for payload in (b"", b"one", bytes(range(256)) * 300):
             sending = Beside(left.send, payload, soon())
@@ -30,7 +30,7 @@ def test_messages_arrive_in_order_both_ways():
             assert left.receive(soon()) == payload + b"!"
 
 
-def test_a_message_of_the_largest_size_arrives():
+def test_a_message_of_the_maximum_size_arrives():
     payload = bytes(MAX_MESSAGE_BYTES)
     with make_pair() as (left, right):
         sending = Beside(left.send, payload, soon())
@@ -38,38 +38,38 @@ def test_a_message_of_the_largest_size_arrives():
         sending.get()
 
 
-def test_a_larger_message_is_not_sent():
+def test_an_oversized_message_is_not_sent():
     with make_pair() as (left, right):
-        with pytest.raises(InvalidArgumentError, match="is the most"):
+        with pytest.raises(InvalidArgumentError, match="the maximum is"):
             left.send(bytes(MAX_MESSAGE_BYTES + 1), soon())
         left.send(b"next", soon())
         assert right.receive(soon()) == b"next"
 
 
-def test_a_message_larger_than_allowed_here_ends_the_connection():
+def test_a_message_above_max_bytes_ends_the_connection():
     with make_pair() as (left, right):
         left.send(bytes(101), soon())
-        with pytest.raises(PeerAuthenticationError, match="101 bytes has come where 100 is the most"):
+        with pytest.raises(PeerAuthenticationError, match="101 bytes; the maximum here is 100"):
             right.receive(soon(), max_bytes=100)
         with pytest.raises(PeerUnavailableError):
             left.receive(soon())
 
 
-def test_a_change_at_any_place_is_noticed_before_anything_is_waited_for():
+def test_a_change_of_any_byte_is_detected_without_waiting():
     (frame,) = make_frame(b"a message")
     for place in range(len(frame)):
         changed = bytearray(frame)
         changed[place] ^= 1 << place % 8
         with make_end() as (channel, other):
             other.sendall(changed)
-            with pytest.raises(PeerAuthenticationError, match="ended"):
+            with pytest.raises(PeerAuthenticationError, match="closed"):
                 channel.receive(soon())
             assert has_ended(other)
             with pytest.raises(PeerUnavailableError):
                 channel.receive(soon())
 
 
-def test_messages_that_come_twice_or_late_are_noticed():
+def test_repeated_and_reordered_messages_are_detected():
     one, two, three = make_frame(b"one", b"two", b"three")
     for stream in (one + one, two, one + three, two + one, one + two + two):
         with make_end() as (channel, other):
@@ -78,7 +78,7 @@ def test_messages_that_come_twice_or_late_are_noticed():
                 receive_three(channel)
 
 
-def test_a_message_sent_back_to_its_sender_is_noticed():
+def test_a_reflected_message_is_detected():
     with make_end() as (channel, other):
         channel.send(b"hello", soon())
         other.sendall(other.recv(1 << 16))
@@ -86,15 +86,15 @@ def test_a_message_sent_back_to_its_sender_is_noticed():
             channel.receive(soon())
 
 
-def test_parts_of_two_messages_do_not_make_a_third():
+def test_parts_of_two_messages_cannot_be_combined():
     one, two = make_frame(b"same length", b"equal bytes")
     with make_end() as (channel, other):
         other.sendall(one[:20] + two[20:])
-        with pytest.raises(PeerAuthenticationError, match="changed on the way"):
+        with pytest.raises(PeerAuthenticationError, match="altered in transit"):
             channel.receive(soon())
 
 
-def test_garbage_is_no_message():
+def test_garbage_is_refused():
     rng = random.Random(0)
     for _ in range(100):
         with make_end() as (channel, other):
@@ -104,31 +104,31 @@ def test_garbage_is_no_message():
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 20, 40])
-def test_a_message_that_is_cut_off_is_a_peer_that_has_gone(num_bytes):
+def test_a_truncated_message_means_the_peer_is_gone(num_bytes):
     (frame,) = make_frame(b"a message")
     with make_end() as (channel, other):
         other.sendall(frame[:num_bytes])
         other.close()
-        with pytest.raises(PeerUnavailableError, match="hung up"):
+        with pytest.raises(PeerUnavailableError, match="closed the connection"):
             channel.receive(soon())
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 20, 40])
-def test_a_message_that_does_not_end_is_waited_for_until_the_deadline(num_bytes):
+def test_an_incomplete_message_times_out_at_the_deadline(num_bytes):
     (frame,) = make_frame(b"a message")
     with make_end() as (channel, other):
         other.sendall(frame[:num_bytes])
-        with pytest.raises(PeerUnavailableError, match="not answered in time"):
+        with pytest.raises(PeerUnavailableError, match="did not answer in time"):
             channel.receive(time.monotonic() + 0.05)
         assert has_ended(other)
 
 
-def test_a_peer_that_takes_nothing_is_waited_for_until_the_deadline():
+def test_a_peer_that_reads_nothing_times_out():
     with make_end() as (channel, _), pytest.raises(PeerUnavailableError, match="in time"):
         channel.send(bytes(8 << 20), time.monotonic() + 0.05)
 
 
-def test_waiting_leaves_what_comes():
+def test_wait_for_more_consumes_nothing():
     with make_pair() as (left, right):
         assert not right.wait_for_more(0.01)
         left.send(b"here", soon())
@@ -139,7 +139,7 @@ def test_waiting_leaves_what_comes():
             right.wait_for_more(60.0)
 
 
-def test_a_quiet_channel_is_one_that_can_be_used_again():
+def test_a_quiet_channel_can_be_reused():
     with make_pair() as (left, right):
         assert left.is_quiet()
         right.send(b"unexpected", soon())
@@ -150,7 +150,7 @@ def test_a_quiet_channel_is_one_that_can_be_used_again():
         assert not right.is_quiet()
 
 
-def test_aborting_wakes_the_thread_that_waits():
+def test_abort_wakes_a_waiting_thread():
     with make_pair() as (left, _):
         waiting = Beside(left.receive, soon())
         left.abort()
@@ -158,7 +158,7 @@ def test_aborting_wakes_the_thread_that_waits():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_raw_bytes_go_through_views_of_any_sizes(seed):
+def test_raw_bytes_pass_through_views_of_any_size(seed):
     rng = random.Random(seed)
     data = rng.randbytes(3_000_000)
 
@@ -189,7 +189,7 @@ def test_raw_bytes_go_through_views_of_any_sizes(seed):
         assert right.receive(soon()) == b"and a message"
 
 
-def test_no_raw_bytes_are_none():
+def test_empty_raw_views_transfer_nothing():
     with make_pair() as (left, right):
         left.send_raw([], soon())
         right.receive_raw([memoryview(bytearray(0))] * 3, soon())

@@ -1,7 +1,7 @@
-"""Random migrations in both directions with compactions between their phases; bytes are made of tokens.
+"""Random migrations in both directions with compactions between their phases; bytes are derived from tokens.
 
-A migration is driven step by step as a migrator would, with leases on both sides. As a network card does, it
-reads and writes at the block ids that it was given when it began.
+The test drives each migration step by step like a migrator, with leases on both sides. Like a network card,
+it reads and writes at the block ids that it got at the start.
 """
 
 import random
@@ -18,7 +18,7 @@ from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 
 NUM_BLOCKS = 24
 FOREVER = float("inf")
-# Few prompts that share beginnings, so that a good part of what is offered is at the target already.
+# Few prompts with common prefixes, so that the target already has many of the offered blocks.
 PROMPTS = [[*range(first), *range(50, 50 + length)] for first in (0, 4, 8) for length in (4, 9, 16, 22)]
 
 
@@ -50,10 +50,10 @@ class ManagerNode:
 
 
 class PoolNode:
-    """A `GPUKVPool` and its site; sequences are known by their tokens."""
+    """A `GPUKVPool` and its site; `tokens` identifies the sequences."""
 
     def __init__(self):
-        self.engine = MadeEngine(NUM_BLOCKS + 1)  # for its bytes and its storage
+        self.engine = MadeEngine(NUM_BLOCKS + 1)  # provides the storage and its bytes
         self.gpu_pool = GPUKVPool(
             NUM_BLOCKS, BLOCK_SIZE, storage=self.engine.storage, on_moved=lambda relocation: None
         )
@@ -78,8 +78,8 @@ class PoolNode:
         self.gpu_pool.free_sequence(number)
 
     def list_sequences(self):
-        barred = self.gpu_pool.holdings.barred
-        return [number for number in self.gpu_pool.list_sequences() if number not in barred]
+        frozen = self.gpu_pool.holdings.frozen
+        return [number for number in self.gpu_pool.list_sequences() if number not in frozen]
 
     def list_contents(self, number):
         for position, block_id in enumerate(self.gpu_pool.blocks_of(number)):
@@ -96,7 +96,7 @@ class PoolNode:
 
 
 def compact(draw, node):
-    """One of the ways in which blocks get other ids."""
+    """Run one of the calls that change block ids."""
     pool, copy = node.pool, node.site.storage.apply_moves
     limits = {"max_moves": draw.choice([None, 1, 3]), "max_evictions": draw.choice([0, 3])}
     match draw.choice(["pack", "gather", "run", "shrink", "defragment"]):
@@ -112,7 +112,7 @@ def compact(draw, node):
         case "shrink":
             try:
                 compaction.shrink(pool, 2, copy)
-            except ValueError:  # held blocks up there, or no room below
+            except ValueError:  # held blocks above the limit, or too few free blocks below it
                 return
             pool.grow(2)
         case "defragment":
@@ -120,39 +120,39 @@ def compact(draw, node):
 
 
 class Moving:
-    """One migration: its subject, the ids that it works with, and the steps to come."""
+    """One migration: its subject, its block ids and its remaining steps."""
 
     def __init__(self, source, target, subject, is_move):
         self.source, self.target, self.subject, self.is_move = source, target, subject, is_move
         self.selection = source.site.select(subject, is_move)
         blocks = self.selection.blocks
-        self.lease = source.site.leases.lend(blocks, FOREVER, "the target") if blocks else None
+        self.lease = source.site.leases.acquire(blocks, FOREVER, "the target") if blocks else None
         if is_move:
             source.site.freeze(subject)
-        self.room = self.write_lease = None
+        self.reservation = self.write_lease = None
         self.pairs = []
-        self.steps = [self.take_room, self.read, self.read, self.insert, self.acknowledge, self.adopt]
+        self.steps = [self.reserve, self.read, self.read, self.insert, self.acknowledge, self.adopt]
 
-    def take_room(self):
+    def reserve(self):
         site = self.target.site
         offered = self.selection.offered
-        room = self.room = site.take_room(self.subject, offered, self.selection.state)
-        missing = [room.blocks[at] for at in room.missing]
-        self.ids = [block.block_id for block in room.blocks]
-        self.pairs = [(offered[at].block_id, room.blocks[at].block_id) for at in room.missing]
+        reservation = self.reservation = site.reserve(self.subject, offered, self.selection.state)
+        missing = [reservation.blocks[at] for at in reservation.missing]
+        self.ids = [block.block_id for block in reservation.blocks]
+        self.pairs = [(offered[at].block_id, reservation.blocks[at].block_id) for at in reservation.missing]
         if missing:
-            self.write_lease = site.leases.lend(missing, FOREVER, "the read", LeaseKind.WRITE)
+            self.write_lease = site.leases.acquire(missing, FOREVER, "the read", LeaseKind.WRITE)
 
     def read(self):
-        """The first half of the blocks, then the others."""
+        """Copy the first half of the blocks, then the second half."""
         part = self.pairs[::2] if self.steps[0] == self.read else self.pairs[1::2]
         self.source.site.storage.copy_to(self.target.site.storage, part)
 
     def insert(self):
         if self.write_lease is not None:
-            self.write_lease.give_back()
+            self.write_lease.release()
             self.write_lease = None
-        self.target.site.insert(self.room)
+        self.target.site.insert(self.reservation)
 
     def acknowledge(self):
         if self.is_move:
@@ -160,29 +160,29 @@ class Moving:
         self.give_lease_back()
 
     def adopt(self):
-        room, self.room = self.room, None
+        reservation, self.reservation = self.reservation, None
         self.held = None
-        if room.blocks:
-            self.held = self.target.site.leases.lend(room.blocks, FOREVER, "hold_s")
+        if reservation.blocks:
+            self.held = self.target.site.leases.acquire(reservation.blocks, FOREVER, "hold_s")
         if isinstance(self.subject, SequenceSubject) and isinstance(self.target, PoolNode):
             number = self.subject.sequence_id
             self.target.tokens[number] = self.source.tokens[number]
-        self.target.site.adopt(room)
-        assert [block.block_id for block in room.blocks] == self.ids
+        self.target.site.adopt(reservation)
+        assert [block.block_id for block in reservation.blocks] == self.ids
         return self.held
 
     def break_off(self):
-        if self.room is not None:
+        if self.reservation is not None:
             if self.write_lease is not None:
-                self.write_lease.give_back()
-            self.target.site.leave(self.room)
+                self.write_lease.release()
+            self.target.site.release_reservation(self.reservation)
         if self.is_move:
             self.source.site.thaw(self.subject)
         self.give_lease_back()
 
     def give_lease_back(self):
         if self.lease is not None:
-            self.lease.give_back()
+            self.lease.release()
 
 
 def live(seed, make_node, num_steps):
@@ -193,7 +193,7 @@ def live(seed, make_node, num_steps):
     for number in range(num_steps):
         node = draw.choice(nodes)
         match draw.choice(
-            ["start", "start", "finish", "begin", "go on", "go on", "compact", "give up", "use"]
+            ["start", "start", "finish", "begin", "go on", "go on", "compact", "depart", "use"]
         ):
             case "start":
                 node.start(number, draw.choice(PROMPTS))
@@ -217,13 +217,13 @@ def live(seed, make_node, num_steps):
                     movings.remove(moving)
                     num_done += 1
                     held += [(lease, moving.ids)] if lease else []
-            case "give up" if movings and draw.random() < 0.3:
+            case "depart" if movings and draw.random() < 0.3:
                 moving = draw.choice(movings)
-                if len(moving.steps) > 1:  # before the source has given its own up
+                if len(moving.steps) > 1:  # before the source has released the subject
                     moving.break_off()
                     movings.remove(moving)
             case "use" if held:
-                held.pop(draw.randrange(len(held)))[0].give_back()
+                held.pop(draw.randrange(len(held)))[0].release()
             case "compact":
                 compact(draw, node)
         for node in nodes:
@@ -236,12 +236,12 @@ def live(seed, make_node, num_steps):
 
 @pytest.mark.parametrize("make_node", [ManagerNode, PoolNode])
 @pytest.mark.parametrize("seed", range(6))
-def test_compaction_during_migrations_puts_no_wrong_bytes_under_a_hash(seed, make_node):
+def test_compaction_during_migrations_keeps_content_correct(seed, make_node):
     live(seed, make_node, 400)
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("make_node", [ManagerNode, PoolNode])
 @pytest.mark.parametrize("seed", range(6, 16))
-def test_compaction_during_many_migrations_puts_no_wrong_bytes_under_a_hash(seed, make_node):
+def test_compaction_during_many_migrations_keeps_content_correct(seed, make_node):
     live(seed, make_node, 4000)

@@ -1,4 +1,4 @@
-"""Messages of nodes that are not what they should be: typed errors, and a node that is as it was."""
+"""Damaged messages get typed errors and leave the node unchanged."""
 
 import random
 from contextlib import suppress
@@ -62,7 +62,7 @@ def list_messages(layout, block_hashes):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_node_answers_nonsense_with_typed_errors(seed):
+def test_a_node_answers_damaged_messages_with_typed_errors(seed):
     rng = random.Random(seed)
     engine, node = make_node()
     messages = list_messages(engine.site.layout, engine.requests["r"].block_hashes)
@@ -76,11 +76,11 @@ def test_a_node_answers_nonsense_with_typed_errors(seed):
         for migration in node.list_migrations():
             node.find_migration(migration.migration_id).cancel()
         node.check_invariants()
-    engine.check_bytes("r")  # what was lent is back
+    engine.check_bytes("r")  # the leases have ended
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_backend_serves_what_it_can_and_ends_the_rest(seed, caplog):
+def test_a_backend_ends_connections_with_damaged_messages(seed, caplog):
     rng = random.Random(seed)
     engine, node = make_node()
     rows = msgspec.msgpack.encode(Rows(list_rows(engine.storage)))
@@ -95,16 +95,16 @@ def test_a_backend_serves_what_it_can_and_ends_the_rest(seed, caplog):
                 channel.receive(soon())
             channel.close()
         node.check_invariants()
-    assert "has failed" not in caplog.text  # which is what is said of errors without a type
+    assert "failed to" not in caplog.text  # logged for errors that are not a KVPoolError
 
 
-def test_text_with_a_lone_surrogate_is_refused_before_it_is_sent():
-    with pytest.raises(InvalidArgumentError, match="PullSubject can not be sent"):
+def test_text_with_a_lone_surrogate_is_not_sent():
+    with pytest.raises(InvalidArgumentError, match="cannot encode PullSubject"):
         encode_message(PullSubject(ID, SequenceSubject("\ud800"), True, "n"))
 
 
 def test_checksums_of_a_wrong_size_fail_the_transfer():
-    """Seven bytes were a ValueError of numpy."""
+    """Regression: seven bytes raised a ValueError of numpy."""
     source, target = make_node("s"), make_node("t")
     answer = source[1].answer
     hashes = source[0].requests["r"].block_hashes
@@ -120,5 +120,5 @@ def test_checksums_of_a_wrong_size_fail_the_transfer():
 
 
 def answer_short(answer, message, caller):
-    """What a node replies, but for its checksums."""
+    """Return a node's reply, with damaged checksums."""
     return Checksums(b"1234567") if isinstance(message, AskChecksums) else answer(message, caller)

@@ -15,7 +15,7 @@ FROM_SERVER, FROM_CLIENT = HELLO_BYTES + 32, HELLO_BYTES + 32
 
 
 def shake_hands(client_secret=SECRET, server_secret=SECRET, place=None, from_client=True):
-    """Both sides over a wire that changes the byte at `place` of one direction; what came of each."""
+    """Run a handshake in which the byte at `place` of one direction is changed; return both results."""
     client_end, client_wire = socket.socketpair()
     server_end, server_wire = socket.socketpair()
 
@@ -53,7 +53,7 @@ def shake_hands(client_secret=SECRET, server_secret=SECRET, place=None, from_cli
         return errors
 
 
-def test_nodes_that_share_a_secret_can_talk():
+def test_nodes_with_the_same_secret_can_communicate():
     assert shake_hands() == (None, None)
 
 
@@ -61,21 +61,21 @@ def test_another_secret_is_refused_on_both_sides():
     client, server = shake_hands(client_secret=b"x" * 16)
     assert isinstance(client, PeerAuthenticationError)
     assert isinstance(server, PeerAuthenticationError)
-    assert "does not accept our secret" in str(client)
-    assert "does not know our secret" in str(server)
+    assert "has another secret" in str(client)
+    assert "does not know the secret" in str(server)
 
 
 @pytest.mark.parametrize("from_client", [True, False], ids=["from the client", "from the server"])
-def test_a_change_at_any_place_is_noticed(from_client):
+def test_a_change_of_any_byte_is_detected(from_client):
     for place in range(FROM_CLIENT if from_client else FROM_SERVER):
         client, server = shake_hands(place=place, from_client=from_client)
         noticed = [error for error in (client, server) if isinstance(error, PeerAuthenticationError)]
         assert noticed, f"byte {place}: {client!r}, {server!r}"
-        # Who sends the last proof is done when it is sent; the one it does not reach never is.
+        # The side that sends the last proof is done after sending it, even if the proof is damaged.
         assert client is not None
 
 
-def test_a_proof_sent_back_proves_nothing():
+def test_a_reflected_proof_is_refused():
     left, right = socket.socketpair()
     with left, right:
         victim = Beside(greet_server, left, SECRET, soon(), "the mirror")
@@ -87,8 +87,8 @@ def test_a_proof_sent_back_proves_nothing():
         assert isinstance(victim.get_error(), PeerAuthenticationError)
 
 
-def test_a_server_answers_a_recorded_client_with_nothing_it_can_use():
-    """The server's nonce is another each time, so what a client once said fits no later handshake."""
+def test_a_replayed_client_is_refused():
+    """The server's nonce is new each time, so a recorded client is invalid in a later handshake."""
     nonces = bytes(64)
     recorded = b"KVPOOL\x01" + bytes(32) + derive(SECRET, b"proof client", nonces)
     left, right = socket.socketpair()
@@ -114,14 +114,14 @@ def test_keys_and_proofs_are_all_different():
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n" + bytes(200), "no kv_pool node"),
-        (b"KVPOOL\x02" + bytes(200), "speaks version 2 of the protocol, and this is version 1"),
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n" + bytes(200), "not a kv_pool node"),
+        (b"KVPOOL\x02" + bytes(200), "uses protocol version 2, this node uses 1"),
     ],
 )
-def test_what_is_no_node_or_another_version_is_told(greet, sent, why):
+def test_other_protocols_and_versions_are_named(greet, sent, why):
     left, right = socket.socketpair()
     with left, right:
-        greeting = Beside(greet, left, SECRET, soon(), "somebody")
+        greeting = Beside(greet, left, SECRET, soon(), "stranger")
         right.sendall(sent)
         error = greeting.get_error()
         assert isinstance(error, PeerAuthenticationError)
@@ -129,17 +129,17 @@ def test_what_is_no_node_or_another_version_is_told(greet, sent, why):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 38])
-def test_a_slow_server_is_waited_for_until_the_deadline_of_it_all(num_bytes):
+def test_a_slow_server_times_out_at_the_overall_deadline(num_bytes):
     left, right = socket.socketpair()
     with left, right:
         right.sendall(b"KVPOOL\x01".ljust(39, b"n")[:num_bytes])
-        with pytest.raises(PeerUnavailableError, match="not answered in time during the handshake"):
+        with pytest.raises(PeerUnavailableError, match="did not answer in time during the handshake"):
             greet_server(left, SECRET, time.monotonic() + 0.05, "a slow one")
         assert left.fileno() == -1
 
 
 @pytest.mark.parametrize("greet", [greet_server, greet_client])
-def test_who_hangs_up_has_gone(greet):
+def test_a_closed_connection_is_a_peer_unavailable_error(greet):
     left, right = socket.socketpair()
     with left:
         right.close()

@@ -1,4 +1,4 @@
-"""The invariants of a node notice damage: each row of the tables breaks a truth about a real migration."""
+"""The invariant checks detect damage: each table row breaks one invariant of a real migration."""
 
 import re
 
@@ -16,7 +16,7 @@ from kv_pool.migration.status import MigrationPhase
 
 
 class Stop(BaseException):
-    """Ends a pull where it is, as if its thread had stopped."""
+    """Raised to end a pull in its current phase, as if its thread had stopped."""
 
 
 def stop():
@@ -24,7 +24,7 @@ def stop():
 
 
 def reach(phase, **options):
-    """A migration of a request of several blocks that has just entered this phase."""
+    """A migration of a request of several blocks that has just entered the given phase."""
     bench = Bench(hold_s=5.0, **options)
     if phase is MigrationPhase.IN_DOUBT:
         bench.trouble = {AcknowledgeTransfer: [LOST]}
@@ -36,62 +36,62 @@ def reach(phase, **options):
 
 def check(bench):
     invariants.check(bench.source.site, bench.transfers, [], [])
-    nothing_lent = SourceTransfers(bench.target.site, "target", "target@0", 1.0, bench.clock)
+    nothing_leased = SourceTransfers(bench.target.site, "target", "target@0", 1.0, bench.clock)
     unsettled = [lease for lease, _ in bench.unsettled]
-    invariants.check(bench.target.site, nothing_lent, [bench.pull], unsettled)
+    invariants.check(bench.target.site, nothing_leased, [bench.pull], unsettled)
 
 
-def lend_other_blocks(bench):
-    bench.transfers.list_lent()[0].selection.blocks.reverse()
+def lease_other_blocks(bench):
+    bench.transfers.list_prepared()[0].selection.blocks.reverse()
 
 
-def lend_without_a_lease(bench):
-    bench.transfers.list_lent()[0].lease = None
+def prepare_without_a_lease(bench):
+    bench.transfers.list_prepared()[0].lease = None
 
 
-def end_a_transfer_that_is_lent(bench):
+def end_a_transfer_that_is_leased(bench):
     bench.transfers._broken_off[bench.pull.transfer_id] = Outcome(TransferState.CANCELLED)
 
 
 def offer_another_id(bench):
-    offered = bench.transfers.list_lent()[0].selection.offered
+    offered = bench.transfers.list_prepared()[0].selection.offered
     offered[0] = msgspec.structs.replace(offered[0], block_id=offered[0].block_id + 7)
 
 
-def read_into_more_than_is_lent(bench):
-    bench.pull.room.missing.pop()
+def read_into_more_than_is_leased(bench):
+    bench.pull.reservation.missing.pop()
 
 
 def let_a_block_be_hit_that_is_written(bench):
-    room = bench.pull.room
-    insert_keys(bench.target.pool, room.blocks[0], room.offered[0], lambda group_id: 4)
+    reservation = bench.pull.reservation
+    insert_keys(bench.target.pool, reservation.blocks[0], reservation.offered[0], lambda group_id: 4)
 
 
-def forget_the_room_of_a_pull_in_doubt(bench):
-    bench.pull.room = None
+def forget_the_reservation_of_a_pull_in_doubt(bench):
+    bench.pull.reservation = None
 
 
 def go_on_writing_in_doubt(bench):
-    room = bench.pull.room
-    bench.pull.lease = bench.target.site.leases.lend(room.blocks, 99.0, "late", LeaseKind.READ)
+    reservation = bench.pull.reservation
+    bench.pull.lease = bench.target.site.leases.acquire(reservation.blocks, 99.0, "late", LeaseKind.READ)
 
 
-def keep_room_at_the_end(bench):
+def keep_reservation_at_the_end(bench):
     bench.pull.status.phase = MigrationPhase.FAILED
 
 
 def write_for_no_pull(bench):
     blocks = bench.target.pool.get_new_blocks(1)
-    bench.target.site.leases.lend(blocks, 99.0, "no pull", LeaseKind.WRITE)
+    bench.target.site.leases.acquire(blocks, 99.0, "no pull", LeaseKind.WRITE)
 
 
-def release_the_hold_of_a_room(bench):
-    bench.pull.room.hold.release()
+def release_the_hold_of_a_reservation(bench):
+    bench.pull.reservation.hold.release()
 
 
-def hold_part_of_a_room(bench):
-    room = bench.pull.room
-    room.hold.remove(room.blocks[:1])
+def hold_part_of_a_reservation(bench):
+    reservation = bench.pull.reservation
+    reservation.hold.remove(reservation.blocks[:1])
 
 
 def hold_less_than_has_arrived(bench):
@@ -100,18 +100,18 @@ def hold_less_than_has_arrived(bench):
 
 READING, IN_DOUBT, DONE = MigrationPhase.READING, MigrationPhase.IN_DOUBT, MigrationPhase.DONE
 DAMAGES = [
-    (READING, lend_other_blocks, "M1"),
-    (READING, lend_without_a_lease, "M1"),
-    (READING, read_into_more_than_is_lent, "M2"),
+    (READING, lease_other_blocks, "M1"),
+    (READING, prepare_without_a_lease, "M1"),
+    (READING, read_into_more_than_is_leased, "M2"),
     (READING, let_a_block_be_hit_that_is_written, "M2"),
-    (READING, keep_room_at_the_end, "M3"),
-    (IN_DOUBT, forget_the_room_of_a_pull_in_doubt, "M3"),
+    (READING, keep_reservation_at_the_end, "M3"),
+    (IN_DOUBT, forget_the_reservation_of_a_pull_in_doubt, "M3"),
     (IN_DOUBT, go_on_writing_in_doubt, "M3"),
-    (READING, end_a_transfer_that_is_lent, "M4"),
+    (READING, end_a_transfer_that_is_leased, "M4"),
     (READING, write_for_no_pull, "M5"),
     (READING, offer_another_id, "M6"),
-    (READING, release_the_hold_of_a_room, "M7"),
-    (IN_DOUBT, hold_part_of_a_room, "M7"),
+    (READING, release_the_hold_of_a_reservation, "M7"),
+    (IN_DOUBT, hold_part_of_a_reservation, "M7"),
     (DONE, hold_less_than_has_arrived, "M8"),
 ]
 
@@ -121,7 +121,7 @@ DAMAGES = [
     DAMAGES,
     ids=[f"{broken}-{damage.__name__}" for _, damage, broken in DAMAGES],
 )
-def test_the_check_bites(phase, damage, broken):
+def test_each_damage_fails_its_invariant(phase, damage, broken):
     bench = reach(phase, is_move=phase is not DONE)
     check(bench)
     damage(bench)
@@ -129,15 +129,15 @@ def test_the_check_bites(phase, damage, broken):
         check(bench)
 
 
-def test_every_truth_has_a_damage():
+def test_every_invariant_has_a_damage():
     named = set(re.findall(r"^ *(M\d)  ", invariants.__doc__, re.MULTILINE))
     assert {broken for _, _, broken in DAMAGES} == named
 
 
-def test_content_of_another_generation_that_is_served_is_noticed():
-    """Reported wrong while it is lent; then its place in the offer is another one's."""
+def test_serving_another_generation_is_detected():
+    """The block is reported invalid while it is leased; then its position in the offer is changed."""
     bench = reach(READING)
-    [transfer] = bench.transfers.list_lent()
+    [transfer] = bench.transfers.list_prepared()
     bench.source.manager.evict_blocks([transfer.selection.offered[0].block_id])
     check(bench)
     transfer.positions[transfer.selection.offered[0].block_id] = 1

@@ -1,4 +1,4 @@
-"""What a machine tells of itself: a folder in the form of sysfs, and a library in the form of NVML."""
+"""Tests of `read_machine` with a folder in sysfs format and a fake NVML module."""
 
 # ruff: noqa: N802 (the names are NVML's)
 
@@ -11,7 +11,7 @@ from kv_pool.migration.machine import NumaNode, name_device, read_machine
 
 @pytest.fixture
 def sysfs(tmp_path):
-    """Two NUMA nodes, a GPU at each, a network card."""
+    """Create two NUMA nodes with one GPU each, and a network card."""
 
     def write(path, text):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def sysfs(tmp_path):
 
 
 class MadeNvml:
-    """The functions of `pynvml` that are asked: two GPUs, two links between them, one to a switch."""
+    """The functions of `pynvml` in use: two GPUs, two links between them, one link to a switch."""
 
     class NVMLError(Exception):
         pass
@@ -81,7 +81,7 @@ class NoNvml(MadeNvml):
         return 0
 
 
-def test_numa_nodes_and_accelerators_are_those_of_sysfs(sysfs):
+def test_numa_nodes_and_accelerators_are_read_from_sysfs(sysfs):
     machine = read_machine(sysfs, NoNvml())
     assert machine.host
     assert machine.numa_nodes == [NumaNode(0, "0-3,8", 1024 * 1024), NumaNode(1, "4-7", 1025 * 1024)]
@@ -106,14 +106,14 @@ def test_nvml_adds_names_memory_and_links(sysfs):
     assert machine.has_nvml
 
 
-def test_a_system_that_tells_nothing_is_a_machine_without_anything(tmp_path):
+def test_an_unknown_system_is_an_empty_machine(tmp_path):
     machine = read_machine(tmp_path / "missing", NoNvml())
     assert (machine.numa_nodes, machine.accelerators) == ([], [])
     (tmp_path / "devices/system/node/node0").mkdir(parents=True)
     assert read_machine(tmp_path, NoNvml()).numa_nodes == [NumaNode(0, "", 0)]
 
 
-def test_host_memory_is_named_after_its_numa_node_where_all_processors_are_near_one(sysfs):
+def test_host_memory_is_named_after_a_single_numa_node(sysfs):
     machine = read_machine(sysfs, NoNvml())
     assert machine.name_memory({1, 8}) == "numa0"
     assert machine.name_memory({5}) == "numa1"
@@ -123,7 +123,7 @@ def test_host_memory_is_named_after_its_numa_node_where_all_processors_are_near_
     assert name_device("meta", machine) == ""
 
 
-def test_a_machine_of_one_numa_node_has_no_name_for_it(tmp_path):
+def test_a_single_numa_node_is_not_named(tmp_path):
     folder = tmp_path / "devices/system/node/node0"
     folder.mkdir(parents=True)
     (folder / "cpulist").write_text("0-7")

@@ -1,4 +1,4 @@
-"""Calls of a `PoolSite` over a manager, broken off: a request is here, on its way, or gone."""
+"""Interrupted calls of a `PoolSite` over a manager leave a request at the source, in transit or gone."""
 
 import random
 
@@ -15,7 +15,7 @@ SUBJECT = SequenceSubject("arriving")
 
 
 class Arrival:
-    """A request on its way to an engine that has one of its blocks, as far as before a call."""
+    """An arriving request, up to a given call; the target engine already has one of its blocks."""
 
     def __init__(self, until):
         source = MadeEngine()
@@ -24,35 +24,35 @@ class Arrival:
         self.engine.start("running", [*range(4), 50, 51, 52, 53])
         self.site = self.engine.site
         self.selection = source.site.select(SUBJECT, False)
-        self.room = None
-        for call in ("take_room", "insert"):
+        self.reservation = None
+        for call in ("reserve", "insert"):
             if call == until:
                 break
             getattr(self, call)()
 
-    def take_room(self):
-        self.room = self.site.take_room(SUBJECT, self.selection.offered, self.selection.state)
+    def reserve(self):
+        self.reservation = self.site.reserve(SUBJECT, self.selection.offered, self.selection.state)
 
     def insert(self):
-        self.site.insert(self.room)
+        self.site.insert(self.reservation)
 
     def adopt(self):
-        self.site.adopt(self.room)
+        self.site.adopt(self.reservation)
 
     def leave(self):
-        self.site.leave(self.room)
+        self.site.release_reservation(self.reservation)
 
     def check(self):
         self.engine.pool.get_new_blocks(0)
-        if self.room is not None and not self.room.hold.is_released:
-            self.site.leave(self.room)
+        if self.reservation is not None and not self.reservation.hold.is_released:
+            self.site.release_reservation(self.reservation)
         invariants.check(self.engine.pool)
         check_references(self.engine.manager)
         assert not self.engine.pool.holds.list_holds()
 
 
-@pytest.mark.parametrize("call", ["take_room", "insert", "adopt", "leave"])
-def test_an_interrupted_arrival_is_there_or_can_be_dropped(call):
+@pytest.mark.parametrize("call", ["reserve", "insert", "adopt", "leave"])
+def test_an_interrupted_arrival_completes_or_can_be_dropped(call):
     tried, broken = interrupt_everywhere(
         lambda: Arrival(call), lambda arrival: getattr(arrival, call)(), Arrival.check
     )
@@ -61,7 +61,7 @@ def test_an_interrupted_arrival_is_there_or_can_be_dropped(call):
 
 
 class Departure:
-    """A request on its way from an engine where another one has its first block, as far as before a call."""
+    """A departing request, up to a given call; another request of the source shares its first block."""
 
     def __init__(self, is_frozen, **options):
         self.engine = MadeEngine(**options)
@@ -81,13 +81,13 @@ class Departure:
     def release(self):
         self.site.release(LEAVING, "there")
 
-    def begin_anew(self):
+    def begin_again(self):
         request = self.engine.requests["leaving"]
         request.num_computed_tokens = 0
         assert self.engine.manager.allocate_slots(request, 3)
 
     def check(self):
-        """The request is in one place; whether it is to leave then or to stay, it can."""
+        """Check that the request is in one place and that it can then leave or stay."""
         engine, site = self.engine, self.site
         is_frozen = site.list_frozen() == ["leaving"]
         is_here = engine.manager.holds_blocks("leaving")
@@ -120,7 +120,7 @@ class Departure:
         held.update(engine.pool.holds.count_references())
         assert engine.pool.get_num_free_blocks() + len(held) == 31
         assert len(engine.pool.holds.list_holds()) == len(site.list_frozen())
-        assert list(engine.manager.taken_out) == site.list_frozen()
+        assert list(engine.manager.detached_requests) == site.list_frozen()
 
 
 LEAVING = SequenceSubject("leaving")
@@ -128,7 +128,7 @@ DEPARTURES = {"freeze": False, "thaw": True, "release": True}
 
 
 @pytest.mark.parametrize("call", DEPARTURES)
-def test_an_interrupted_departure_leaves_the_request_in_one_place(call):
+def test_an_interrupted_departure_keeps_one_owner(call):
     tried, broken = interrupt_everywhere(
         lambda: Departure(DEPARTURES[call]), lambda departure: getattr(departure, call)(), Departure.check
     )
@@ -137,7 +137,7 @@ def test_an_interrupted_departure_leaves_the_request_in_one_place(call):
 
 
 @pytest.mark.parametrize("call", DEPARTURES)
-def test_an_interrupt_in_the_recovery_leaves_the_request_in_one_place(call):
+def test_an_interrupted_recovery_of_a_departure_keeps_one_owner(call):
     tried, broken = interrupt_twice_at_random(
         lambda: Departure(DEPARTURES[call]),
         lambda departure: getattr(departure, call)(),
@@ -149,8 +149,8 @@ def test_an_interrupt_in_the_recovery_leaves_the_request_in_one_place(call):
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
-@pytest.mark.parametrize("call", ["take_room", "leave"])
-def test_an_interrupt_in_the_recovery_leaves_an_arrival_that_can_be_dropped(call):
+@pytest.mark.parametrize("call", ["reserve", "leave"])
+def test_an_interrupted_recovery_leaves_a_droppable_arrival(call):
     def check(arrival):
         arrival.site.list_frozen()
         Arrival.check(arrival)
@@ -162,10 +162,10 @@ def test_an_interrupt_in_the_recovery_leaves_an_arrival_that_can_be_dropped(call
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
-def test_a_request_that_began_anew_has_its_old_blocks_freed_whatever_interrupts_it():
+def test_old_blocks_of_a_restarted_request_are_freed():
     def make():
         departure = Departure(True)
-        departure.begin_anew()
+        departure.begin_again()
         return departure
 
     def check(departure):

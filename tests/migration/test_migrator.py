@@ -45,7 +45,7 @@ SECRET = b"sixteen bytes, or more"
 
 
 class Pair:
-    """Two engines with their nodes; in one process, or as if they were not."""
+    """Two engines with their nodes, connected in process or over TCP."""
 
     def __init__(self, over, **options):
         self.a, self.b = MadeEngine(**options.pop("a", {})), MadeEngine(**options.pop("b", {}))
@@ -102,7 +102,7 @@ def over(request):
     return request.param
 
 
-def test_a_request_moves_with_all_it_needs(make_pair, over):
+def test_a_request_moves_with_its_blocks_and_state(make_pair, over):
     pair = make_pair(over)
     request = pair.a.start("r", range(10))
     num_free = pair.a.pool.get_num_free_blocks()
@@ -121,7 +121,7 @@ def test_a_request_moves_with_all_it_needs(make_pair, over):
         assert pair.b.manager.get_block_ids("r") == [1, 2, 3, 4]
 
 
-def test_a_prefix_is_copied_and_hit_and_told_of(make_pair, over):
+def test_a_copied_prefix_is_hit_and_announced(make_pair, over):
     pair = make_pair(over)
     request = pair.a.start("r", range(12))
     subject = PrefixSubject(tuple(request.block_hashes))
@@ -141,7 +141,7 @@ def test_a_prefix_is_copied_and_hit_and_told_of(make_pair, over):
     pair.check()
 
 
-def test_what_is_there_already_is_not_read_again(make_pair, over):
+def test_blocks_present_at_the_target_are_not_read(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(40))
     pair.b.start("other", [*range(20), 99])
@@ -153,7 +153,7 @@ def test_what_is_there_already_is_not_read_again(make_pair, over):
     pair.check()
 
 
-def test_neighbours_are_read_in_one_piece(make_pair, over):
+def test_contiguous_blocks_are_read_in_one_piece(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(80))
     pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)
@@ -161,7 +161,7 @@ def test_neighbours_are_read_in_one_piece(make_pair, over):
     assert (status.num_blocks, status.num_descriptors) == (20, 1)
 
 
-def test_a_copy_leaves_the_request_where_it_is(make_pair, over):
+def test_a_copy_leaves_the_request_at_the_source(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(10))
     pair.node_a.migrate(SequenceSubject("r"), "b", is_move=False).wait(PATIENCE_S)
@@ -169,7 +169,7 @@ def test_a_copy_leaves_the_request_where_it_is(make_pair, over):
     pair.check()
 
 
-def test_cached_blocks_are_copied_by_their_ids(make_pair, over):
+def test_cached_blocks_are_copied_by_id(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(12))
     pair.a.finish("r")
@@ -179,7 +179,7 @@ def test_cached_blocks_are_copied_by_their_ids(make_pair, over):
     pair.check()
 
 
-def test_an_empty_prefix_is_a_migration_of_nothing(make_pair, over):
+def test_an_empty_prefix_migrates_no_blocks(make_pair, over):
     pair = make_pair(over)
     subject = PrefixSubject(tuple(HASHER.hash_blocks(range(8))))
     assert pair.node_b.fetch(subject, "a").wait(PATIENCE_S) == []
@@ -205,7 +205,7 @@ def test_all_groups_of_a_request_move_together(make_pair, groups):
     pair.check()
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refused migrations --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,14 +217,14 @@ def test_all_groups_of_a_request_move_together(make_pair, groups):
             BlocksSubject((9,)),
             False,
             InvalidBlockError,
-            "block 9 is .* not cached",
+            "block 9 belongs to .* not cached",
         ),
         (BlocksSubject((1,)), True, InvalidBlockError, "copied, not moved"),
         (BlocksSubject((1, 1)), False, InvalidBlockError, "listed twice"),
-        (BlocksSubject((1,), (7,)), False, StaleTransferError, "generation was 7 and is 1"),
+        (BlocksSubject((1,), (7,)), False, StaleTransferError, "generation was 7 and is now 1"),
     ],
 )
-def test_a_source_refuses_what_it_can_not_give(make_pair, over, subject, is_move, error, message):
+def test_a_source_refuses_unknown_subjects(make_pair, over, subject, is_move, error, message):
     pair = make_pair(over)
     pair.a.start("r", range(10))
     migration = pair.node_b.fetch(subject, "a", is_move=is_move)
@@ -236,25 +236,25 @@ def test_a_source_refuses_what_it_can_not_give(make_pair, over, subject, is_move
     pair.check()
 
 
-def test_a_target_without_room_says_so_and_the_source_is_intact(make_pair, over):
+def test_a_full_target_leaves_the_source_unchanged(make_pair, over):
     pair = make_pair(over, b={"num_blocks": 4})
     pair.a.start("r", range(16))
-    with pytest.raises(OutOfBlocksError, match="no room for 4 blocks of another node: 3 are free here of 3"):
+    with pytest.raises(OutOfBlocksError, match="cannot reserve 4 blocks for a migration: 3 of 3 are free"):
         pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
     assert pair.a.manager.holds_blocks("r")
     pair.check()
 
 
-def test_a_request_that_is_there_is_not_taken_in_again(make_pair, over):
+def test_a_request_that_exists_at_the_target_is_refused(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(16))
     pair.b.start("r", range(5))
-    with pytest.raises(InvalidArgumentError, match="request 'r' has blocks here"):
+    with pytest.raises(InvalidArgumentError, match="request 'r' already has blocks at this node"):
         pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
     pair.check()
 
 
-def test_layouts_that_differ_are_refused_before_a_byte_moves(make_pair, over):
+def test_different_layouts_are_refused_before_any_read(make_pair, over):
     pair = make_pair(over, b={"head_size": 16})
     pair.a.start("r", range(16))
     with pytest.raises(LayoutMismatchError, match=r"block_format is .* here and .* there"):
@@ -283,32 +283,32 @@ def test_another_hash_seed_is_another_layout():
     assert SECRET not in engine.site.layout.hash_seed.encode()
 
 
-def test_an_unknown_peer_is_named_with_those_that_are_known(make_pair, over):
+def test_an_unknown_peer_is_named_with_the_known_ones(make_pair, over):
     pair = make_pair(over)
-    with pytest.raises(PeerUnavailableError, match="no node 'c' is known"):
+    with pytest.raises(PeerUnavailableError, match="node 'c' is unknown"):
         pair.node_b.fetch(SequenceSubject("r"), "c").wait(PATIENCE_S)
     pair.a.start("r", range(5))
-    with pytest.raises(PeerUnavailableError, match="no node 'c' is known"):
+    with pytest.raises(PeerUnavailableError, match="node 'c' is unknown"):
         pair.node_a.migrate(SequenceSubject("r"), "c").wait(PATIENCE_S)
     pair.check()
 
 
-def test_a_prefix_can_not_be_moved_and_a_stopped_node_does_nothing(make_pair):
+def test_moving_a_prefix_and_using_a_stopped_node_raise(make_pair):
     pair = make_pair()
-    with pytest.raises(InvalidArgumentError, match="copied, not moved"):
+    with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
         pair.node_b.fetch(PrefixSubject(()), "a", is_move=True)
-    with pytest.raises(InvalidArgumentError, match="a limit is 0"):
+    with pytest.raises(InvalidArgumentError, match="must be 0"):
         pair.node_b.fetch(PrefixSubject(()), "a", max_bytes_per_s=-1.0)
     pair.node_b.stop()
-    with pytest.raises(MigrationError, match="does not run"):
+    with pytest.raises(MigrationError, match="is not running"):
         pair.node_b.fetch(PrefixSubject(()), "a")
-    with pytest.raises(InvalidArgumentError, match="make a new one"):
+    with pytest.raises(InvalidArgumentError, match="create a new one"):
         pair.node_b.start()
     with pytest.raises(PeerUnavailableError):
         pair.node_a.fetch(PrefixSubject(()), "b").wait(PATIENCE_S)
 
 
-def test_a_node_goes_on_after_a_migration_got_no_thread(make_pair):
+def test_a_node_continues_after_a_thread_failed_to_start(make_pair):
     pair = make_pair()
     request = pair.a.start("r", range(12))
     subject = PrefixSubject(tuple(request.block_hashes))
@@ -322,7 +322,7 @@ def test_a_node_goes_on_after_a_migration_got_no_thread(make_pair):
     pair.check()
 
 
-def test_a_node_that_gets_no_thread_does_not_listen():
+def test_a_node_without_a_thread_does_not_listen():
     engine = MadeEngine()
     backends = [TcpBackend(engine.storage)]
     node = Migrator("n", engine.site, backends=backends, listen="127.0.0.1:0", secret=SECRET)
@@ -333,10 +333,10 @@ def test_a_node_that_gets_no_thread_does_not_listen():
         assert node.address
 
 
-def test_two_nodes_have_two_names():
+def test_connected_nodes_need_different_names():
     engine = MadeEngine()
     first, second = make_node("a", engine), make_node("a", MadeEngine())
-    with pytest.raises(InvalidArgumentError, match="two nodes are called 'a'"):
+    with pytest.raises(InvalidArgumentError, match="both nodes are named 'a'"):
         first.connect(second)
     with pytest.raises(InvalidArgumentError, match="secret"):
         make_node("c", engine, listen="127.0.0.1:0")
@@ -344,11 +344,11 @@ def test_two_nodes_have_two_names():
         make_node("c", engine, lease_s=0.0)
 
 
-# ---- while it runs -------------------------------------------------------------------------------
+# ---- during a migration --------------------------------------------------------------------------
 
 
 class Gate:
-    """Holds a node's migrations up at one phase, as a slow callback would."""
+    """An `on_phase` callback that blocks a node's migrations in one phase."""
 
     def __init__(self, phase, direction="in"):
         self.place = (direction, phase)
@@ -361,7 +361,7 @@ class Gate:
             assert self.opened.wait(PATIENCE_S)
 
 
-def test_while_it_moves_a_request_can_not_be_used_and_says_so(make_pair):
+def test_a_moving_request_cannot_be_used(make_pair):
     gate = Gate(MigrationPhase.READING)
     pair = make_pair(on_phase=gate)
     request = pair.a.start("r", range(10))
@@ -378,13 +378,13 @@ def test_while_it_moves_a_request_can_not_be_used_and_says_so(make_pair):
     ):
         with (
             pair.a.lock,
-            pytest.raises(InvalidArgumentError, match="'r' has no blocks: it is being moved to"),
+            pytest.raises(InvalidArgumentError, match=r"'r' .*: it is being moved to"),
         ):
             use()
     other = pair.node_b.fetch(SequenceSubject("r"), "a")
     with pytest.raises(InvalidArgumentError, match="is being moved to another node"):
         other.wait(PATIENCE_S)
-    with pytest.raises(TimeoutError, match="is reading after 0"):
+    with pytest.raises(TimeoutError, match="is still reading after 0"):
         pair.node_b.find_migration(migration.migration_id).wait(0)
     pair.node_a.check_invariants()
     pair.node_b.check_invariants()
@@ -399,7 +399,7 @@ def test_while_it_moves_a_request_can_not_be_used_and_says_so(make_pair):
 @pytest.mark.parametrize(
     "phase", [MigrationPhase.PREPARING, MigrationPhase.READING, MigrationPhase.INSERTING]
 )
-def test_cancelling_leaves_all_as_it_was(make_pair, over, who, phase):
+def test_cancel_leaves_both_nodes_unchanged(make_pair, over, who, phase):
     gate = Gate(phase)
     pair = make_pair(over, on_phase=gate)
     pair.a.start("r", range(10))
@@ -418,7 +418,7 @@ def test_cancelling_leaves_all_as_it_was(make_pair, over, who, phase):
     pair.check()
 
 
-def test_once_it_is_acknowledged_it_is_too_late_to_cancel(make_pair, over):
+def test_cancel_returns_false_after_the_acknowledgement(make_pair, over):
     gate = Gate(MigrationPhase.DONE)
     pair = make_pair(over, on_phase=gate)
     pair.a.start("r", range(10))
@@ -431,7 +431,7 @@ def test_once_it_is_acknowledged_it_is_too_late_to_cancel(make_pair, over):
     pair.check()
 
 
-def test_phases_come_in_their_order_and_a_callback_that_raises_changes_nothing(make_pair):
+def test_phases_are_ordered_and_callback_errors_are_ignored(make_pair):
     seen = []
 
     def note(status):
@@ -453,7 +453,7 @@ def test_phases_come_in_their_order_and_a_callback_that_raises_changes_nothing(m
     assert [phase for direction, phase in seen if direction == "out"] == ["reading", "done"]
 
 
-def test_many_migrations_at_a_time_wait_for_their_turn(make_pair, over):
+def test_migrations_above_the_limit_wait(make_pair, over):
     pair = make_pair(over, max_concurrent=2, a={"num_blocks": 200}, b={"num_blocks": 200})
     for number in range(30):
         pair.a.start(f"r{number}", range(100 * number, 100 * number + 17))
@@ -464,15 +464,15 @@ def test_many_migrations_at_a_time_wait_for_their_turn(make_pair, over):
     pair.check()
 
 
-def test_who_waits_for_a_move_in_doubt_is_told_so_and_may_wait_again(make_pair):
+def test_wait_raises_in_doubt_and_can_be_repeated(make_pair):
     def lose_the_source(status):
         if (status.direction, status.phase) == ("in", MigrationPhase.ACKNOWLEDGING):
-            pair.node_b.peers.add("a", "127.0.0.1:1")  # nobody listens there
+            pair.node_b.peers.add("a", "127.0.0.1:1")  # an address without a listener
 
     pair = make_pair("tcp", lease_s=0.2, on_phase=lose_the_source)
     pair.a.start("r", range(10))
     migration = pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True)
-    with pytest.raises(MigrationInDoubtError, match="has not answered whether it gave up 3 blocks"):
+    with pytest.raises(MigrationInDoubtError, match="has not confirmed that it released 3 blocks"):
         migration.wait()
     with pytest.raises(MigrationInDoubtError):
         migration.wait(0.01)
@@ -486,7 +486,7 @@ def test_who_waits_for_a_move_in_doubt_is_told_so_and_may_wait_again(make_pair):
     pair.check()
 
 
-def test_a_node_that_stops_takes_back_what_it_lends(make_pair, over):
+def test_a_stopping_node_ends_its_leases(make_pair, over):
     gate = Gate(MigrationPhase.READING)
     pair = make_pair(over, on_phase=gate)
     pair.a.start("r", range(10))
@@ -500,7 +500,7 @@ def test_a_node_that_stops_takes_back_what_it_lends(make_pair, over):
     pair.check()
 
 
-def test_what_was_fetched_is_held_until_it_is_released(make_pair, over):
+def test_fetched_blocks_are_held_until_released(make_pair, over):
     pair = make_pair(over)
     request = pair.a.start("r", range(12))
     subject = PrefixSubject(tuple(request.block_hashes))
@@ -519,8 +519,8 @@ def test_what_was_fetched_is_held_until_it_is_released(make_pair, over):
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
-def test_compaction_while_blocks_arrive_puts_no_wrong_bytes_under_a_hash(is_move):
-    """The other half was written to ids that were another request's by then; no check noticed."""
+def test_compaction_during_a_fetch_keeps_content_correct(is_move):
+    """Regression: the second half was written to ids that belonged to another request, undetected."""
     a, b = MadeEngine(), MadeEngine(pool_class=RunBlockPool)
     a.start("r", range(40))
     for number in range(4):
@@ -551,11 +551,11 @@ def test_compaction_while_blocks_arrive_puts_no_wrong_bytes_under_a_hash(is_move
                 assert b.read(block_id) == b.make_bytes(f"0 {list(range(position * 4 + 4))}")
         node_b.check_invariants()
     assert moved
-    assert b.pool.holds.list_fixed_ids() == []
+    assert b.pool.holds.list_immovable_ids() == []
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
-def test_content_that_is_reported_wrong_while_it_is_read_arrives_nowhere(make_pair, over, is_move):
+def test_blocks_reported_invalid_during_a_read_are_dropped(make_pair, over, is_move):
     pair = make_pair(over)
     request = pair.a.start("r", range(40))
     subject = SequenceSubject("r") if is_move else PrefixSubject(tuple(request.block_hashes))
@@ -575,8 +575,8 @@ def test_content_that_is_reported_wrong_while_it_is_read_arrives_nowhere(make_pa
 
 
 @pytest.mark.parametrize("is_of_the_node", [True, False])
-def test_a_short_migration_takes_as_long_as_the_rate_says(make_pair, is_of_the_node):
-    """The bytes of a tenth of a second went at once, and those of a block whatever it took."""
+def test_a_short_migration_obeys_its_rate_limit(make_pair, is_of_the_node):
+    """Regression: the first tenth of a second's bytes, and any single block, ignored the limit."""
     rate = 8.0 * MadeEngine().storage.block_bytes
     pair = make_pair(**({"max_bytes_per_s": rate} if is_of_the_node else {}))
     request = pair.a.start("r", range(16))
@@ -588,7 +588,7 @@ def test_a_short_migration_takes_as_long_as_the_rate_says(make_pair, is_of_the_n
 
 
 class HeardClock(Clock):
-    """Lets a test wait until it was asked for the time so many times more."""
+    """A clock that lets a test wait until it was read a number of times."""
 
     def __init__(self):
         super().__init__()
@@ -605,7 +605,7 @@ class HeardClock(Clock):
             assert self.asked.acquire(timeout=PATIENCE_S)
 
 
-def test_housekeeping_ends_what_is_held(make_pair):
+def test_housekeeping_ends_holds(make_pair):
     clock = HeardClock()
     pair = make_pair(a={"clock": clock}, b={"clock": clock}, clock=clock, lease_s=0.2)
     request = pair.a.start("r", range(12))
@@ -623,7 +623,7 @@ def test_housekeeping_ends_what_is_held(make_pair):
     pair.check()
 
 
-def test_a_node_that_stops_releases_what_it_holds(make_pair, over):
+def test_a_stopping_node_releases_its_holds(make_pair, over):
     pair = make_pair(over)
     request = pair.a.start("r", range(12))
     pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a", hold_s=600.0).wait(PATIENCE_S)
@@ -632,7 +632,7 @@ def test_a_node_that_stops_releases_what_it_holds(make_pair, over):
     pair.check()
 
 
-def test_what_has_ended_is_listed_until_a_thousand_more_have():
+def test_the_last_thousand_ended_migrations_are_listed():
     pair = Pair("in_process")
     try:
         pair.a.start("r", range(4))
@@ -643,13 +643,13 @@ def test_what_has_ended_is_listed_until_a_thousand_more_have():
             migration.wait(PATIENCE_S)
             ids.append(migration.migration_id)
         assert [status.migration_id for status in pair.node_b.list_migrations()] == ids[5:]
-        with pytest.raises(InvalidArgumentError, match="running are: none"):
+        with pytest.raises(InvalidArgumentError, match="running: none"):
             pair.node_b.find_migration(ids[0])
     finally:
         pair.stop()
 
 
-def test_what_arrives_does_not_overwrite_what_goes_to_a_colder_tier(make_pair, over):
+def test_blocks_are_flushed_to_tiers_before_they_are_written(make_pair, over):
     pair = make_pair(over, b={"num_blocks": 8})
     tier = HostTier(8, pair.b.storage)
     TieredCache(pair.b.pool, pair.b.storage, [tier])

@@ -1,4 +1,4 @@
-"""The nodes that a node knows: given, read from a file, learned."""
+"""The known nodes of a node: configured, read from a file, or learned."""
 
 import random
 
@@ -9,19 +9,19 @@ from kv_pool.migration.messages import KnownNode, NodeLocation
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_the_error_for_an_unknown_name_lists_known_ones():
     peers = Peers()
-    with pytest.raises(PeerUnavailableError, match="no node 'c' is known; known are: none"):
+    with pytest.raises(PeerUnavailableError, match="node 'c' is unknown; known nodes: none"):
         peers.get_address("c")
     for number in range(12):
         peers.add(f"n{number:02}", f"10.0.0.{number}:7400")
-    with pytest.raises(PeerUnavailableError, match=r"known are: n00, n01, .*, n09 and 2 more"):
+    with pytest.raises(PeerUnavailableError, match=r"known nodes: n00, n01, .*, n09 and 2 more"):
         peers.get_address("c")
     assert peers.get_address("n03") == "10.0.0.3:7400"
     assert len(peers) == 12
 
 
-def test_a_given_node_wins_over_a_learned_one_until_it_is_removed():
+def test_a_configured_node_precedes_a_learned_one():
     peers = Peers()
     peers.learn([KnownNode("b", "10.0.0.2:1"), KnownNode("c", "10.0.0.3:1")])
     peers.add("b", "10.0.0.9:1", NodeLocation(rack="r1"))
@@ -37,20 +37,20 @@ def test_a_given_node_wins_over_a_learned_one_until_it_is_removed():
     assert not peers.remove("b")
 
 
-def test_a_registry_that_tells_nonsense_of_one_node_is_believed_of_the_others():
+def test_learn_skips_invalid_nodes():
     peers = Peers()
     peers.learn([KnownNode("a b", "10.0.0.2:1"), KnownNode("c", ""), KnownNode("d", "10.0.0.4:1")])
     assert [node.name for node in peers.list_nodes()] == ["d"]
 
 
-def test_a_peer_on_the_command_line():
+def test_parse_peer_reads_name_and_address():
     assert parse_peer("b=127.0.0.1:7402") == KnownNode("b", "127.0.0.1:7402")
     for text in ("127.0.0.1:7402", "=127.0.0.1:7402", "b=nowhere", "b=127.0.0.1:0", "a/b=h:1", "-b=h:1"):
         with pytest.raises(InvalidArgumentError):
             parse_peer(text)
 
 
-def test_a_file_of_peers(tmp_path):
+def test_read_peers_reads_a_file(tmp_path):
     file = tmp_path / "peers.toml"
     file.write_text(
         '[[peers]]\nname = "b"\naddress = "10.0.0.2:7400"\nrack = "r1"\nhost = "h2"\n'
@@ -66,16 +66,16 @@ def test_a_file_of_peers(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[[peers]", "this is no TOML"),
+        ("[[peers]", "not a TOML file"),
         ('[[peers]]\nname = "b"\n', "missing required field `address`"),
         ('[[peers]]\nname = "b"\naddress = "h:1"\nport = 1\n', "unknown field `port`"),
-        ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is no address"),
+        ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is not a node address"),
         ('[[peers]]\nname = "b"\naddress = "h:1"\n[[peers]]\nname = "b"\naddress = "h:2"\n', "two peers"),
-        ('[[peer]]\nname = "b"\naddress = "h:1"\n', "unknown field `peer`; its tables are"),
+        ('[[peer]]\nname = "b"\naddress = "h:1"\n', "unknown field `peer`; allowed tables are"),
     ],
     ids=["no TOML", "no address", "unknown key", "bad address", "twice", "unknown table"],
 )
-def test_a_broken_file_is_named(tmp_path, content, message):
+def test_an_invalid_file_is_named_in_the_error(tmp_path, content, message):
     file = tmp_path / "peers.toml"
     file.write_text(content)
     with pytest.raises(InvalidArgumentError, match=message) as error:
@@ -83,13 +83,13 @@ def test_a_broken_file_is_named(tmp_path, content, message):
     assert str(error.value).startswith(str(file))
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="can not read the peers: No such file"):
+def test_a_missing_file_is_named_in_the_error(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="cannot read the peers: No such file"):
         read_peers(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_calls_on_peers_and_on_two_dicts(seed):
+def test_random_calls_match_a_model_of_two_dicts(seed):
     draw = random.Random(seed)
     peers, given, learned = Peers(), {}, {}
     for _ in range(100):

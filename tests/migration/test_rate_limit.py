@@ -5,13 +5,13 @@ from kv_pool import InvalidArgumentError
 from kv_pool.migration.rate_limit import RateLimit
 
 
-def test_without_a_limit_nobody_waits():
+def test_without_a_limit_reads_do_not_wait():
     limit = RateLimit(0.0, Clock())
     assert limit.take(10**12) == 0.0
     assert limit.count_batch_bytes(100) == 100
 
 
-def test_each_read_waits_until_it_and_those_before_are_paid_for():
+def test_each_read_waits_for_itself_and_earlier_reads():
     clock = Clock()
     limit = RateLimit(1000.0, clock)
     assert limit.take(600) == pytest.approx(0.6)
@@ -20,8 +20,8 @@ def test_each_read_waits_until_it_and_those_before_are_paid_for():
     assert limit.take(0) == pytest.approx(0.6)
 
 
-def test_a_short_migration_is_no_burst_above_the_rate():
-    """The first tenth of a second's bytes used to be read at once, and a larger block, too."""
+def test_a_short_migration_does_not_exceed_the_rate():
+    """Regression: the first tenth of a second's bytes, and any single block, ignored the limit."""
     clock = Clock()
     limit = RateLimit(1000.0, clock)
     began = clock.now
@@ -30,7 +30,7 @@ def test_a_short_migration_is_no_burst_above_the_rate():
     assert clock.now - began == pytest.approx(0.25)
 
 
-def test_a_pause_saves_up_nothing():
+def test_a_pause_gives_no_credit():
     clock = Clock()
     limit = RateLimit(1000.0, clock)
     clock.now += limit.take(300)
@@ -38,7 +38,7 @@ def test_a_pause_saves_up_nothing():
     assert limit.take(300) == pytest.approx(0.3)
 
 
-def test_the_time_that_reading_takes_does_not_lower_the_rate():
+def test_the_duration_of_reads_does_not_lower_the_rate():
     clock = Clock()
     limit = RateLimit(1000.0, clock)
     began = clock.now
@@ -49,7 +49,7 @@ def test_the_time_that_reading_takes_does_not_lower_the_rate():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_the_long_run_the_rate_is_what_was_said(seed):
+def test_the_long_term_rate_equals_the_limit(seed):
     import random
 
     draw = random.Random(seed)
@@ -66,11 +66,11 @@ def test_in_the_long_run_the_rate_is_what_was_said(seed):
     assert taken >= 0.9 * rate * clock.now - 2**25
 
 
-def test_a_limit_is_not_negative():
+def test_a_negative_limit_is_refused():
     with pytest.raises(InvalidArgumentError):
         RateLimit(-1.0, Clock())
 
 
-def test_batches_are_small_enough_to_be_even():
+def test_batches_have_at_most_a_tenth_of_a_second():
     assert RateLimit(1000.0, Clock()).count_batch_bytes(10**6) == 100
     assert RateLimit(5.0, Clock()).count_batch_bytes(10**6) == 1

@@ -1,4 +1,4 @@
-"""Who is alive: announced, out of time, replaced."""
+"""Nodes of a registry: announced, expired, replaced."""
 
 import random
 
@@ -16,15 +16,15 @@ class Clock:
         return self.now
 
 
-def say(name, epoch="e1", address="10.0.0.1:7400", ttl_s=15.0):
-    return AnnounceNode(name, epoch, address, NodeLocation(), ttl_s)
+def say(name, incarnation="e1", address="10.0.0.1:7400", ttl_s=15.0):
+    return AnnounceNode(name, incarnation, address, NodeLocation(), ttl_s)
 
 
 def names(told):
     return [node.name for node in told.nodes]
 
 
-def test_a_node_is_known_until_its_time_is_over():
+def test_a_node_is_listed_until_its_ttl_ends():
     clock = Clock()
     registry = NodeRegistry(clock)
     registry.keep(KnownNode("registry", "10.0.0.9:7400"))
@@ -37,18 +37,18 @@ def test_a_node_is_known_until_its_time_is_over():
     assert names(registry.list_nodes()) == ["registry"]
 
 
-def test_a_restarted_node_takes_its_name_over_and_the_old_one_hears_of_it():
+def test_a_restarted_node_takes_over_its_name():
     registry = NodeRegistry(Clock())
     registry.announce(say("b", "e1", "10.0.0.1:1"))
     [node] = registry.announce(say("b", "e2", "10.0.0.2:2")).nodes
     assert node.address == "10.0.0.2:2"
-    with pytest.raises(InvalidArgumentError, match=r"another node is called 'b', at 10\.0\.0\.2:2"):
+    with pytest.raises(InvalidArgumentError, match=r"another node is named 'b', at 10\.0\.0\.2:2"):
         registry.announce(say("b", "e1", "10.0.0.1:1"))
     registry.announce(say("b", "e3", ttl_s=0))  # not its own entry
     assert names(registry.list_nodes()) == ["b"]
 
 
-def test_what_makes_no_sense_changes_nothing():
+def test_invalid_announcements_change_nothing():
     registry = NodeRegistry(Clock(), max_nodes=1)
     registry.keep(KnownNode("a", "10.0.0.9:7400"))
     registry.announce(say("b"))
@@ -64,12 +64,12 @@ def test_what_makes_no_sense_changes_nothing():
         with pytest.raises(InvalidArgumentError):
             registry.announce(message)
         assert names(registry.list_nodes()) == ["a", "b"]
-    with pytest.raises(InvalidArgumentError, match="at least 1 node"):
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
         NodeRegistry(Clock(), max_nodes=0)
 
 
 class SlowRegistry:
-    """Every announcement that was accepted, in order; who is alive is found by reading them all."""
+    """A slow model: a list of all accepted announcements, searched for the nodes that are alive."""
 
     def __init__(self):
         self.accepted = []  # (time, message)
@@ -80,18 +80,18 @@ class SlowRegistry:
             alive = {name: entry for name, entry in alive.items() if entry[1] > at}
             known = alive.get(message.name)
             if message.ttl_s == 0:
-                if known is not None and known[0].epoch == message.epoch:
+                if known is not None and known[0].incarnation == message.incarnation:
                     del alive[message.name]
                 continue
             replaced = known[2] if known else None
-            if known and known[0].epoch != message.epoch:
-                replaced = known[0].epoch
+            if known and known[0].incarnation != message.incarnation:
+                replaced = known[0].incarnation
             alive[message.name] = (message, at + message.ttl_s, replaced)
         return {name: entry for name, entry in alive.items() if entry[1] > now}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_announcements_to_a_registry_and_a_slow_one(seed):
+def test_random_announcements_match_a_slow_model(seed):
     draw = random.Random(seed)
     clock = Clock()
     registry, slow = NodeRegistry(clock, max_nodes=4), SlowRegistry()
@@ -104,7 +104,7 @@ def test_random_announcements_to_a_registry_and_a_slow_one(seed):
             draw.choice([0.0, 1.0, 5.0]),
         )
         alive = slow.find_alive(clock.now)
-        is_replaced = message.name in alive and alive[message.name][2] == message.epoch
+        is_replaced = message.name in alive and alive[message.name][2] == message.incarnation
         is_full = message.ttl_s > 0 and message.name not in alive and len(alive) >= 4
         if is_replaced or is_full:
             with pytest.raises(InvalidArgumentError):

@@ -13,7 +13,7 @@ def write(path, content, mode=0o600):
     return path
 
 
-def test_a_new_secret_is_random_and_its_owners_alone(tmp_path):
+def test_a_new_secret_is_random_and_private_to_its_owner(tmp_path):
     write_secret_file(tmp_path / "one")
     write_secret_file(tmp_path / "two")
     assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o600
@@ -22,19 +22,19 @@ def test_a_new_secret_is_random_and_its_owners_alone(tmp_path):
     assert len(one) == len(two) == 64
 
 
-def test_a_secret_is_never_overwritten(tmp_path):
+def test_an_existing_secret_is_not_overwritten(tmp_path):
     path = write(tmp_path / "secret", b"x" * 16)
     with pytest.raises(InvalidArgumentError, match="File exists"):
         write_secret_file(path)
     assert path.read_bytes() == b"x" * 16
 
 
-def test_white_space_around_a_secret_is_not_part_of_it(tmp_path):
+def test_surrounding_white_space_is_stripped(tmp_path):
     assert load_secret(write(tmp_path / "secret", b" sixteen letters.\n\n", 0o400)) == b"sixteen letters."
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
-def test_a_file_that_others_can_use_is_refused(tmp_path, mode):
+def test_a_file_accessible_to_others_is_refused(tmp_path, mode):
     path = write(tmp_path / "secret", b"x" * 32, mode)
     with pytest.raises(InvalidArgumentError, match="chmod 600"):
         load_secret(path)
@@ -42,22 +42,22 @@ def test_a_file_that_others_can_use_is_refused(tmp_path, mode):
 
 @pytest.mark.parametrize("content", [b"", b"x" * 15, b"  " + b"x" * 15 + b"\n"])
 def test_a_short_secret_is_refused(tmp_path, content):
-    with pytest.raises(InvalidArgumentError, match="16 random ones or more"):
+    with pytest.raises(InvalidArgumentError, match="at least 16 random bytes"):
         load_secret(write(tmp_path / "secret", content))
 
 
-def test_a_file_that_is_no_secret_is_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="at most 4096"):
+def test_an_invalid_secret_file_is_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="maximum of 4096"):
         load_secret(write(tmp_path / "long", os.urandom(5000)))
     with pytest.raises(InvalidArgumentError, match="No such file"):
         load_secret(tmp_path / "nothing")
-    with pytest.raises(InvalidArgumentError, match="can not read"):
+    with pytest.raises(InvalidArgumentError, match="cannot read"):
         load_secret(tmp_path)
-    with pytest.raises(InvalidArgumentError, match="can not make"):
+    with pytest.raises(InvalidArgumentError, match="cannot create"):
         write_secret_file(tmp_path / "no folder" / "secret")
 
 
-def test_messages_name_the_file(tmp_path):
+def test_errors_name_the_file(tmp_path):
     path = write(tmp_path / "secret", b"short")
     with pytest.raises(InvalidArgumentError, match=str(path)):
         load_secret(path)

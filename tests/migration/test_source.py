@@ -15,14 +15,14 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
-from kv_pool.migration.source import SourceTransfers, TransferState, make_epoch
+from kv_pool.migration.source import SourceTransfers, TransferState, make_incarnation
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.storage.checksums import checksum_blocks
 
 TABLE = """
     a transfer is   prepare  checksums  renew    acknowledge   cancel      and then
     unknown         offer    stale      stale    stale         cancelled   cancelled
-    lent            offer    checksums  renewed  acknowledged  cancelled   acknowledged
+    leased          offer    checksums  renewed  acknowledged  cancelled   acknowledged
     overdue         stale    stale      stale    stale         cancelled   cancelled
     acknowledged    stale    stale      stale    acknowledged  too late    acknowledged
     expired         stale    stale      stale    stale         cancelled   expired
@@ -35,17 +35,17 @@ TRANSFER_ID = b"sixteen letters!"
 LEASE_S = 10.0
 
 
-class Lender:
-    """A source whose clock stands still, with one request, which may be lent."""
+class SourceBench:
+    """A source with a stopped clock and one request, whose blocks may be leased."""
 
     def __init__(self, is_move=True):
         self.clock = Clock()
         self.engine = MadeEngine(16, self.clock)
         self.engine.start("r", range(10))
-        self.epoch = make_epoch("source", "1")
+        self.incarnation = make_incarnation("source", "1")
         self.changes = []
         self.transfers = SourceTransfers(
-            self.engine.site, "source", self.epoch, LEASE_S, self.clock, self.changes.append
+            self.engine.site, "source", self.incarnation, LEASE_S, self.clock, self.changes.append
         )
         self.is_move = is_move
 
@@ -61,12 +61,14 @@ class Lender:
             case "renew":
                 return self.transfers.renew(RenewLease(TRANSFER_ID))
             case "acknowledge":
-                return self.transfers.acknowledge(AcknowledgeTransfer(TRANSFER_ID, self.epoch, [7, 8, 9]))
+                return self.transfers.acknowledge(
+                    AcknowledgeTransfer(TRANSFER_ID, self.incarnation, [7, 8, 9])
+                )
             case _:
                 return self.transfers.cancel(CancelTransfer(TRANSFER_ID, "why not"))
 
     def answer(self, call):
-        """In one word."""
+        """Return the answer in one word."""
         try:
             reply = self.ask(call)
         except StaleTransferError:
@@ -103,168 +105,170 @@ class Lender:
 @pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 @pytest.mark.parametrize("call", ["prepare", "checksums", "renew", "acknowledge", "cancel"])
-def test_every_call_is_answered_as_the_table_says(call, row, is_move):
-    lender = Lender(is_move)
-    lender.bring_to(row[0])
-    assert lender.answer(call) == row[HEAD.index(call)]
-    lender.check()
-    # A call that comes again is answered the same, but that a cancelled transfer stays so.
+def test_every_call_gets_the_answer_of_the_table(call, row, is_move):
+    bench = SourceBench(is_move)
+    bench.bring_to(row[0])
+    assert bench.answer(call) == row[HEAD.index(call)]
+    bench.check()
+    # A repeated call gets the same answer, except that a cancelled transfer stays cancelled.
     again = "stale" if row[0] == "unknown" and call == "acknowledge" else row[HEAD.index(call)]
-    assert lender.answer(call) == again
-    lender.check()
+    assert bench.answer(call) == again
+    bench.check()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_in_the_end_nothing_is_lent_and_one_side_has_it(row):
-    lender = Lender()
-    lender.bring_to(row[0])
-    lender.answer("acknowledge")
-    lender.answer("cancel")
-    assert lender.transfers.list_lent() == []
-    assert lender.transfers.find_outcome(TRANSFER_ID).state == TransferState(row[HEAD.index("and then")])
-    assert lender.is_here() == (row[HEAD.index("and then")] != "acknowledged")
-    assert lender.engine.site.list_frozen() == []
-    lender.check()
+def test_afterwards_nothing_is_leased_and_one_side_has_it(row):
+    bench = SourceBench()
+    bench.bring_to(row[0])
+    bench.answer("acknowledge")
+    bench.answer("cancel")
+    assert bench.transfers.list_prepared() == []
+    assert bench.transfers.find_outcome(TRANSFER_ID).state == TransferState(row[HEAD.index("and then")])
+    assert bench.is_here() == (row[HEAD.index("and then")] != "acknowledged")
+    assert bench.engine.site.list_frozen() == []
+    bench.check()
 
 
-def test_a_lease_lasts_as_long_as_it_is_renewed():
-    lender = Lender()
-    lender.ask("prepare")
+def test_a_lease_lasts_while_it_is_renewed():
+    bench = SourceBench()
+    bench.ask("prepare")
     for _ in range(5):
-        lender.clock.now += LEASE_S - 1
-        assert lender.answer("renew") == "renewed"
-        lender.transfers.expire()
-    assert len(lender.transfers.list_lent()) == 1
-    lender.clock.now += LEASE_S
-    lender.transfers.expire()
-    assert lender.transfers.list_lent() == []
-    assert lender.is_here()
+        bench.clock.now += LEASE_S - 1
+        assert bench.answer("renew") == "renewed"
+        bench.transfers.expire()
+    assert len(bench.transfers.list_prepared()) == 1
+    bench.clock.now += LEASE_S
+    bench.transfers.expire()
+    assert bench.transfers.list_prepared() == []
+    assert bench.is_here()
 
 
-def test_whoever_ends_the_lease_the_request_is_used_again():
-    lender = Lender()
-    lender.ask("prepare")
-    assert not lender.is_here()
-    lender.clock.now += LEASE_S
-    lender.engine.site.leases.expire()  # as an offloading scheduler does in its step
-    assert lender.answer("acknowledge") == "stale"
-    lender.transfers.expire()
-    assert lender.is_here()
-    lender.check()
+def test_another_callers_expire_also_ends_the_transfer():
+    bench = SourceBench()
+    bench.ask("prepare")
+    assert not bench.is_here()
+    bench.clock.now += LEASE_S
+    bench.engine.site.leases.expire()  # as an offloading scheduler does in its step
+    assert bench.answer("acknowledge") == "stale"
+    bench.transfers.expire()
+    assert bench.is_here()
+    bench.check()
 
 
-def test_what_was_lent_is_told_once_and_when_it_ended():
-    lender = Lender()
-    lender.ask("prepare")
-    lender.ask("prepare")
-    lender.ask("acknowledge")
-    lender.ask("acknowledge")
-    assert len(lender.changes) == 2
-    assert lender.transfers.find_outcome(TRANSFER_ID).new_ids == (7, 8, 9)
+def test_on_change_is_called_once_at_start_and_end():
+    bench = SourceBench()
+    bench.ask("prepare")
+    bench.ask("prepare")
+    bench.ask("acknowledge")
+    bench.ask("acknowledge")
+    assert len(bench.changes) == 2
+    assert bench.transfers.find_outcome(TRANSFER_ID).new_ids == (7, 8, 9)
 
 
-def test_an_acknowledgement_of_an_earlier_life_is_accepted_and_of_another_node_is_not():
-    lender = Lender()
-    lender.ask("prepare")
-    old = AcknowledgeTransfer(TRANSFER_ID, make_epoch("source", "0"), [])
-    assert lender.transfers.acknowledge(old) == Acknowledged()
-    assert len(lender.transfers.list_lent()) == 1
-    with pytest.raises(MigrationError, match="node 'other'; do two nodes have one address"):
-        lender.transfers.acknowledge(AcknowledgeTransfer(TRANSFER_ID, make_epoch("other", "1"), []))
+def test_acknowledgements_for_earlier_epochs_are_accepted():
+    bench = SourceBench()
+    bench.ask("prepare")
+    old = AcknowledgeTransfer(TRANSFER_ID, make_incarnation("source", "0"), [])
+    assert bench.transfers.acknowledge(old) == Acknowledged()
+    assert len(bench.transfers.list_prepared()) == 1
+    with pytest.raises(MigrationError, match="node 'other'; check whether two nodes have the same address"):
+        bench.transfers.acknowledge(AcknowledgeTransfer(TRANSFER_ID, make_incarnation("other", "1"), []))
 
 
-def test_one_id_is_one_transfer():
-    lender = Lender()
-    lender.ask("prepare")
-    layout = lender.engine.site.layout
+def test_a_transfer_id_cannot_be_used_twice():
+    bench = SourceBench()
+    bench.ask("prepare")
+    layout = bench.engine.site.layout
     other = PrepareTransfer(TRANSFER_ID, PrefixSubject(()), False, layout, "target")
-    with pytest.raises(StaleTransferError, match="lends sequence r to node 'target'; choose another id"):
-        lender.transfers.prepare(other)
+    with pytest.raises(
+        StaleTransferError, match="already leases sequence r to node 'target'; choose another id"
+    ):
+        bench.transfers.prepare(other)
 
 
-def test_a_target_with_other_blocks_is_refused_before_anything_is_lent():
-    lender = Lender()
-    other = MadeEngine(16, lender.clock, head_size=16).site.layout
+def test_another_layout_is_refused_before_blocks_are_leased():
+    bench = SourceBench()
+    other = MadeEngine(16, bench.clock, head_size=16).site.layout
     message = PrepareTransfer(TRANSFER_ID, SequenceSubject("r"), True, other, "target")
     with pytest.raises(
-        LayoutMismatchError, match="blocks of node 'target' can not be used here: block_format"
+        LayoutMismatchError, match="blocks of node 'target' cannot be used here: block_format"
     ):
-        lender.transfers.prepare(message)
-    assert lender.is_here()
-    assert lender.answer("prepare") == "offer"
+        bench.transfers.prepare(message)
+    assert bench.is_here()
+    assert bench.answer("prepare") == "offer"
 
 
-def test_a_request_is_moved_by_one_transfer_at_a_time():
-    lender = Lender()
-    lender.ask("prepare")
-    layout = lender.engine.site.layout
+def test_a_request_is_in_one_move_at_a_time():
+    bench = SourceBench()
+    bench.ask("prepare")
+    layout = bench.engine.site.layout
     second = PrepareTransfer(b"another one, too", SequenceSubject("r"), True, layout, "target")
     with pytest.raises(InvalidArgumentError, match="is being moved"):
-        lender.transfers.prepare(second)
-    assert lender.engine.site.leases.num_lent_blocks == 3
-    lender.check()
+        bench.transfers.prepare(second)
+    assert bench.engine.site.leases.num_leased_blocks == 3
+    bench.check()
 
 
-def test_only_blocks_that_are_lent_as_they_were_offered_are_served():
-    lender = Lender(is_move=False)
-    lender.ask("prepare")
-    lender.transfers.check_lent(TRANSFER_ID, [1, 2, 3])
-    with pytest.raises(StaleTransferError, match="block 4 is not one of those"):
-        lender.transfers.check_lent(TRANSFER_ID, [1, 4])
+def test_only_leased_blocks_of_their_generation_are_served():
+    bench = SourceBench(is_move=False)
+    bench.ask("prepare")
+    bench.transfers.check_leased(TRANSFER_ID, [1, 2, 3])
+    with pytest.raises(StaleTransferError, match="block 4 is not leased by transfer"):
+        bench.transfers.check_leased(TRANSFER_ID, [1, 4])
     with pytest.raises(StaleTransferError, match="no transfer"):
-        lender.transfers.check_lent(b"x" * 16, [1])
+        bench.transfers.check_leased(b"x" * 16, [1])
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
-def test_content_that_is_reported_wrong_while_lent_is_not_served(is_move):
-    lender = Lender(is_move)
-    lender.ask("prepare")
-    lender.engine.manager.evict_blocks([2])
-    lender.transfers.check_lent(TRANSFER_ID, [1, 3])
-    with pytest.raises(InvalidContentError, match="has reported content"):
-        lender.transfers.check_lent(TRANSFER_ID, [1, 2])
+def test_leased_blocks_reported_invalid_are_not_served(is_move):
+    bench = SourceBench(is_move)
+    bench.ask("prepare")
+    bench.engine.manager.evict_blocks([2])
+    bench.transfers.check_leased(TRANSFER_ID, [1, 3])
+    with pytest.raises(InvalidContentError, match="reported content"):
+        bench.transfers.check_leased(TRANSFER_ID, [1, 2])
     with pytest.raises(InvalidContentError):
-        lender.transfers.compute_checksums(AskChecksums(TRANSFER_ID, [1]))
+        bench.transfers.compute_checksums(AskChecksums(TRANSFER_ID, [1]))
     with pytest.raises(InvalidContentError):
-        lender.ask("renew")
-    lender.check()
+        bench.ask("renew")
+    bench.check()
     for _ in range(2):  # the first answer may be lost
         with pytest.raises(InvalidContentError):
-            lender.ask("acknowledge")
-    assert lender.is_here()
-    assert lender.transfers.find_outcome(TRANSFER_ID).state is TransferState.CANCELLED
-    assert lender.transfers.list_lent() == []
-    lender.check()
+            bench.ask("acknowledge")
+    assert bench.is_here()
+    assert bench.transfers.find_outcome(TRANSFER_ID).state is TransferState.CANCELLED
+    assert bench.transfers.list_prepared() == []
+    bench.check()
 
 
-def test_checksums_are_those_of_the_blocks_in_the_order_that_was_asked_for():
-    lender = Lender(is_move=False)
-    lender.ask("prepare")
-    expected = checksum_blocks(lender.engine.storage, [3, 1])
-    assert lender.ask("checksums").values == expected.astype(">u8").tobytes()
+def test_checksums_are_returned_in_the_requested_order():
+    bench = SourceBench(is_move=False)
+    bench.ask("prepare")
+    expected = checksum_blocks(bench.engine.storage, [3, 1])
+    assert bench.ask("checksums").values == expected.astype(">u8").tobytes()
     with pytest.raises(StaleTransferError, match="has 3 blocks"):
-        lender.transfers.compute_checksums(AskChecksums(TRANSFER_ID, [3]))
+        bench.transfers.compute_checksums(AskChecksums(TRANSFER_ID, [3]))
 
 
-def test_checksums_of_blocks_that_were_taken_back_meanwhile_are_not_told(monkeypatch):
-    lender = Lender(is_move=False)
-    lender.ask("prepare")
+def test_checksums_fail_if_the_lease_ends_during_the_read(monkeypatch):
+    bench = SourceBench(is_move=False)
+    bench.ask("prepare")
 
     def take_long(storage, block_ids):
-        lender.clock.now += LEASE_S
+        bench.clock.now += LEASE_S
         return checksum_blocks(storage, block_ids)
 
     monkeypatch.setattr(source_module, "checksum_blocks", take_long)
-    assert lender.answer("checksums") == "stale"
+    assert bench.answer("checksums") == "stale"
 
 
-def test_acknowledgements_are_remembered_apart_and_not_for_ever(monkeypatch):
+def test_acknowledgements_are_remembered_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(source_module, "MAX_REMEMBERED", 3)
-    lender = Lender(is_move=False)
-    lender.ask("prepare")
-    lender.ask("acknowledge")
+    bench = SourceBench(is_move=False)
+    bench.ask("prepare")
+    bench.ask("acknowledge")
     for number in range(10):
-        lender.transfers.cancel(CancelTransfer(bytes([number]) * 16))
-    assert lender.answer("acknowledge") == "acknowledged"
-    assert lender.transfers.find_outcome(bytes([0]) * 16) is None
-    assert lender.transfers.find_outcome(bytes([9]) * 16).state is TransferState.CANCELLED
+        bench.transfers.cancel(CancelTransfer(bytes([number]) * 16))
+    assert bench.answer("acknowledge") == "acknowledged"
+    assert bench.transfers.find_outcome(bytes([0]) * 16) is None
+    assert bench.transfers.find_outcome(bytes([9]) * 16).state is TransferState.CANCELLED

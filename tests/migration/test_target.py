@@ -1,4 +1,4 @@
-"""What a target does when one thing goes wrong, one at a time; all at once: `test_transfers_random.py`."""
+"""A target with one fault at a time; `test_transfers_random.py` combines faults."""
 
 import pytest
 from migration.made_nodes import HASHER, Clock, MadeEngine
@@ -30,7 +30,7 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
-from kv_pool.migration.source import SourceTransfers, make_epoch
+from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
@@ -41,10 +41,10 @@ LOST = PeerUnavailableError("lost")
 
 
 class Bench:
-    """A source with a request of three blocks, a target, and a line between them that does as it is told.
+    """A source with a request of three blocks, a target, and a connection with scripted faults.
 
-    `trouble` says by kind of message what befalls one after the other: an error instead of sending it, or
-    something that happens after it was answered. `at_phase` says what happens when a phase is entered.
+    `trouble` maps a message class to a list of faults, one per message: an error raised instead of sending
+    it, or a function called after the answer. `at_phase` maps a phase to a function called on entering it.
     """
 
     def __init__(self, is_move=True, subject=None, hold_s=0.0):
@@ -78,8 +78,8 @@ class Bench:
         )
 
     def start_source(self, life):
-        self.epoch = make_epoch("source", life)
-        self.transfers = SourceTransfers(self.source.site, "source", self.epoch, LEASE_S, self.clock)
+        self.incarnation = make_incarnation("source", life)
+        self.transfers = SourceTransfers(self.source.site, "source", self.incarnation, LEASE_S, self.clock)
 
     def note(self, pull):
         self.phases.append(pull.status.phase)
@@ -100,7 +100,7 @@ class Bench:
         match message:
             case DescribeNode():
                 layout = self.source.site.layout
-                return NodeDescription("source", self.epoch, layout, 0, 0, {}, NodeLocation())
+                return NodeDescription("source", self.incarnation, layout, 0, 0, {}, NodeLocation())
             case PrepareTransfer():
                 return self.transfers.prepare(message)
             case AskChecksums():
@@ -116,7 +116,7 @@ class Bench:
         self.readers.append(Reader(self))
         return self.readers[-1]
 
-    def leave_reader(self, source, reader):
+    def return_reader(self, source, reader):
         reader.was_left = True
 
     def check(self, at_source, at_target, num_free=None):
@@ -138,7 +138,7 @@ class Reader:
 
     def read(self, transfer_id, remote_ids, local_ids, deadline):
         bench = self.bench
-        bench.transfers.check_lent(transfer_id, remote_ids)
+        bench.transfers.check_leased(transfer_id, remote_ids)
         trouble = bench.read_trouble.pop(0) if bench.read_trouble else None
         for remote_id, local_id in zip(remote_ids, local_ids, strict=True):
             bench.target.storage.write_block(local_id, bench.source.storage.read_block(remote_id))
@@ -156,7 +156,7 @@ class Reader:
         self.is_closed = True
 
 
-def test_all_is_well():
+def test_a_pull_without_faults_succeeds():
     bench = Bench()
     bench.pull.run()
     assert list(dict.fromkeys(bench.phases)) == [
@@ -175,7 +175,7 @@ def test_all_is_well():
 
 
 @pytest.mark.parametrize("asked", [DescribeNode, PrepareTransfer, AskChecksums])
-def test_a_lost_message_is_sent_again_and_a_third_loss_is_the_end(asked):
+def test_a_message_is_retried_twice_then_the_pull_fails(asked):
     bench = Bench()
     bench.trouble = {asked: [LOST, LOST]}
     bench.pull.run()
@@ -188,10 +188,10 @@ def test_a_lost_message_is_sent_again_and_a_third_loss_is_the_end(asked):
     assert bench.pull.record.error is LOST
     assert (CancelTransfer in bench.asked) == (asked is not DescribeNode)
     bench.check(at_source=True, at_target=False, num_free=15)
-    assert bench.transfers.list_lent() == []
+    assert bench.transfers.list_prepared() == []
 
 
-def test_where_even_the_cancellation_is_lost_the_lease_ends_by_itself():
+def test_the_lease_expires_if_the_cancellation_is_lost():
     bench = Bench()
     bench.trouble = {AskChecksums: [LOST] * 3, CancelTransfer: [LOST]}
     bench.pull.run()
@@ -201,7 +201,7 @@ def test_where_even_the_cancellation_is_lost_the_lease_ends_by_itself():
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_bytes_that_were_changed_are_read_again():
+def test_corrupted_bytes_are_read_again():
     def change(local_ids):
         bench.target.storage.write_block(local_ids[1], bytes(128))
 
@@ -212,20 +212,22 @@ def test_bytes_that_were_changed_are_read_again():
     bench.check(at_source=False, at_target=True)
 
 
-def test_bytes_that_are_always_wrong_are_never_used():
+def test_bytes_that_never_verify_are_not_used():
     def change(local_ids):
         bench.target.storage.write_block(local_ids[0], bytes(128))
 
     bench = Bench()
     bench.read_trouble = [change] * 3
     bench.pull.run()
-    with pytest.raises(TransferFailedError, match="1 blocks of node 'source' were read 3 times"):
+    with pytest.raises(
+        TransferFailedError, match="1 blocks of node 'source' did not match their checksums in 3"
+    ):
         raise bench.pull.record.error
     assert bench.target.manager.take_events() == []
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_another_connection_is_tried_where_one_has_failed():
+def test_a_failed_connection_is_replaced():
     bench = Bench()
     bench.read_trouble = [TransferFailedError("cut"), TransferFailedError("cut")]
     bench.pull.run()
@@ -233,9 +235,9 @@ def test_another_connection_is_tried_where_one_has_failed():
     bench.check(at_source=False, at_target=True)
 
 
-def test_a_reader_that_may_still_write_keeps_its_blocks_from_everybody():
+def test_blocks_of_an_unsettled_reader_stay_in_quarantine():
     bench = Bench()
-    bench.read_trouble = [TransferFailedError("given up", is_settled=False)]
+    bench.read_trouble = [TransferFailedError("cancelled", is_settled=False)]
     bench.pull.run()
     ((lease, reader),) = bench.unsettled
     assert reader.is_closed
@@ -244,28 +246,28 @@ def test_a_reader_that_may_still_write_keeps_its_blocks_from_everybody():
     bench.clock.now += LEASE_S
     bench.target.site.leases.expire()
     assert lease.state is LeaseState.QUARANTINED
-    lease.give_back()
+    lease.release()
     bench.check(at_source=True, at_target=False, num_free=15)
     with pytest.raises(StaleLeaseError):
-        lease.give_back()
+        lease.release()
 
 
-def test_a_source_that_was_started_anew_while_it_was_asked_is_not_the_one_that_was_described():
+def test_a_source_restart_during_preparation_fails_the_pull():
     bench = Bench()
     bench.trouble = {DescribeNode: [lambda: bench.start_source("2")]}
     bench.pull.run()
-    with pytest.raises(PeerUnavailableError, match="was restarted"):
+    with pytest.raises(PeerUnavailableError, match="restarted during"):
         raise bench.pull.record.error
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_a_lease_that_ended_is_noticed_at_the_latest_when_it_is_acknowledged():
+def test_an_expired_lease_is_detected_by_the_acknowledgement():
     bench = Bench()
 
     def sleep_too_long(local_ids):
         bench.clock.now += LEASE_S
         bench.transfers.expire()
-        bench.target.site.leases.expire()  # ours is over, too, and quarantined
+        bench.target.site.leases.expire()  # the write lease has also expired and is in quarantine
 
     bench.read_trouble = [sleep_too_long]
     bench.pull.run()
@@ -277,8 +279,8 @@ def test_a_lease_that_ended_is_noticed_at_the_latest_when_it_is_acknowledged():
 @pytest.mark.parametrize(
     "phase", [MigrationPhase.READING, MigrationPhase.INSERTING, MigrationPhase.ACKNOWLEDGING]
 )
-def test_content_that_its_source_reports_wrong_meanwhile_is_not_hit(phase, is_move):
-    """It was delivered, and requests at the target began with it."""
+def test_blocks_reported_invalid_by_the_source_are_not_hit(phase, is_move):
+    """Regression: the content was cached, and requests at the target used it."""
     prefix = PrefixSubject(tuple(HASHER.hash_blocks(range(8))))
     bench = Bench(is_move, None if is_move else prefix, hold_s=5.0)
     bench.at_phase = {phase: lambda: bench.source.manager.report_invalid_blocks([2])}
@@ -288,10 +290,10 @@ def test_content_that_its_source_reports_wrong_meanwhile_is_not_hit(phase, is_mo
     assert bench.target.check_prefix(range(10)) == 0
     assert bench.source.manager.get_computed_blocks(bench.source.requests["r"]).num_tokens == 4
     bench.check(at_source=True, at_target=False, num_free=15)
-    assert bench.transfers.list_lent() == []
+    assert bench.transfers.list_prepared() == []
 
 
-def test_a_heartbeat_finds_out_that_content_was_reported_wrong():
+def test_a_renewal_detects_invalid_content():
     bench = Bench(is_move=False)
     bench.at_phase = {
         MigrationPhase.READING: lambda: (
@@ -305,7 +307,7 @@ def test_a_heartbeat_finds_out_that_content_was_reported_wrong():
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_what_was_inserted_stays_cached_where_the_source_keeps_the_request():
+def test_inserted_blocks_stay_cached_if_the_move_fails():
     bench = Bench()
     take_back = CancelTransfer(b"sixteen letters!")
     bench.at_phase = {MigrationPhase.ACKNOWLEDGING: lambda: bench.transfers.cancel(take_back)}
@@ -318,7 +320,7 @@ def test_what_was_inserted_stays_cached_where_the_source_keeps_the_request():
 # ---- in doubt ------------------------------------------------------------------------------------
 
 
-def test_a_move_without_an_answer_is_in_doubt_until_there_is_one():
+def test_a_move_is_in_doubt_until_the_source_answers():
     bench = Bench()
     bench.trouble = {AcknowledgeTransfer: [LOST, LOST]}
     bench.pull.run()
@@ -336,7 +338,7 @@ def test_a_move_without_an_answer_is_in_doubt_until_there_is_one():
     assert bench.asked.count(AcknowledgeTransfer) == 3
 
 
-def test_an_answer_that_was_lost_is_given_again():
+def test_a_lost_acknowledgement_reply_is_repeated():
     def lose():
         raise LOST
 
@@ -344,14 +346,14 @@ def test_an_answer_that_was_lost_is_given_again():
     bench.trouble = {AcknowledgeTransfer: [lose]}
     bench.pull.run()
     assert bench.pull.status.phase is MigrationPhase.IN_DOUBT
-    bench.check(at_source=False, at_target=False)  # given up there already
+    bench.check(at_source=False, at_target=False)  # already released there
     bench.clock.now += 5 * LEASE_S
     bench.transfers.expire()
     bench.pull.resolve()
     bench.check(at_source=False, at_target=True)
 
 
-def test_in_doubt_for_longer_than_the_lease_the_source_has_kept_it():
+def test_after_a_lease_in_doubt_the_source_keeps_the_request():
     bench = Bench()
     bench.trouble = {AcknowledgeTransfer: [LOST]}
     bench.pull.run()
@@ -363,7 +365,7 @@ def test_in_doubt_for_longer_than_the_lease_the_source_has_kept_it():
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_in_doubt_about_a_source_that_was_started_anew_it_is_ours():
+def test_a_source_restart_resolves_doubt_for_the_target():
     bench = Bench()
     bench.trouble = {AcknowledgeTransfer: [LOST]}
     bench.pull.run()
@@ -374,7 +376,7 @@ def test_in_doubt_about_a_source_that_was_started_anew_it_is_ours():
     bench.check(at_source=False, at_target=True)
 
 
-def test_somebody_who_knows_that_the_source_is_gone_may_say_so():
+def test_assume_source_gone_resolves_doubt_for_the_target():
     bench = Bench()
     assert bench.pull.assume_source_gone() is False
     bench.trouble = {AcknowledgeTransfer: [LOST]}
@@ -385,19 +387,19 @@ def test_somebody_who_knows_that_the_source_is_gone_may_say_so():
     assert bench.pull.assume_source_gone() is False
 
 
-def test_who_stops_asking_keeps_a_cached_copy_and_not_the_request():
+def test_abandon_doubt_keeps_only_cached_blocks():
     bench = Bench()
     bench.trouble = {AcknowledgeTransfer: [LOST]}
     bench.pull.run()
-    assert bench.pull.give_up_doubt() is True
+    assert bench.pull.abandon_doubt() is True
     assert bench.pull.status.phase is MigrationPhase.FAILED
     assert bench.target.check_prefix(range(10)) == 2
     bench.check(at_source=False, at_target=False, num_free=15)
-    assert bench.pull.give_up_doubt() is False
+    assert bench.pull.abandon_doubt() is False
 
 
 @pytest.mark.parametrize("trouble", [LOST, StaleTransferError("over")])
-def test_a_copy_is_ours_whatever_becomes_of_the_acknowledgement(trouble):
+def test_a_copy_is_done_even_if_the_acknowledgement_is_lost(trouble):
     bench = Bench(is_move=False)
     bench.trouble = {AcknowledgeTransfer: [trouble]}
     bench.pull.run()
@@ -405,17 +407,17 @@ def test_a_copy_is_ours_whatever_becomes_of_the_acknowledgement(trouble):
     bench.check(at_source=True, at_target=True)
 
 
-# ---- what has arrived is held ----------------------------------------------------------------------
+# ---- holds on arrived blocks -----------------------------------------------------------------------
 
 
 def take_all_that_is_free(engine):
-    """Whatever is cached and free loses its content."""
+    """Evict all cached free blocks."""
     taken = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
     engine.pool.free_blocks(taken)
 
 
 @pytest.mark.parametrize("end", ["released", "expired", "released later"])
-def test_what_has_arrived_can_not_be_evicted_as_long_as_it_is_held(end):
+def test_held_blocks_cannot_be_evicted(end):
     bench = Bench(is_move=False, subject=PrefixSubject(tuple(HASHER.hash_blocks(range(10)))), hold_s=5.0)
     bench.pull.run()
     bench.check(at_source=True, at_target=False, num_free=13)
@@ -440,7 +442,7 @@ def test_what_has_arrived_can_not_be_evicted_as_long_as_it_is_held(end):
     assert bench.target.check_prefix(range(10)) == 0
 
 
-def test_a_request_that_starts_with_what_is_held_keeps_it():
+def test_a_request_keeps_the_held_blocks_that_it_hits():
     bench = Bench(is_move=False, subject=PrefixSubject(tuple(HASHER.hash_blocks(range(10)))), hold_s=5.0)
     bench.pull.run()
     bench.target.start("next", range(10))
@@ -450,7 +452,7 @@ def test_a_request_that_starts_with_what_is_held_keeps_it():
     bench.target.check_bytes("next")
 
 
-def test_what_was_released_before_it_arrived_is_not_held():
+def test_blocks_released_before_arrival_are_not_held():
     bench = Bench(is_move=False, hold_s=5.0)
     bench.at_phase = {MigrationPhase.READING: bench.pull.release}
     bench.pull.run()
@@ -458,7 +460,7 @@ def test_what_was_released_before_it_arrived_is_not_held():
     bench.check(at_source=True, at_target=True, num_free=12)
 
 
-def test_nothing_is_held_of_a_migration_that_failed_or_had_no_blocks():
+def test_failed_and_empty_migrations_hold_nothing():
     bench = Bench(hold_s=5.0)
     bench.trouble = {AskChecksums: [LOST, LOST, LOST]}
     bench.pull.run()
@@ -470,16 +472,16 @@ def test_nothing_is_held_of_a_migration_that_failed_or_had_no_blocks():
     assert not nothing.pull.is_holding()
 
 
-# ---- others --------------------------------------------------------------------------------------
+# ---- other tests ---------------------------------------------------------------------------------
 
 
-def test_a_scheduler_that_does_not_take_the_request_over_ends_the_migration():
+def test_an_error_in_take_over_fails_the_migration():
     bench = Bench(hold_s=5.0)
 
     def refuse(request_id, state):
         raise KeyError(request_id)
 
-    bench.target.take_over = refuse
+    bench.target.on_arrived = refuse
     bench.pull.run()
     assert bench.pull.status.phase is MigrationPhase.FAILED
     assert isinstance(bench.pull.record.error, KeyError)
@@ -488,7 +490,7 @@ def test_a_scheduler_that_does_not_take_the_request_over_ends_the_migration():
     assert bench.target.pool.get_num_free_blocks() == 15
 
 
-def test_cancelled_before_it_began_it_does_nothing():
+def test_a_pull_cancelled_before_its_start_does_nothing():
     bench = Bench()
     assert bench.pull.cancel() is True
     bench.pull.run()
@@ -497,7 +499,7 @@ def test_cancelled_before_it_began_it_does_nothing():
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_a_source_that_says_it_is_over_is_believed_at_the_next_batch():
+def test_a_stale_renewal_stops_the_pull_at_the_next_batch():
     bench = Bench()
 
     def renew_too_late(local_ids):
@@ -512,7 +514,7 @@ def test_a_source_that_says_it_is_over_is_believed_at_the_next_batch():
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_renewing_prolongs_both_leases():
+def test_renew_extends_both_leases():
     bench = Bench()
 
     def take_long(local_ids):
@@ -527,7 +529,7 @@ def test_renewing_prolongs_both_leases():
     bench.check(at_source=False, at_target=True)
 
 
-def test_a_source_that_answers_something_else_is_not_believed():
+def test_a_reply_of_the_wrong_type_fails_the_pull():
     class Confused(Bench):
         def answer(self, message):
             reply = super().answer(message)
@@ -535,18 +537,18 @@ def test_a_source_that_answers_something_else_is_not_believed():
 
     bench = Confused()
     bench.pull.run()
-    with pytest.raises(Exception, match="has answered PrepareTransfer with Cancelled"):
+    with pytest.raises(Exception, match="answered PrepareTransfer with Cancelled"):
         raise bench.pull.record.error
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
-def test_a_state_that_makes_no_sense_is_refused():
+def test_an_invalid_request_state_is_refused():
     bench = Bench()
     offered = bench.source.site.select(SequenceSubject("r"), True).offered
     for state in (b"", b"\x93", bench.source.site.select(SequenceSubject("r"), True).state[:-9]):
         with pytest.raises(InvalidArgumentError):
-            bench.target.site.take_room(SequenceSubject("r"), offered, state)
+            bench.target.site.reserve(SequenceSubject("r"), offered, state)
     whole = bench.source.site.select(SequenceSubject("r"), True)
-    with pytest.raises(InvalidArgumentError, match="here there are 1 groups, and 2 blocks were offered"):
-        bench.target.site.take_room(SequenceSubject("r"), offered[:2], whole.state)
+    with pytest.raises(InvalidArgumentError, match="this manager has 1 groups, and 2 blocks were offered"):
+        bench.target.site.reserve(SequenceSubject("r"), offered[:2], whole.state)
     bench.check(at_source=True, at_target=False, num_free=15)

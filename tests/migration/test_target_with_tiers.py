@@ -1,4 +1,4 @@
-"""A target with colder tiers: what arrives takes the place of blocks whose content goes on there."""
+"""A target with lower tiers: arriving blocks reuse blocks whose content is offloaded first."""
 
 import pytest
 from migration.made_nodes import HASHER, MadeEngine, make_node
@@ -17,7 +17,7 @@ OLD, NEW = list(range(16)), list(range(100, 112))
 
 
 @pytest.mark.parametrize("subject", ["prefix", "request"])
-def test_tiers_get_the_old_bytes_of_blocks_that_a_migration_writes_to(subject):
+def test_old_blocks_are_flushed_before_a_migration_writes(subject):
     source, target = MadeEngine(), MadeEngine(num_blocks=5)
     tiers = TieredCache(target.pool, target.storage, [HostTier(8, target.storage)])
     target.start("old", OLD)
@@ -44,7 +44,7 @@ def list_keys(token_ids):
     return [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(token_ids)]
 
 
-def test_what_arrives_is_written_through_and_told_with_its_parents():
+def test_arriving_blocks_are_written_through_with_parents():
     source, target = MadeEngine(), MadeEngine()
     host = HostTier(8, target.storage)
     tiers = TieredCache(target.pool, target.storage, [host], "through", enable_events=True)
@@ -66,7 +66,7 @@ def test_what_arrives_is_written_through_and_told_with_its_parents():
     ]
 
 
-def test_what_a_source_says_of_a_block_is_told_of_it_when_it_goes_to_a_tier():
+def test_tier_events_carry_what_the_source_knows_of_a_block():
     pool = BlockPool(3, True, 4, enable_kv_cache_events=True)
     tiers = TieredCache(pool, None, [Tier(9)], enable_events=True)
     first, second = HASHER.hash_blocks(range(8))
@@ -92,7 +92,7 @@ def test_what_a_source_says_of_a_block_is_told_of_it_when_it_goes_to_a_tier():
 
 
 @pytest.mark.parametrize("write", ["back", "through"])
-def test_how_large_blocks_of_a_group_are_is_learned_from_those_that_arrive(write):
+def test_tiers_learn_a_groups_block_size_from_arrivals(write):
     pool = BlockPool(6, True, 4)
     tiers = TieredCache(pool, None, [Tier(9)], write)
     request = Request("a", range(8), HASHER)

@@ -1,4 +1,4 @@
-"""How near nodes are, what that costs, and who is asked first."""
+"""Nearness of nodes, the cost of links, and the ranking of targets."""
 
 import random
 
@@ -20,8 +20,19 @@ HERE = NodeLocation(network="n1", rack="r1", host="h1", device="cuda:0")
 LAYOUT = BlockLayout("bytes", 1000, 16)
 
 
-def node(name, num_free_blocks=100, layout=LAYOUT, **location):
-    return NodeDescription(name, "e", layout, num_free_blocks, 100, {}, NodeLocation(**location))
+def node(name, num_free_blocks=100, layout=LAYOUT, sequence_kind="", **location):
+    where = NodeLocation(**location)
+    return NodeDescription(name, "e", layout, num_free_blocks, 100, {}, where, sequence_kind=sequence_kind)
+
+
+def test_nodes_with_another_kind_of_sequences_are_passed_over():
+    nodes = [node("same", sequence_kind="odd"), node("other", sequence_kind="even"), node("silent")]
+    ranking = Topology().rank(HERE, 1, 1, nodes, sequence_kind="odd")
+    assert [target.name for target in ranking.targets] == ["same", "silent"]
+    assert [(one.name, one.reason) for one in ranking.excluded] == [
+        ("other", "it takes even, and these are odd")
+    ]
+    assert len(Topology().rank(HERE, 1, 1, nodes).targets) == 3
 
 
 @pytest.mark.parametrize(
@@ -39,12 +50,12 @@ def node(name, num_free_blocks=100, layout=LAYOUT, **location):
         (NodeLocation(), Nearness.ELSEWHERE),
     ],
 )
-def test_the_smallest_place_that_both_are_known_to_be_in(there, nearness):
+def test_find_nearness_returns_the_smallest_common_place(there, nearness):
     assert find_nearness(HERE, there) is nearness
     assert find_nearness(there, HERE) is nearness
 
 
-def test_targets_with_room_the_cheapest_first_and_why():
+def test_rank_orders_by_cost_and_gives_reasons():
     nodes = [
         node("far", network="n1", rack="r2"),
         node("full", num_free_blocks=4, host="h1"),
@@ -59,12 +70,12 @@ def test_targets_with_room_the_cheapest_first_and_why():
         "nearer: same host, 0.001 GB/s and 500 ms (given), 60 blocks free: 505 ms",
         "near: same host, 0.001 GB/s and 500 ms (given), 50 blocks free: 505 ms",
         "full: no, 4 of 100 blocks are free, 5 are needed",
-        "other: no, its blocks have another layout",
+        "other: no, its blocks have another layout: block_size is 16 here and 32 there",
     ]
     assert Topology().rank(HERE, 1, 1, []).describe() == "no other node is known"
 
 
-def test_what_is_measured_replaces_what_was_assumed_but_not_what_was_given():
+def test_measured_links_replace_assumed_but_not_given_ones():
     given = Link(5e9, 0.25)
     topology = Topology({Nearness.RACK: given})
     for nearness in (Nearness.RACK, Nearness.HOST):
@@ -77,7 +88,7 @@ def test_what_is_measured_replaces_what_was_assumed_but_not_what_was_given():
     assert (target.origin, target.seconds) == ("measured", 1.5)
 
 
-def test_large_transfers_count_more_than_small_ones_and_late_ones_more_than_early_ones():
+def test_large_and_recent_transfers_have_more_weight():
     topology = Topology()
     topology.note_transfer(Nearness.HOST, 1_000_000_000, 1.0)
     topology.note_transfer(Nearness.HOST, 1_000, 0.01)
@@ -87,14 +98,14 @@ def test_large_transfers_count_more_than_small_ones_and_late_ones_more_than_earl
     assert topology.get_link(Nearness.HOST).bytes_per_s == pytest.approx(0.5e9, rel=0.02)
 
 
-def test_a_slow_answer_does_not_make_a_short_transfer_infinitely_fast():
+def test_a_high_latency_does_not_make_bandwidth_infinite():
     topology = Topology()
     topology.note_round_trip(Nearness.HOST, 5.0)
     topology.note_transfer(Nearness.HOST, 1000, 1.0)
     assert topology.get_link(Nearness.HOST).bytes_per_s == 2000
 
 
-def test_nothing_is_learned_from_nothing():
+def test_transfers_of_zero_bytes_or_seconds_are_ignored():
     topology = Topology()
     topology.note_transfer(Nearness.HOST, 0, 1.0)
     topology.note_transfer(Nearness.HOST, 1000, 0.0)
@@ -103,7 +114,7 @@ def test_nothing_is_learned_from_nothing():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_measurements_are_weighted_means_of_all_there_were(seed):
+def test_random_measurements_equal_their_weighted_means(seed):
     draw = random.Random(seed)
     topology = Topology()
     noted = {nearness: [] for nearness in Nearness}
@@ -128,10 +139,10 @@ def test_random_measurements_are_weighted_means_of_all_there_were(seed):
         assert {target.name for target in ranking.targets} == {
             other.name for other in nodes if other.num_free_blocks >= 50
         }
-        assert len(ranking.targets) + len(ranking.passed_over) == 6
+        assert len(ranking.targets) + len(ranking.excluded) == 6
 
 
-def test_a_file_of_links(tmp_path):
+def test_read_topology_reads_the_links_of_a_file(tmp_path):
     file = tmp_path / "nodes.toml"
     file.write_text("[links.rack]\nbytes_per_s = 40e9\nlatency_s = 5e-5\n[[peers]]\nname = 'b'\n")
     assert read_topology(file).get_link(Nearness.RACK) == Link(40e9, 5e-5)
@@ -140,18 +151,18 @@ def test_a_file_of_links(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[links", "this is no TOML"),
+        ("[links", "not a TOML file"),
         ("[links.moon]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "links are device, host, rack, network, else"),
         ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", "links.rack: Expected `float` > 0.0"),
         (
             "[links.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\nmood = 1\n",
             "rack: .* unknown field `mood`",
         ),
-        ("[link.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "unknown field `link`; its tables are "),
+        ("[link.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "unknown field `link`; allowed tables are "),
     ],
     ids=["no TOML", "unknown place", "no bandwidth", "unknown key", "unknown table"],
 )
-def test_a_broken_file_is_named(tmp_path, content, message):
+def test_an_invalid_file_is_named_in_the_error(tmp_path, content, message):
     file = tmp_path / "nodes.toml"
     file.write_text(content)
     with pytest.raises(InvalidArgumentError, match=message) as error:
@@ -159,6 +170,6 @@ def test_a_broken_file_is_named(tmp_path, content, message):
     assert str(error.value).startswith(str(file))
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="can not read the topology: No such file"):
+def test_a_missing_file_is_named_in_the_error(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="cannot read the topology: No such file"):
         read_topology(tmp_path / "none.toml")

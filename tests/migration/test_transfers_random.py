@@ -1,8 +1,8 @@
-"""A source and targets in one thread, on a clock that the test moves, where everything may go wrong.
+"""A source and targets in one thread, with a fake clock and random faults.
 
-Calls are lost, repeated, and arrive late; replies are lost; either side starts anew; leases end; bytes are
-changed on the way; readers that were given up write on; both pools are compacted; content is found wrong at
-the source. A slow model says what the source has to answer, and who has what at the end.
+Calls are lost, repeated and delayed; replies are lost; either side restarts; leases expire; bytes are
+corrupted; abandoned readers continue to write; both pools are compacted; content is reported invalid at the
+source. A slow model gives the expected answers of the source and the expected owners at the end.
 """
 
 import itertools
@@ -41,7 +41,7 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
-from kv_pool.migration.source import SourceTransfers, make_epoch
+from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
@@ -51,11 +51,11 @@ SEEDS = [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 
 
 class Killed(BaseException):
-    """The process in which this happens is no more."""
+    """Raised to end a process at this point."""
 
 
 class Inline:
-    """Runs at once what others run beside."""
+    """An executor that runs work immediately in the caller's thread."""
 
     def submit(self, work):
         future = Future()
@@ -67,30 +67,32 @@ class Inline:
 
 
 class ModelledSource:
-    """A source, and what it has to answer, by a table that is written down a second time."""
+    """A source, and a model of its answers: a second implementation of the transfer table."""
 
     def __init__(self, clock, number):
         self.clock = clock
         self.engine = MadeEngine(24, clock, pool_class=RunBlockPool)
-        self.epoch = make_epoch("source", f"life{number}")
-        self.transfers = SourceTransfers(self.engine.site, "source", self.epoch, LEASE_S, clock)
-        # By transfer: the deadline while it is lent, else "acknowledged" or "over".
+        self.incarnation = make_incarnation("source", f"life{number}")
+        self.transfers = SourceTransfers(self.engine.site, "source", self.incarnation, LEASE_S, clock)
+        # Transfer -> its deadline while it is leased, else "acknowledged" or "over".
         self.model = {}
         self.invalid = set()
         self.given_away = set()
 
-    def is_lent(self, transfer_id):
+    def is_leased(self, transfer_id):
         state = self.model.get(transfer_id)
         if isinstance(state, float) and state <= self.clock.now:
             self.model[transfer_id] = state = "over"
         return isinstance(state, float)
 
     def deliver(self, message):
-        """The real answer, after it was found to be the model's."""
+        """Return the real answer, after comparing it with the model's."""
         if isinstance(message, DescribeNode):
-            return NodeDescription("source", self.epoch, self.engine.site.layout, 0, 0, {}, NodeLocation())
+            return NodeDescription(
+                "source", self.incarnation, self.engine.site.layout, 0, 0, {}, NodeLocation()
+            )
         transfer_id = message.transfer_id
-        is_lent = self.is_lent(transfer_id)
+        is_leased = self.is_leased(transfer_id)
         state = self.model.get(transfer_id)
         answer = {
             PrepareTransfer: self.transfers.prepare,
@@ -107,8 +109,8 @@ class ModelledSource:
                 self.model[transfer_id] = "over"
             raise
         except StaleTransferError:
-            is_old = isinstance(message, AcknowledgeTransfer) and message.epoch != self.epoch
-            assert not is_lent, f"{message}: it is lent"
+            is_old = isinstance(message, AcknowledgeTransfer) and message.incarnation != self.incarnation
+            assert not is_leased, f"{message}: it is leased"
             assert not isinstance(message, CancelTransfer)
             assert not is_old
             if isinstance(message, AcknowledgeTransfer):
@@ -121,17 +123,17 @@ class ModelledSource:
         match message:
             case PrepareTransfer():
                 assert isinstance(reply, Offer)
-                assert is_lent or state is None
+                assert is_leased or state is None
                 self.model[transfer_id] = self.clock.now + LEASE_S
             case RenewLease():
-                assert is_lent
+                assert is_leased
                 assert transfer_id not in self.invalid
                 self.model[transfer_id] = self.clock.now + LEASE_S
             case AskChecksums():
-                assert is_lent
-            case AcknowledgeTransfer() if message.epoch == self.epoch:
+                assert is_leased
+            case AcknowledgeTransfer() if message.incarnation == self.incarnation:
                 assert reply == Acknowledged()
-                assert state == "acknowledged" or (is_lent and transfer_id not in self.invalid)
+                assert state == "acknowledged" or (is_leased and transfer_id not in self.invalid)
                 self.model[transfer_id] = "acknowledged"
             case CancelTransfer():
                 assert reply == Cancelled(is_acknowledged=state == "acknowledged")
@@ -141,7 +143,7 @@ class ModelledSource:
 
 
 class LateReader:
-    """Reads directly, and goes on writing where it was given up, until it is told to stop."""
+    """A direct reader that continues to write after an abandoned read, until it is stopped."""
 
     def __init__(self, world, transfer_id):
         self.world = world
@@ -150,20 +152,20 @@ class LateReader:
     def read(self, transfer_id, remote_ids, local_ids, deadline):
         world = self.world
         source = world.source
-        source.transfers.check_lent(transfer_id, remote_ids)
+        source.transfers.check_leased(transfer_id, remote_ids)
         data = [source.engine.storage.read_block(block_id) for block_id in remote_ids]
         world.disturb()
         draw = world.random.random()
         if draw < 0.06:
             self.unsettled = list(local_ids)
             world.late_readers.append(self)
-            raise TransferFailedError("given up while bytes are under way", is_settled=False)
+            raise TransferFailedError("cancelled while bytes are in flight", is_settled=False)
         if draw < 0.12:
             self.scribble(local_ids)
             raise TransferFailedError("broken off")
         if world.source is not source:
             raise TransferFailedError("the source is no more")
-        source.transfers.check_lent(transfer_id, remote_ids)
+        source.transfers.check_leased(transfer_id, remote_ids)
         for block_id, content in zip(local_ids, data, strict=True):
             if world.random.random() < 0.02:
                 content = bytes([content[0] ^ 1]) + content[1:]
@@ -189,7 +191,7 @@ class _Count:
 
 
 class World:
-    """One source, one target, the network between them, and time."""
+    """One source, one target, the network between them, and a clock."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -211,7 +213,7 @@ class World:
         self.late_readers = []
         self.pulls = []
 
-    # ---- what pulls use --------------------------------------------------------------------------
+    # ---- the peer of pulls -----------------------------------------------------------------------
 
     def make_pull(self, subject, is_move):
         settings = PullSettings(
@@ -255,13 +257,13 @@ class World:
             raise PeerUnavailableError("no connection")
         return LateReader(self, None)
 
-    def leave_reader(self, source, reader):
+    def return_reader(self, source, reader):
         pass
 
-    # ---- what befalls ----------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def disturb(self):
-        """Something else happens in between."""
+        """Run another random event in the middle of this one."""
         if self.is_calm:
             return
         draw = self.random.random()
@@ -307,12 +309,14 @@ class World:
             self.report_wrong()
 
     def report_wrong(self):
-        """A block that is lent is found to hold something else, when no request needs it any more."""
+        """Report a leased block invalid that no request needs."""
         source, engine = self.source, self.source.engine
-        lent = [block for transfer in source.transfers.list_lent() for block in transfer.selection.blocks]
-        if not lent:
+        leased = [
+            block for transfer in source.transfers.list_prepared() for block in transfer.selection.blocks
+        ]
+        if not leased:
             return
-        block = self.random.choice(lent)
+        block = self.random.choice(leased)
         for request_id in list(engine.requests):
             is_frozen = request_id in engine.site.list_frozen()
             if not is_frozen and block in engine.manager.get_table(request_id).blocks:
@@ -321,7 +325,7 @@ class World:
             return
         engine.storage.write_block(block.block_id, self.random.randbytes(engine.storage.block_bytes))
         engine.manager.evict_blocks([block.block_id])
-        for transfer in source.transfers.list_lent():
+        for transfer in source.transfers.list_prepared():
             if block in transfer.selection.blocks:
                 source.invalid.add(transfer.message.transfer_id)
                 self.outcomes["found wrong"] += 1
@@ -332,11 +336,11 @@ class World:
             self.source.deliver(message)
 
     def settle(self, reader):
-        """It writes no more; its blocks are given back as by a node's housekeeping."""
+        """Settle a reader and release its blocks, as a node's housekeeping does."""
         reader.unsettled = []
         self.late_readers.remove(reader)
         for entry in [entry for entry in self.quarantined if entry[1] is reader]:
-            entry[0].give_back()
+            entry[0].release()
             self.quarantined.remove(entry)
 
     def start_request(self, engine=None):
@@ -354,7 +358,7 @@ class World:
         if requests:
             engine.finish(self.random.choice(requests))
 
-    # ---- what is tested --------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def migrate(self):
         self.depth += 1
@@ -383,20 +387,20 @@ class World:
             self.depth -= 1
 
     def check_outcome(self, pull):
-        """A move is done only if its source has said so, or is not the one any more that lent the blocks."""
+        """Check that a move is done only if its source has confirmed it or was restarted."""
         self.outcomes[pull.is_move, pull.status.phase] += 1
         if (
             pull.status.phase is MigrationPhase.DONE
             and pull.is_move
-            and pull._offer.epoch == self.source.epoch
+            and pull._offer.incarnation == self.source.incarnation
         ):
             assert self.source.model[pull.transfer_id] == "acknowledged"
         if pull.status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
             assert pull.record.error is not None
-            assert pull.room is None
+            assert pull.reservation is None
 
     def check(self):
-        """All that has to be true at any time."""
+        """Check all invariants that hold at any time."""
         for engine, pulls, transfers in (
             (self.source.engine, [], self.source.transfers),
             (self.target, self.pulls, None),
@@ -412,10 +416,10 @@ class World:
             else:
                 unsettled = [lease for lease, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
-                invariants.check_rooms(pulls)
+                invariants.check_reservations(pulls)
 
     def finish(self):
-        """The network is good, time passes, and what is under way comes to its end."""
+        """Repair the network and let time pass until all transfers have ended."""
         self.is_calm = True
         while self.late:
             self.deliver_late(self.random.randrange(len(self.late)))
@@ -450,7 +454,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_lost_used_twice_or_leaked_whatever_is_lost_late_or_twice(seed):
+def test_no_block_is_lost_shared_or_leaked_on_a_bad_network(seed):
     world = World(seed)
     for _ in range(12):
         world.start_request()

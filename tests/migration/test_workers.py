@@ -10,7 +10,7 @@ from kv_pool.migration.workers import Workers
 PATIENCE_S = 30.0
 
 
-def test_what_is_submitted_runs_and_tells_its_result_or_error():
+def test_submitted_work_returns_its_result_or_error():
     workers = Workers("a test", 2)
     assert workers.submit(lambda: 6 * 7).result(PATIENCE_S) == 42
     with pytest.raises(ZeroDivisionError):
@@ -18,7 +18,7 @@ def test_what_is_submitted_runs_and_tells_its_result_or_error():
     workers.stop()
 
 
-def test_no_more_run_at_a_time_than_threads():
+def test_at_most_max_threads_run_at_once():
     workers = Workers("a test", 2)
     both, go = threading.Barrier(3), threading.Event()
     running = [workers.submit(lambda: (both.wait(PATIENCE_S), go.wait(PATIENCE_S))) for _ in range(2)]
@@ -31,7 +31,7 @@ def test_no_more_run_at_a_time_than_threads():
     workers.stop()
 
 
-def test_what_has_not_begun_is_cancelled_when_they_stop():
+def test_stop_cancels_work_that_has_not_started():
     workers = Workers("a test", 1)
     begun, go = threading.Event(), threading.Event()
     first = workers.submit(lambda: (begun.set(), go.wait(PATIENCE_S)))
@@ -46,14 +46,14 @@ def test_what_has_not_begun_is_cancelled_when_they_stop():
     assert first.result(PATIENCE_S)
 
 
-def test_a_thousand_small_things_all_run():
+def test_a_thousand_small_tasks_all_run():
     workers = Workers("a test", 4)
     futures = [workers.submit(lambda number=number: number) for number in range(1000)]
     assert [future.result(PATIENCE_S) for future in futures] == list(range(1000))
     workers.stop()
 
 
-def test_workers_work_again_after_a_thread_did_not_start():
+def test_workers_recover_after_a_thread_failed_to_start():
     workers = Workers("a test", 1)
     done = []
     with no_new_threads():
@@ -65,7 +65,7 @@ def test_workers_work_again_after_a_thread_did_not_start():
     workers.stop()
 
 
-def test_work_waits_for_a_busy_thread_where_no_other_starts():
+def test_work_waits_for_a_busy_thread_if_none_can_start():
     workers = Workers("a test", 2)
     begun, go = threading.Event(), threading.Event()
     first = workers.submit(lambda: (begun.set(), go.wait(PATIENCE_S)))

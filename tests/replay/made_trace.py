@@ -1,4 +1,4 @@
-"""Small traces made for a test: records in the trace format, and files of them."""
+"""Builds small traces for tests: records in the trace format, and files of them."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ COMPRESS = {
     ".jsonl": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
-    # With a checksum, as the zstd command does; the library leaves it out.
+    # With a checksum, like the zstd command; the library's default has none.
     ".zst": lambda data: zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1}),
 }
 
@@ -26,7 +26,7 @@ def record(input_length, hash_ids, output_length=0, timestamp=0, **more):
 
 
 def write_trace(path, records):
-    """Write one line per record, compressed as the suffix says; strings and bytes go in as they are."""
+    """Write one line per record, compressed according to the suffix. Strings and bytes are written as is."""
     lines = [line if isinstance(line, (str, bytes)) else json.dumps(line) for line in records]
     data = b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines)
     path.write_bytes(COMPRESS[path.suffix](data))
@@ -34,11 +34,11 @@ def write_trace(path, records):
 
 
 def make_random_records(rng, num_requests, block_size, partial_ids):
-    """Requests that fork off each other's prefixes, some asked twice.
+    """Return random requests that share prefixes; some prompts occur twice.
 
     Args:
-        partial_ids: the partial block at the end has an id (as in the Mooncake trace), or it has none (as in
-            the agentic one).
+        partial_ids: whether a partial last block has an id (as in the Mooncake trace) or not (as in the
+            agentic trace).
     """
     prefixes = [[]]
     prompts = []

@@ -1,4 +1,4 @@
-"""A replay with colder tiers over lists: what is where, and in which order it goes."""
+"""A slow model of a replay with lower tiers, made of lists."""
 
 from itertools import groupby
 
@@ -6,18 +6,17 @@ from replay.test_groups import SlowGroups
 
 
 class SlowTiers(SlowGroups):
-    """One request at a time over a queue of device blocks and, for each tier, a list of what it has, the one
-    used longest ago first. Everything is looked for by going through lists.
+    """A model with one request at a time, a queue of device blocks, and an LRU list for each tier.
 
-        find       the longest prefix on the device, then the longest that tiers have after it
-        hold       what is to be read counts as used now, in every tier that has it, and stays there
-        take       blocks for it and for the first step; what these held goes to the first tier
-        read       from the warmest tier that has it, where it stays
-        cache      it can be hit on the device again, and tiers need not keep it any more
+        find       the longest prefix on the device, then the longest prefix in tiers after it
+        hold       mark the blocks to be read as used in every tier that has them; tiers cannot evict them
+        take       allocate blocks for the hit and the first step; offload their old content to the first tier
+        read       from the fastest tier that has the block; the block stays there
+        cache      the block can be hit on the device again; tiers may evict it
 
-    What goes to a tier goes in batches, one for each group's blocks taken or cached at once: what the tier
-    has already is used now, then the others come, and as many as it has no room for go to the next tier, in a
-    batch, or nowhere.
+    Blocks are stored in a tier in batches, one for each group's blocks that are allocated or cached together.
+    The tier marks blocks that it already has as used, stores the others, and evicts as many blocks as exceed
+    its capacity to the next tier, in one batch, or drops them.
     """
 
     def __init__(self, groups, capacity, block_size, chunk_tokens, capacities, write):
@@ -56,7 +55,7 @@ class SlowTiers(SlowGroups):
         return next((level for level, tier in enumerate(self.tiers) if content in tier), None)
 
     def find_tier_hit(self, ids, start, max_tokens):
-        """Blocks of the longest prefix, and for each group what has to be read for it, by position."""
+        """Return the longest prefix in blocks, and for each group the blocks to read, by position."""
         for length in range(min(max_tokens // self.block_size, len(ids)), start, -1):
             rows = [
                 {
@@ -98,7 +97,7 @@ class SlowTiers(SlowGroups):
                 self.store(0, list(contents))
 
     def extend(self, tables, num_places, end):
-        """Blocks for all groups up to so many tokens."""
+        """Allocate blocks for all groups up to `end` tokens."""
         num_after = -(-end // self.block_size)
         for group, table in enumerate(tables):
             new = range(num_places[group], num_after)

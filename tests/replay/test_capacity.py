@@ -1,4 +1,4 @@
-"""From memory and a model to a number of blocks."""
+"""Tests of capacities: sizes, rates, models and numbers of blocks."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_sizes_have_decimal_or_binary_units(text, num_bytes):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "40 XB", "-1GiB", "1e9", "4 0GiB", "40GiBs", "inf", "1.GiB"])
-def test_what_is_not_a_size_is_refused(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(InvalidArgumentError, match="is not a size; write it as 40GiB"):
         parse_memory(text)
 
@@ -39,13 +39,13 @@ def test_what_is_not_a_size_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"), [("100MB/s", 1e8), ("1GiB/s", 2**30), (" 5kB ", 5000), ("7/s", 7)]
 )
-def test_rates_are_sizes_a_second(text, bytes_per_s):
+def test_rates_are_sizes_per_second(text, bytes_per_s):
     assert parse_rate(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["fast", "100MB/min", "0", "-1MB/s", "/s"])
-def test_what_is_not_a_rate_is_refused(text):
-    with pytest.raises(InvalidArgumentError, match="is no rate"):
+def test_invalid_rates_are_refused(text):
+    with pytest.raises(InvalidArgumentError, match=r"not a rate|below 1 byte"):
         parse_rate(text)
 
 
@@ -59,7 +59,7 @@ def test_what_is_not_a_rate_is_refused(text):
         ("deepseek-v3", 70_272),  # 61 layers of 512 + 64 latent elements
     ],
 )
-def test_a_token_of_a_known_model_takes_so_many_bytes(name, bytes_per_token):
+def test_bytes_per_token_of_known_models(name, bytes_per_token):
     assert find_model(name).bytes_per_token == bytes_per_token
 
 
@@ -68,22 +68,22 @@ def test_every_known_model_has_kv(name):
     assert find_model(name.upper()).bytes_per_token > 0
 
 
-def test_an_unknown_model_is_refused_with_those_there_are():
+def test_unknown_model_error_lists_known_models():
     with pytest.raises(InvalidArgumentError, match=r"'gpt-2'; known are llama-2-7b.*--num-layers"):
         find_model("gpt-2")
 
 
-def test_elements_may_be_of_other_sizes():
+def test_element_size_can_be_given():
     assert ModelKV(32, 8, 128, dtype_bytes=1).bytes_per_token == 65_536
     assert ModelKV(61, latent_size=576, dtype_bytes=1).bytes_per_token == 35_136
 
 
-def test_one_block_of_the_memory_is_the_null_block():
+def test_memory_includes_the_null_block():
     model = find_model("llama-3-8b")
     assert count_blocks(2**30, 16, model) == 2**30 // (16 * 131_072) - 1 == 511
 
 
-def test_memory_that_is_no_whole_number_of_blocks_is_rounded_down():
+def test_memory_is_rounded_down_to_blocks():
     block_bytes = 16 * 131_072
     model = find_model("llama-3-8b")
     assert count_blocks(3 * block_bytes, 16, model) == 2
@@ -91,13 +91,13 @@ def test_memory_that_is_no_whole_number_of_blocks_is_rounded_down():
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1])
-def test_memory_for_less_than_two_blocks_is_an_error(num_blocks):
+def test_memory_for_fewer_than_two_blocks_is_refused(num_blocks):
     block_bytes = 16 * 131_072
     with pytest.raises(InvalidArgumentError, match=f"hold {num_blocks} blocks of {block_bytes} bytes"):
         count_blocks((num_blocks + 1) * block_bytes - 1, 16, find_model("llama-3-8b"))
 
 
 @pytest.mark.parametrize("model", [ModelKV(0, 8, 128), ModelKV(32, 0, 128), ModelKV(32, 8, 0)])
-def test_a_model_without_kv_is_an_error(model):
+def test_model_without_kv_is_refused(model):
     with pytest.raises(InvalidArgumentError, match="no KV"):
         count_blocks(2**30, 16, model)

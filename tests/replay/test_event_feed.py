@@ -1,4 +1,4 @@
-"""A feed sends a batch a request and holds the replay back: to its pace, and to that of the publisher."""
+"""Tests of `EventFeed`: one batch per request, no faster than the pace and the publisher."""
 
 from types import SimpleNamespace
 
@@ -10,20 +10,20 @@ from kv_pool.replay.event_feed import EventFeed
 
 
 class SlowPublisher(NullEventPublisher):
-    """Has so many batches to send still; one less at each look."""
+    """A publisher with `num_queued` queued batches; each call of `statistics` removes one."""
 
     def __init__(self, num_queued=0):
         super().__init__()
         self.num_queued = num_queued
 
-    def statistics(self):
+    def get_statistics(self):
         self.num_queued -= 1
         return PublisherStatistics(num_queued=self.num_queued)
 
 
 @pytest.fixture
 def time():
-    """A clock on which only sleeping takes time."""
+    """A clock that only `sleep` advances."""
     time = SimpleNamespace(now=50.0)
     time.clock = lambda: time.now
 
@@ -37,7 +37,7 @@ def time():
 MANAGER = KVCacheManager(BlockPool(3, True, 4))
 
 
-def test_requests_come_at_the_pace_that_was_asked_for(time):
+def test_requests_follow_the_given_pace(time):
     feed = EventFeed(SlowPublisher(), 4, time.clock, time.sleep)
     ends = []
     for _ in range(4):
@@ -46,7 +46,7 @@ def test_requests_come_at_the_pace_that_was_asked_for(time):
     assert ends == [50.0, 50.25, 50.5, 50.75]
 
 
-def test_time_that_a_request_took_too_long_is_not_caught_up_with(time):
+def test_late_requests_do_not_speed_up_later_ones(time):
     feed = EventFeed(SlowPublisher(), 4, time.clock, time.sleep)
     feed.publish(MANAGER)
     time.now += 10
@@ -55,7 +55,7 @@ def test_time_that_a_request_took_too_long_is_not_caught_up_with(time):
     assert time.now == 60.25
 
 
-def test_without_a_pace_it_waits_for_the_publisher_alone(time):
+def test_without_a_pace_only_the_publisher_limits(time):
     publisher = SlowPublisher(num_queued=100)
     feed = EventFeed(publisher, None, time.clock, time.sleep)
     feed.publish(MANAGER)
@@ -67,6 +67,6 @@ def test_without_a_pace_it_waits_for_the_publisher_alone(time):
 
 
 @pytest.mark.parametrize("pace", [0, -1, float("nan")])
-def test_a_pace_that_can_not_be_meant_is_refused(pace):
-    with pytest.raises(InvalidArgumentError, match="requests a second; it is above 0"):
+def test_invalid_pace_is_refused(pace):
+    with pytest.raises(InvalidArgumentError, match="requests per second; it must be above 0"):
         EventFeed(SlowPublisher(), pace)

@@ -1,4 +1,4 @@
-"""KV cache groups of a replay: how they are written, their hits against a slow model, what they cost."""
+"""Tests of KV cache groups in replays: parsing, hits against a slow model, and cost."""
 
 import random
 
@@ -17,7 +17,7 @@ from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
 
 
-def test_groups_are_written_by_kind():
+def test_groups_are_parsed_by_kind():
     assert parse_groups("full, window:100,chunked:64,mamba", 8) == [
         FullAttentionSpec(block_size=8),
         SlidingWindowSpec(block_size=8, sliding_window=100),
@@ -41,8 +41,8 @@ def test_groups_are_written_by_kind():
         "mamba:2",
     ],
 )
-def test_what_is_no_group_is_refused(text):
-    with pytest.raises(InvalidArgumentError, match="is no group; write full, window:TOKENS"):
+def test_invalid_groups_are_refused(text):
+    with pytest.raises(InvalidArgumentError, match="is not a group; write full, window:TOKENS"):
         parse_groups(text, 8)
 
 
@@ -50,9 +50,9 @@ def test_what_is_no_group_is_refused(text):
 
 
 class SlowGroups:
-    """One request at a time over lists: who holds what, and which blocks are free, in what order.
+    """A slow model with one request at a time: lists of cached blocks, and of free blocks in order.
 
-    A length is a hit if each group has every block that the next token attends to; the longest one counts.
+    A length is a hit if each group has every block that the next token attends to. The longest length counts.
     """
 
     def __init__(self, groups, capacity, block_size, chunk_tokens):
@@ -65,7 +65,7 @@ class SlowGroups:
         self.counts = dict.fromkeys(["blocks_hit", "tokens_hit", "evictions", "peak_blocks_in_use"], 0)
 
     def count_unneeded(self, group, num_tokens):
-        """Blocks from the head that no token after the first `num_tokens` attends to."""
+        """Return the number of blocks at the head to which no token after `num_tokens` attends."""
         kind, size = self.groups[group]
         first_needed = {
             "full": 0,
@@ -89,7 +89,7 @@ class SlowGroups:
                 found.append(row)
             else:
                 return length, found
-        raise AssertionError("nothing at all is always a hit")
+        raise AssertionError("an empty prefix is always a hit")
 
     def take(self):
         block = self.queue.pop(0)
@@ -171,9 +171,9 @@ MODELS = [
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("chunk_tokens", [None, 8, 20])
 @pytest.mark.parametrize("groups", MODELS)
-def test_several_groups_give_the_hits_of_a_slow_model(tmp_path, groups, chunk_tokens, seed):
+def test_hits_of_several_groups_match_a_slow_model(tmp_path, groups, chunk_tokens, seed):
     rng = random.Random(seed)
-    # The first one tells a reader that ids stand for 8 tokens each.
+    # From the first request the reader infers 8 tokens per id.
     records = [record(1, [10**6]), *make_random_records(rng, 150, 8, partial_ids=True)]
     kinds = groups.split(",")
     most = max(-(-traced["input_length"] // 8) for traced in records)
@@ -197,7 +197,7 @@ def test_several_groups_give_the_hits_of_a_slow_model(tmp_path, groups, chunk_to
     assert report.settings["groups"] == groups
 
 
-# ---- what groups cost --------------------------------------------------------------------------
+# ---- cost of groups ----------------------------------------------------------------------------
 
 
 def run_conversations(num_blocks, groups, **settings):
@@ -207,7 +207,7 @@ def run_conversations(num_blocks, groups, **settings):
 
 
 @pytest.mark.parametrize("clock", ["instant", "trace"])
-def test_a_window_holds_no_more_blocks_than_full_attention(clock):
+def test_window_needs_no_more_blocks_than_full_attention(clock):
     full, window, narrow = (
         run_conversations(5000, groups, clock=clock, chunk_tokens=2048)
         for groups in ("full", "window:8192", "window:1024")
@@ -216,13 +216,13 @@ def test_a_window_holds_no_more_blocks_than_full_attention(clock):
     assert narrow.mean_blocks_in_use < window.mean_blocks_in_use < full.mean_blocks_in_use
 
 
-def test_a_second_group_takes_blocks_that_the_first_would_have_hit():
+def test_second_group_reduces_hits_of_the_first():
     full, hybrid = (run_conversations(2000, groups) for groups in ("full", "full,window:1024"))
     assert 0 < hybrid.blocks_hit < full.blocks_hit
     assert hybrid.evictions > full.evictions
 
 
-def test_where_nothing_is_evicted_all_groups_have_the_hits_of_full_attention():
+def test_without_evictions_all_groups_hit_as_full_attention():
     full, hybrid = (
         run_conversations(100_000, groups, chunk_tokens=512)
         for groups in ("full", "full,window:1024,chunked:4096,mamba")
@@ -231,7 +231,7 @@ def test_where_nothing_is_evicted_all_groups_have_the_hits_of_full_attention():
     assert hybrid.tokens_hit == full.tokens_hit > 0
 
 
-def test_a_prompt_that_needs_more_than_the_pool_fits_where_its_steps_give_up_what_left_the_window(tmp_path):
+def test_steps_with_a_window_fit_prompts_larger_than_the_pool(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(800, list(range(100)))] * 2)
     settings = ReplaySettings(str(path), 10, trace_block_size=8, groups="window:17")
     with pytest.raises(InvalidArgumentError, match="the smallest request needs 100"):

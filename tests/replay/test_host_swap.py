@@ -1,7 +1,7 @@
-"""Preemption by swap in the trace clock: what is copied, how long it takes, and that nothing is lost.
+"""Preemption by swap with the trace clock: copies, their duration, and no lost tokens.
 
-Times are worked out by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate one, 1 ms
-to copy a block.
+Expected times are computed by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate a
+token, 1 ms to copy a block.
 """
 
 import random
@@ -15,7 +15,7 @@ from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionCost
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
-from kv_pool.replay.link import Link
+from kv_pool.replay.link import CopyLink
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
@@ -38,7 +38,7 @@ def run(
     watermark=0.0,
     **rates,
 ):
-    """Replay (arrival_ms, input_length, output_length, hash_ids) each; at the end both pools are free."""
+    """Replay requests (arrival_ms, input_length, output_length, hash_ids); assert that no block leaks."""
     specs = parse_groups(groups, BLOCK_SIZE)
     pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
     manager = KVCacheManager(
@@ -48,7 +48,7 @@ def run(
         watermark=watermark,
     )
     report = ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "trace")
-    swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, Link(COPY_RATE), rule, report)
+    swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, CopyLink(COPY_RATE), rule, report)
     arriving = (
         ReplayRequest(
             TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),
@@ -71,14 +71,15 @@ def run(
     return report
 
 
-# The first has 24 tokens and generates 24: block 4 at 24, 5 at 104, 6 at 184; it ends at 264. The second has
-# 12 tokens, computed at 36, generates 4 until 76, takes a third block, the last one, and loses all at 104.
+# The first request has 24 tokens and generates 24: it gets block 4 at 24, 5 at 104, 6 at 184 and ends at
+# 264. The second has 12 tokens, computed at 36, generates 4 until 76, gets the last free block, and is
+# preempted at 104.
 TWO = [(0, 24, 24, [1, 2, 3]), (0, 12, 12, [4, 5])]
 
 
-def test_a_swapped_request_goes_on_where_it_was():
-    #   104: three blocks are copied out, the one that its step was going to fill as well
-    #   264: those that nobody took are shared, the others are copied back; 8 tokens are left to generate
+def test_swapped_request_continues_where_it_stopped():
+    #   104: three blocks are copied out, including the block of the current step
+    #   264: blocks not reused are shared, the others are copied back; 8 tokens are left to generate
     report = run(TWO, 7)
     assert (report.preempted, report.swapped_out, report.swapped_in) == (1, 1, 1)
     assert report.blocks_swapped_out == 3
@@ -87,7 +88,7 @@ def test_a_swapped_request_goes_on_where_it_was():
     assert report.simulated_ms == 264 + report.blocks_swapped_in + 80
 
 
-def test_without_room_on_the_host_it_is_computed_anew():
+def test_full_host_pool_causes_recomputation():
     report = run(TWO, 7, num_host_blocks=1)
     assert (report.preempted, report.swapped_out, report.bytes_moved) == (1, 0, 0)
     assert report.tokens_recomputed == 16 - 8
@@ -95,15 +96,15 @@ def test_without_room_on_the_host_it_is_computed_anew():
 
 
 @pytest.mark.parametrize(("block_bytes", "is_swapped"), [(1000, True), (10_000, False)])
-def test_by_cost_it_is_what_is_faster(block_bytes, is_swapped):
-    # 16 tokens are computed in 16 ms; 2 blocks are copied out and in in 4 ms, or in 40.
+def test_cost_rule_chooses_the_faster_way(block_bytes, is_swapped):
+    # Computing 16 tokens takes 16 ms; copying 2 blocks out and in takes 4 ms or 40 ms.
     rule = PreemptionCost(prefill_tokens_per_s=1000, copy_bytes_per_s=COPY_RATE, block_bytes=block_bytes)
     report = run(TWO, 7, rule=rule)
     assert report.preempted == 1
     assert report.swapped_out == is_swapped
 
 
-def test_waiting_is_from_arrival_and_from_preemption_to_admission():
+def test_waiting_includes_time_after_preemptions():
     #   the second is admitted at once, preempted at 104, admitted again at 264
     report = run(TWO, 7)
     assert report.waiting.requests == 2
@@ -113,14 +114,14 @@ def test_waiting_is_from_arrival_and_from_preemption_to_admission():
     assert report.mean_running == (264 + 104 + report.simulated_ms - 264) / report.simulated_ms
 
 
-def test_prompts_in_steps_take_turns():
+def test_prompt_steps_interleave():
     #   first   0..8, 16..24, 32..40        second  8..16, 24..32: ends
     report = run([(0, 24, 0, [1, 2, 3]), (0, 16, 0, [4, 5])], 10, chunk_tokens=8)
     assert report.simulated_ms == 40
     assert report.mean_running == (40 + 32) / 40
 
 
-def test_below_the_watermark_nobody_begins_while_others_run():
+def test_watermark_delays_new_requests():
     requests = [(0, 24, 0, [1, 2, 3]), (0, 24, 0, [4, 5, 6])]
     assert run(requests, 9).peak_running == 2
     assert run(requests, 9, watermark=0.4).peak_running == 1
@@ -159,7 +160,7 @@ def run_random(groups, seed, chunk_tokens):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("chunk_tokens", [None, 8, 20])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_every_request_that_is_not_refused_generates_each_of_its_tokens_once(groups, chunk_tokens, seed):
+def test_accepted_requests_generate_every_token_once(groups, chunk_tokens, seed):
     requests, report = run_random(groups, seed, chunk_tokens)
     assert report.requests == len(requests)
     assert report.waiting.requests == report.requests - report.refused_requests > 0
@@ -169,8 +170,8 @@ def test_every_request_that_is_not_refused_generates_each_of_its_tokens_once(gro
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_random_small_pools_do_swap(groups):
-    """Else the test above shows nothing about swaps."""
+def test_random_small_pools_swap(groups):
+    """Without swaps the test above would be meaningless."""
     reports = [run_random(groups, seed, 8)[1] for seed in range(12)]
     assert sum(report.swapped_out for report in reports) > 0
     assert sum(report.preempted for report in reports) > sum(report.swapped_out for report in reports)

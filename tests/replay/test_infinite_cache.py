@@ -1,4 +1,4 @@
-"""A cache that never evicts: what a pool hits that is large enough for everything."""
+"""Tests of the infinite cache: the hits of a pool that is large enough for the whole trace."""
 
 import random
 
@@ -13,7 +13,7 @@ from kv_pool.replay.simulator import run_replay
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("block_size", [None, 5, 16])
-def test_it_hits_what_a_pool_hits_that_evicts_nothing(tmp_path, convention, block_size):
+def test_hits_equal_those_of_a_pool_without_evictions(tmp_path, convention, block_size):
     path = write_trace(
         tmp_path / "trace.jsonl", make_random_records(random.Random(7), 150, 8, partial_ids=True)
     )
@@ -29,13 +29,13 @@ def test_it_hits_what_a_pool_hits_that_evicts_nothing(tmp_path, convention, bloc
     assert run_replay(ReplaySettings(str(path), bound.num_blocks // 2, trace_block_size=8)).evictions > 0
 
 
-def test_prompts_of_tokens_count_too(tmp_path):
+def test_token_id_traces_are_counted(tmp_path):
     tokens = list(range(40))
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": tokens}, {"token_ids": [*tokens, 1]}])
     bound = count_infinite_hits(ReplaySettings(str(path), 1))
     assert (bound.num_blocks, bound.blocks_hit, bound.tokens_hit) == (2, 2, 32)
 
 
-def test_the_bundled_trace_gives_the_reference_count():
+def test_bundled_trace_gives_the_reference_count():
     bound = count_infinite_hits(ReplaySettings("mooncake_conversation", 1))
     assert (bound.blocks_hit, bound.tokens_hit) == (105_592, 54_063_104)

@@ -1,4 +1,4 @@
-"""The instant clock against the reference results of two real traces, and against a slow model."""
+"""Tests of the instant clock against reference results of two real traces, and against a slow model."""
 
 import json
 import random
@@ -15,7 +15,7 @@ DATA = Path(__file__).parent / "data"
 REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
 COUNTS = ("requests", "refused_requests", "blocks_looked_up", "blocks_hit", "tokens_in", "tokens_hit")
 RATES = ("block_hit_rate", "token_hit_rate", "mean_request_token_hit_rate")
-# Seconds each in plain Python. The others: slow for the default convention, else at night.
+# These cases take seconds each in plain Python. Others are marked slow (default convention) or nightly.
 QUICK_AGENTIC = {("full_blocks_cap", "1000"), ("full_blocks_cap", "10000")}
 
 
@@ -37,7 +37,7 @@ def assert_reference(report, expected):
     }
 
 
-def test_the_reference_covers_every_convention():
+def test_reference_covers_every_convention():
     assert {trace: set(REFERENCE[trace]["conventions"]) for trace in REFERENCE} == {
         "mooncake_conversation": set(CONVENTIONS),
         "agentic_coding_a": set(CONVENTIONS),
@@ -45,7 +45,7 @@ def test_the_reference_covers_every_convention():
 
 
 @pytest.mark.parametrize(("convention", "capacity"), list_cases("mooncake_conversation"))
-def test_the_mooncake_trace_gives_the_reference_counts(convention, capacity):
+def test_mooncake_trace_gives_the_reference_counts(convention, capacity):
     num_blocks = 200_000 if capacity == "unlimited" else int(capacity)
     report = run_replay(ReplaySettings("mooncake_conversation", num_blocks, convention=convention))
     assert report.block_size == REFERENCE["mooncake_conversation"]["block_size_tokens"]
@@ -53,7 +53,7 @@ def test_the_mooncake_trace_gives_the_reference_counts(convention, capacity):
 
 
 @pytest.mark.parametrize(("convention", "capacity"), list_cases("agentic_coding_a", QUICK_AGENTIC))
-def test_the_agentic_trace_gives_the_reference_counts(convention, capacity):
+def test_agentic_trace_gives_the_reference_counts(convention, capacity):
     num_blocks = 310_000 if capacity == "unlimited" else int(capacity)
     path = str(DATA / "agentic_coding_a.jsonl.xz")
     report = run_replay(ReplaySettings(path, num_blocks, convention=convention))
@@ -65,7 +65,7 @@ def test_the_agentic_trace_gives_the_reference_counts(convention, capacity):
 
 
 class SlowCache:
-    """The reference model in four steps over lists: the free queue, and who holds which id since when."""
+    """The reference model in four steps over lists: the free queue, and the blocks of each id by age."""
 
     def __init__(self, capacity, block_size, convention):
         self.capacity = capacity
@@ -138,7 +138,7 @@ class SlowCache:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("partial_ids", [True, False], ids=["partial blocks have ids", "or none"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_random_traces_give_the_counts_of_a_slow_model(tmp_path, convention, partial_ids, seed):
+def test_random_traces_match_a_slow_model(tmp_path, convention, partial_ids, seed):
     rng = random.Random(seed)
     block_size = rng.choice([2, 5, 8])
     capacity = rng.randrange(4, 40)
@@ -171,7 +171,7 @@ def run_small(tmp_path, records, num_blocks, **settings):
     return run_replay(ReplaySettings(str(path), num_blocks, trace_block_size=8, **settings))
 
 
-def test_a_request_that_needs_more_than_the_pool_counts_but_changes_nothing(tmp_path):
+def test_refused_request_is_counted_and_changes_nothing(tmp_path):
     records = [record(16, [1, 2]), record(40, [1, 2, 3, 4, 5]), record(24, [1, 2, 6])]
     report = run_small(tmp_path, records, 4)
     assert (report.requests, report.refused_requests) == (3, 1)
@@ -180,26 +180,26 @@ def test_a_request_that_needs_more_than_the_pool_counts_but_changes_nothing(tmp_
     assert report.mean_request_token_hit_rate == pytest.approx(16 / 24 / 3)
 
 
-def test_output_tokens_take_no_blocks(tmp_path):
+def test_output_tokens_need_no_blocks(tmp_path):
     report = run_small(tmp_path, [record(16, [1, 2], output_length=1000)], 2)
     assert report.refused_requests == 0
     assert report.peak_blocks_in_use == 2
 
 
-def test_the_cap_has_the_last_token_computed_anew(tmp_path):
+def test_cap_computes_the_last_token_again(tmp_path):
     twice = [record(16, [1, 2])] * 2
     assert run_small(tmp_path, twice, 8, convention="full_blocks").blocks_hit == 2
     assert run_small(tmp_path, twice, 8, convention="full_blocks_cap").blocks_hit == 1
 
 
-def test_of_a_partial_block_only_its_tokens_are_hit(tmp_path):
+def test_partial_block_hit_counts_tokens_only(tmp_path):
     twice = [record(11, [1, 2])] * 2
     report = run_small(tmp_path, twice, 8, convention="ids_as_blocks")
     assert (report.blocks_hit, report.tokens_hit) == (2, 11)
 
 
 @pytest.mark.parametrize(("block_size", "blocks_hit", "tokens_hit"), [(4, 4, 16), (8, 2, 16), (16, 1, 16)])
-def test_a_pool_may_have_other_blocks_than_the_trace(tmp_path, block_size, blocks_hit, tokens_hit):
+def test_pool_and_trace_block_sizes_may_differ(tmp_path, block_size, blocks_hit, tokens_hit):
     records = [record(32, [1, 2, 3, 4]), record(32, [1, 2, 5, 6])]
     report = run_small(tmp_path, records, 20, block_size=block_size)
     assert report.block_size == block_size
@@ -207,13 +207,13 @@ def test_a_pool_may_have_other_blocks_than_the_trace(tmp_path, block_size, block
     assert report.blocks_looked_up == 2 * 32 // block_size
 
 
-def test_a_pool_may_have_smaller_blocks_than_a_trace_without_ids_for_partial_blocks(tmp_path):
+def test_smaller_pool_blocks_without_ids_of_partial_blocks(tmp_path):
     report = run_small(tmp_path, [record(23, [1, 2])] * 2, 20, block_size=4)
     assert report.requests == 2
     assert report.tokens_hit == 16
 
 
-def test_traces_of_token_ids_are_replayed_in_blocks_of_16_tokens(tmp_path):
+def test_token_id_traces_use_blocks_of_16_tokens(tmp_path):
     path = write_trace(
         tmp_path / "trace.jsonl",
         [{"token_ids": list(range(40))}, {"prompt_token_ids": [*range(32), *range(90, 120)]}],

@@ -1,4 +1,4 @@
-"""The hit-rate curve as a file."""
+"""Tests of the hit-rate picture."""
 
 import struct
 from xml.etree import ElementTree
@@ -16,7 +16,7 @@ REPORTS = [
 ]
 
 
-def test_the_curve_is_drawn_as_png(tmp_path):
+def test_curve_is_drawn_as_png(tmp_path):
     path = tmp_path / "curve.png"
     draw_hit_rates(REPORTS, str(path))
     data = path.read_bytes()
@@ -25,19 +25,19 @@ def test_the_curve_is_drawn_as_png(tmp_path):
     assert (width, height) == (1080, 660)
 
 
-def test_the_curve_is_drawn_as_svg_where_the_name_says_so(tmp_path):
+def test_file_name_selects_svg(tmp_path):
     path = tmp_path / "curve.svg"
     draw_hit_rates(REPORTS, str(path))
     assert "<svg" in path.read_text()
 
 
-def test_one_report_is_enough_for_a_picture(tmp_path):
+def test_single_report_can_be_drawn(tmp_path):
     path = tmp_path / "curve.png"
     draw_hit_rates(REPORTS[:1], str(path))
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_tiers_are_lines_of_their_own_over_all_the_capacity(tmp_path):
+def test_tiers_are_separate_lines_over_total_capacity(tmp_path):
     path = tmp_path / "curve.svg"
     tiered = [
         ReplayReport(16, 10, "full_blocks", "instant", 5, tiers=[TierReport("CPU", size)])
@@ -61,21 +61,21 @@ def make(num_blocks, block_size=16, **settings):
     return ReplayReport(block_size, num_blocks, "full_blocks", "instant", 5, settings=settings)
 
 
-def test_an_infinite_cache_is_a_line(tmp_path):
+def test_infinite_cache_is_drawn_as_a_line(tmp_path):
     assert "infinite cache" not in draw(tmp_path, REPORTS)
     bound = InfiniteCache(500, 3, 24, 0.6, 0.6)
     reports = [msgspec.structs.replace(report, infinite_cache=bound) for report in REPORTS]
     assert "of prompt tokens, infinite cache" in draw(tmp_path, reports)
 
 
-def test_capacity_is_in_gib_where_the_size_of_blocks_is_known(tmp_path):
+def test_capacity_is_in_gib_if_block_bytes_are_known(tmp_path):
     known = [make(num_blocks, block_bytes=2**20) for num_blocks in (1024, 5120)]
     assert "capacity in GiB" in draw(tmp_path, known)
     assert "capacity in blocks of 16 tokens" in draw(tmp_path, known, other=REPORTS)
     assert "capacity in tokens" in draw(tmp_path, known, other=[make(10, block_size=32)])
 
 
-def test_sweeps_in_one_picture_are_named_by_their_differences(tmp_path):
+def test_overlaid_sweeps_are_named_by_their_differences(tmp_path):
     picture = draw(
         tmp_path, [make(10, groups="full", seed="0")], other=[make(20, groups="window:9", seed="0")]
     )
@@ -85,8 +85,8 @@ def test_sweeps_in_one_picture_are_named_by_their_differences(tmp_path):
     assert "of full prompt blocks" not in picture
 
 
-def test_names_are_drawn_as_they_are_but_for_control_characters(tmp_path):
-    """Matplotlib reads text between two of them as a formula, and refuses `$\\frac$`."""
+def test_names_are_drawn_without_control_characters(tmp_path):
+    """Matplotlib parses text between two dollar signs as a formula, and refuses `$\\frac$`."""
     provenance = {"command": [], "date": "", "kv_pool": "", "compiled": False, "python": "", "platform": ""}
     rest = {"dependencies": {}, "trace_sha256": "", "trace_block_size": None, "seed": ""}
 
@@ -109,7 +109,7 @@ def test_equal_sweeps_are_named_by_their_files(tmp_path):
     assert "<!-- sweep.json -->" in picture
 
 
-def test_lines_are_as_few_as_tiers_allow(tmp_path):
+def test_tiers_are_drawn_with_the_fewest_lines(tmp_path):
     tiered = [
         ReplayReport(
             16, size, "full_blocks", "instant", 5, tiers=[TierReport("CPU", 7), TierReport("STORAGE", 9)]
@@ -127,6 +127,6 @@ def test_no_reports_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nowhere/curve.png", "curve.xyz"])
-def test_a_picture_that_can_not_be_written_is_an_error(tmp_path, name):
-    with pytest.raises(TraceError, match=f"{name}: can not write the picture"):
+def test_unwritable_picture_raises(tmp_path, name):
+    with pytest.raises(TraceError, match=f"{name}: cannot write the picture"):
         draw_hit_rates(REPORTS, str(tmp_path / name))

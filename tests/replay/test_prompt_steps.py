@@ -1,4 +1,4 @@
-"""How prompts are cut into steps."""
+"""Tests of `PromptSteps`."""
 
 import pytest
 
@@ -25,20 +25,20 @@ def list_steps(steps, start, end):
         (18, 4, [16, 16, 4, 2]),
     ],
 )
-def test_a_step_ends_where_it_has_to_or_the_prompt_ends(max_tokens, end_at, lengths):
+def test_steps_end_at_limits_and_at_the_prompt_end(max_tokens, end_at, lengths):
     assert list_steps(PromptSteps(max_tokens, end_at), 12, 50) == lengths
 
 
-def test_a_prompt_that_was_hit_as_a_whole_has_no_step():
+def test_fully_hit_prompt_has_no_steps():
     assert PromptSteps(16, 4).count_next(48, 48) == 0
 
 
 @pytest.mark.parametrize(("groups", "end_at"), [("full", 1), ("full,window:9", 1), ("full,mamba", 8)])
-def test_only_groups_that_keep_one_state_say_where_steps_end(groups, end_at):
+def test_only_state_groups_align_steps(groups, end_at):
     assert PromptSteps.for_groups(parse_groups(groups, 8), 64) == PromptSteps(64, end_at)
 
 
 @pytest.mark.parametrize(("max_tokens", "end_at"), [(0, 1), (-1, 1), (7, 8)])
-def test_a_step_that_could_not_end_at_a_block_is_refused(max_tokens, end_at):
+def test_step_shorter_than_a_block_is_refused(max_tokens, end_at):
     with pytest.raises(InvalidArgumentError, match=f"a step of {max_tokens} prompt tokens is too short"):
         PromptSteps(max_tokens, end_at)

@@ -1,4 +1,4 @@
-"""A trace's request as the manager sees it: what is a block, and which hash it has."""
+"""Tests of `ReplayRequest`: blocks, hashes and conventions."""
 
 import msgspec
 import pytest
@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_pool import BlockHasher, InvalidArgumentError
-from kv_pool.events.held_blocks import to_wire_hash
+from kv_pool.events.publisher_blocks import to_wire_hash
 from kv_pool.replay.replay_request import (
     CONVENTIONS,
     ReplayRequest,
-    RequestState,
+    ReplayRequestState,
     hash_ids_to_block_hashes,
 )
 from kv_pool.replay.trace import TraceRequest
@@ -26,21 +26,19 @@ def count_shared(first, second):
 
 
 def expand(hash_ids, trace_block_size, num_tokens):
-    """Tokens that stand for a prompt: equal where, and only where, the ids say that the prompts are."""
+    """Return token ids of a prompt; two prompts have equal tokens exactly where their hash ids agree."""
     tokens = [(hash_id, place) for hash_id in hash_ids for place in range(trace_block_size)]
     return tokens[:num_tokens]
 
 
 @given(SIZES, SIZES, st.integers(0, 6), st.data())
-def test_prompts_share_as_many_block_hashes_as_they_share_blocks_of_tokens(
-    trace_block_size, block_size, num_common, data
-):
+def test_shared_prefixes_share_block_hashes(trace_block_size, block_size, num_common, data):
     common = list(range(num_common))
     prompts = []
     for first_id in (100, 200):
         ids = common + list(range(first_id, first_id + data.draw(st.integers(0, 4))))
         end = len(ids) * trace_block_size
-        # Up to a block less (the last id is partial) or more (the partial block has no id).
+        # Up to one block fewer (the last id is partial) or more (the partial block has no id).
         num_tokens = max(0, end + data.draw(st.integers(1 - trace_block_size, trace_block_size - 1)))
         prompts.append((ids, num_tokens))
     hashes = [
@@ -53,7 +51,7 @@ def test_prompts_share_as_many_block_hashes_as_they_share_blocks_of_tokens(
         assert len(set(prompt_hashes)) == len(prompt_hashes)
 
 
-def test_after_a_difference_no_block_hash_is_shared():
+def test_no_block_hash_is_shared_after_a_difference():
     first = hash_ids_to_block_hashes([1, 2, 3, 4], 8, 32, 6)
     second = hash_ids_to_block_hashes([1, 7, 8, 9], 8, 32, 6)
     assert first[0] == second[0]
@@ -64,7 +62,7 @@ def test_after_a_difference_no_block_hash_is_shared():
     ("block_size", "num_blocks", "num_shared"),
     [(8, 4, 2), (4, 8, 4), (16, 2, 1), (6, 5, 2), (12, 2, 1), (32, 1, 0), (33, 0, 0), (1, 32, 16)],
 )
-def test_two_shared_ids_of_four_are_so_many_shared_blocks(block_size, num_blocks, num_shared):
+def test_shared_ids_determine_the_shared_blocks(block_size, num_blocks, num_shared):
     first = hash_ids_to_block_hashes([1, 2, 3, 4], 8, 32, block_size)
     second = hash_ids_to_block_hashes([1, 2, 8, 9], 8, 32, block_size)
     assert len(first) == num_blocks
@@ -80,7 +78,7 @@ def test_two_shared_ids_of_four_are_so_many_shared_blocks(block_size, num_blocks
         ("ids_as_blocks", 24, 3, 24),
     ],
 )
-def test_the_convention_says_what_of_a_partial_block_with_an_id_counts(
+def test_conventions_for_partial_blocks_with_ids(
     convention, num_tokens, num_cacheable_blocks, max_hit_tokens
 ):
     request = ReplayRequest(TraceRequest(1, 0.0, 20, 0, [1, 2, 3], None), 8, convention, 8)
@@ -94,13 +92,13 @@ def test_the_convention_says_what_of_a_partial_block_with_an_id_counts(
     ("convention", "num_tokens"),
     [("full_blocks_cap", 20), ("full_blocks", 20), ("ids_as_blocks_cap", 16), ("ids_as_blocks", 16)],
 )
-def test_a_partial_block_without_an_id_takes_a_block_only_where_full_blocks_count(convention, num_tokens):
+def test_conventions_for_partial_blocks_without_ids(convention, num_tokens):
     request = ReplayRequest(TraceRequest(1, 0.0, 20, 0, [1, 2], None), 8, convention, 8)
     assert request.num_tokens == num_tokens
     assert request.num_cacheable_blocks == 2
 
 
-def test_prompts_of_token_ids_are_hashed_as_an_engine_does():
+def test_token_ids_are_hashed_as_in_an_engine():
     hasher = BlockHasher("xxh3_128", "0", 4)
     tokens = list(range(10))
     request = ReplayRequest(TraceRequest(3, 5.0, 10, 2, None, tokens), 4, hasher=hasher)
@@ -111,7 +109,7 @@ def test_prompts_of_token_ids_are_hashed_as_an_engine_does():
 
 
 @pytest.mark.parametrize("block_size", [4, 8])
-def test_generated_blocks_have_hashes_that_no_other_request_has(block_size):
+def test_generated_blocks_have_unique_hashes(block_size):
     requests = [
         ReplayRequest(TraceRequest(line, 0.0, 20, 30, [1, 2, 3], None), block_size, trace_block_size=8)
         for line in (1, 2)
@@ -130,8 +128,8 @@ def test_generated_blocks_have_hashes_that_no_other_request_has(block_size):
 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16])
-def test_hashes_that_differ_differ_on_the_wire(block_size):
-    """Readers of events get 8 bytes; once these were the same for all blocks of a trace."""
+def test_distinct_hashes_are_distinct_on_the_wire(block_size):
+    """Events carry 8 bytes of a hash; once these were equal for all blocks of a trace."""
     hashes = set()
     for line in range(1, 30):
         ids = [1, 2, 1 << 33, *range(100 * line, 100 * line + 20)]
@@ -141,14 +139,14 @@ def test_hashes_that_differ_differ_on_the_wire(block_size):
     assert len({to_wire_hash(block_hash) for block_hash in hashes}) == len(hashes) > 300
 
 
-def test_tokens_that_stand_for_a_request_repeat_its_ids_then_zeros():
+def test_token_ids_repeat_hash_ids_then_zeros():
     request = ReplayRequest(TraceRequest(1, 0.0, 10, 5, [7, 9], None), 8, trace_block_size=8)
     assert request.all_token_ids == [7] * 8 + [9] * 2
     request.append_output(3)
     assert request.all_token_ids == [7] * 8 + [9] * 2 + [0] * 3
 
 
-def test_an_unknown_convention_is_refused_with_those_there_are():
+def test_unknown_convention_error_lists_conventions():
     with pytest.raises(InvalidArgumentError, match=f"'papers'; known are {', '.join(CONVENTIONS)}"):
         ReplayRequest(TraceRequest(1, 0.0, 8, 0, [1], None), 8, "papers", 8)
 
@@ -176,7 +174,7 @@ def make_request(hash_ids, input_length, output_length, block_size=8):
     return ReplayRequest(traced, block_size, trace_block_size=8)
 
 
-def test_a_block_has_its_name_before_it_is_full():
+def test_block_hash_is_known_before_the_block_is_full():
     request = make_request([1, 2, 3], 20, 40)
     names = [request.name_block(index) for index in range(7)]
     assert len(set(names)) == 7
@@ -186,10 +184,10 @@ def test_a_block_has_its_name_before_it_is_full():
     assert len(request.block_hashes) == 7
 
 
-def test_a_request_goes_on_elsewhere_as_it_would_have_gone_on_here():
+def test_restored_request_continues_identically():
     request = make_request([1, 2, 3], 20, 40)
     request.append_output(10)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(request.get_state()), type=RequestState)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(request.get_state()), type=ReplayRequestState)
     there = ReplayRequest.from_state(state)
     for both in (request, there):
         both.append_output(20)

@@ -1,7 +1,7 @@
-"""Replays with colder tiers: hits and copies against a slow model, and how long these take.
+"""Replays with lower tiers: hits and copies against a slow model, and the duration of copies.
 
-Times are worked out by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate one, 1 ms
-to copy a block between device and host, 4 ms between host and disk.
+Expected times are computed by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate a
+token, 1 ms to copy a block between device and host, 4 ms between host and disk.
 """
 
 import random
@@ -16,7 +16,7 @@ from replay.test_trace_clock import BLOCK_SIZE, ImpatientDriver, make_rates
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
-from kv_pool.replay.link import Link
+from kv_pool.replay.link import CopyLink
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import ReplayTiers
@@ -40,7 +40,7 @@ TIERS = {
 
 def run_both(tmp_path, seed, groups, chunk_tokens, tiers, write):
     rng = random.Random(seed)
-    # The first one tells a reader that ids stand for 8 tokens each.
+    # From the first request the reader infers 8 tokens per id.
     records = [record(1, [10**6]), *make_random_records(rng, 150, 8, partial_ids=True)]
     kinds = groups.split(",")
     most = max(-(-traced["input_length"] // 8) for traced in records)
@@ -74,7 +74,7 @@ def assert_same(model, report):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("write", TIER_WRITES)
 @pytest.mark.parametrize("tiers", TIERS)
-def test_tiers_give_the_hits_and_copies_of_a_slow_model(tmp_path, tiers, write, seed):
+def test_tier_hits_and_copies_match_a_slow_model(tmp_path, tiers, write, seed):
     assert_same(*run_both(tmp_path, seed, "full", None, tiers, write))
 
 
@@ -82,14 +82,14 @@ def test_tiers_give_the_hits_and_copies_of_a_slow_model(tmp_path, tiers, write, 
 @pytest.mark.parametrize("write", TIER_WRITES)
 @pytest.mark.parametrize("chunk_tokens", [None, 8, 20])
 @pytest.mark.parametrize("groups", [groups for groups in MODELS if groups != "full"])
-def test_so_they_do_for_several_groups(tmp_path, groups, chunk_tokens, write, seed):
+def test_tiers_with_several_groups_match_a_slow_model(tmp_path, groups, chunk_tokens, write, seed):
     tiers = random.Random(seed).choice(["host", "host and disk"])
     assert_same(*run_both(tmp_path, seed, groups, chunk_tokens, tiers, write))
 
 
 @pytest.mark.parametrize("groups", ["full", "full,window:9"])
-def test_random_hits_come_from_every_tier(tmp_path, groups):
-    """Else the tests above show nothing about the second one."""
+def test_random_traces_hit_every_tier(tmp_path, groups):
+    """Without hits in every tier the tests above would be meaningless."""
     reports = [
         run_both(tmp_path, seed, groups, 8, "host and disk", write)[1]
         for seed in range(4)
@@ -106,13 +106,13 @@ BLOCK_BYTES = 1000
 
 
 class CountingTiers(ReplayTiers):
-    """Knows how often a request lost blocks that were being read for it."""
+    """Counts how often a load was aborted by a preemption."""
 
-    num_given_up = 0
+    num_moved_out = 0
 
-    def give_up(self, request):
-        super().give_up(request)
-        self.num_given_up += 1
+    def abort(self, request):
+        super().abort(request)
+        self.num_moved_out += 1
 
 
 def run(
@@ -126,14 +126,14 @@ def run(
     swap_blocks=0,
     **rates,
 ):
-    """Replay (arrival_ms, input_length, output_length, hash_ids) each; at the end the pool is free."""
+    """Replay requests (arrival_ms, input_length, output_length, hash_ids); assert that no block leaks."""
     specs = parse_groups(groups, BLOCK_SIZE)
     pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
     manager = KVCacheManager(
         pool, groups=specs, max_in_flight_tokens=chunk_tokens and max(chunk_tokens, BLOCK_SIZE)
     )
-    link = Link(1000 * BLOCK_BYTES)
-    tiers = CountingTiers(manager, *capacities, write, BLOCK_BYTES, link, Link(250 * BLOCK_BYTES))
+    link = CopyLink(1000 * BLOCK_BYTES)
+    tiers = CountingTiers(manager, *capacities, write, BLOCK_BYTES, link, CopyLink(250 * BLOCK_BYTES))
     report = ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "trace")
     swap = HostSwap(manager, swap_blocks, BLOCK_BYTES, link, swap_always, report) if swap_blocks else None
     arriving = (
@@ -149,24 +149,24 @@ def run(
     steps = PromptSteps.for_groups(specs, chunk_tokens)
     TraceClock(driver, make_rates(**rates), steps).run(arriving, lambda: None)
     assert pool.get_num_free_blocks() == num_blocks
-    check_tiers(tiers.read_back)
+    check_tiers(tiers.onboarder)
     return report, tiers
 
 
-# The first is computed until 24. At 100 the second takes blocks 3 and 2 of the first, tail first, which go to
-# the host; it is computed from 102 to 126.
+# The first request is computed until 24. At 100 the second reuses blocks 3 and 2 of the first, tail first;
+# they are offloaded to the host. The second is computed from 102 to 126.
 TWO = [(0, 24, 0, [1, 2, 3]), (100, 24, 0, [4, 5, 6])]
 
 
-def test_a_step_waits_until_what_it_overwrites_is_copied_out():
+def test_step_waits_until_its_blocks_are_offloaded():
     report, _ = run(TWO, 4, (10, 0))
     assert report.simulated_ms == 126
     assert report.tiers[0].blocks_written == 2
 
 
-def test_a_request_is_computed_when_its_blocks_are_read():
-    # At 200 id 1 is on the device and id 2 on the host; ids 6 and 5 make room for it and for what is
-    # computed. Two copies out, one back, 8 tokens.
+def test_request_is_computed_after_its_blocks_are_loaded():
+    # At 200 id 1 is on the device and id 2 on the host. Ids 6 and 5 are offloaded for id 2 and the new block:
+    # two copies out, one back, 8 tokens.
     report, _ = run([*TWO, (200, 24, 0, [1, 2, 3])], 4, (10, 0))
     assert report.simulated_ms == 200 + 3 + 8
     assert (report.tokens_hit, report.tiers[0].tokens_hit) == (16, 8)
@@ -174,17 +174,17 @@ def test_a_request_is_computed_when_its_blocks_are_read():
     assert report.tiers[0].bytes_moved == 5 * BLOCK_BYTES
 
 
-def test_what_is_on_disk_takes_the_way_over_both():
-    # As above, without a tier in host memory: two writes and a read of 4 ms each.
+def test_disk_hits_use_both_links():
+    # As above, without a host tier: two writes and one read of 4 ms each.
     report, _ = run([*TWO, (200, 24, 0, [1, 2, 3])], 4, (0, 10))
     assert report.simulated_ms == 200 + 12 + 8
     assert report.tiers[0].medium == "STORAGE"
 
 
-def test_who_waits_for_its_blocks_does_not_hold_up_others():
-    # The second takes ids 3 and 2 from the first; the host has room for one, so 3 goes to disk, by 104.
-    # From 200 on the third reads 3, until 204, and nothing goes to the host, whose one block is held. The
-    # fourth is computed from 201 to 209, and the third after it.
+def test_loading_request_does_not_delay_others():
+    # The second request reuses the blocks of ids 3 and 2. The host tier has one block, so id 3 moves to disk,
+    # by 104. From 200 to 204 the third reads id 3; nothing is offloaded, because the host's only block is
+    # held. The fourth is computed from 201 to 209, and the third after it.
     requests = [
         (0, 24, 0, [1, 2, 3]),
         (100, 32, 0, [4, 5, 6, 7]),
@@ -197,7 +197,7 @@ def test_who_waits_for_its_blocks_does_not_hold_up_others():
     assert report.simulated_ms == 217
 
 
-def test_one_after_the_other_it_hits_what_the_instant_clock_does(tmp_path):
+def test_serial_requests_hit_as_with_the_instant_clock(tmp_path):
     rng = random.Random(5)
     records = [
         {**traced, "timestamp": number * 10_000, "output_length": 0}
@@ -246,12 +246,10 @@ GROUPS = ["full", "window:9", "full,window:20", "full,mamba"]
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("swap_blocks", [0, 20], ids=["computed anew", "swapped"])
+@pytest.mark.parametrize("swap_blocks", [0, 20], ids=["recomputed", "swapped"])
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_every_request_that_is_not_refused_generates_each_of_its_tokens_once(
-    groups, chunk_tokens, swap_blocks, seed
-):
+def test_accepted_requests_generate_every_token_once(groups, chunk_tokens, swap_blocks, seed):
     requests, report, _ = run_random(groups, seed, chunk_tokens, swap_blocks)
     assert report.waiting.requests == report.requests - report.refused_requests > 0
     if not report.refused_requests:
@@ -259,8 +257,8 @@ def test_every_request_that_is_not_refused_generates_each_of_its_tokens_once(
     assert report.tokens_hit >= sum(tier.tokens_hit for tier in report.tiers)
 
 
-def test_random_small_pools_do_take_blocks_from_those_that_are_being_read():
-    """Else the test above shows nothing about it."""
+def test_random_small_pools_preempt_loading_requests():
+    """Without such preemptions the test above would be meaningless."""
     runs = [run_random("full", seed, 8, 0) for seed in range(20)]
-    assert sum(tiers.num_given_up for _, _, tiers in runs) > 0
+    assert sum(tiers.num_moved_out for _, _, tiers in runs) > 0
     assert sum(report.tiers[0].blocks_hit for _, report, _ in runs) > 0

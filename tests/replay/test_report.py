@@ -1,4 +1,4 @@
-"""The report: call times in short, and its file."""
+"""Tests of the report: summaries of times, and its file."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from kv_pool.replay.report import (
 )
 
 
-def test_call_times_are_median_nearest_rank_and_sum():
+def test_call_times_summary():
     durations = list(range(1, 101))
     random.Random(0).shuffle(durations)
     assert summarize_calls(array("q", durations)) == CallTimes(100, 50, 99, 5050)
@@ -28,20 +28,20 @@ def test_call_times_are_median_nearest_rank_and_sum():
 @pytest.mark.parametrize(
     ("num_calls", "p99"), [(1, 1), (2, 2), (99, 99), (100, 99), (101, 100), (200, 198), (1000, 990)]
 )
-def test_the_99th_percentile_is_a_duration_that_occurred(num_calls, p99):
+def test_p99_is_an_observed_duration(num_calls, p99):
     assert summarize_calls(array("q", range(1, num_calls + 1))).p99_ns == p99
 
 
-def test_waits_are_mean_median_nearest_rank_and_the_longest():
+def test_waits_summary():
     assert summarize_waits(array("d", [3.0, 0.0, 0.0, 1.0])) == Waits(4, 1.0, 0.5, 3.0, 3.0)
     assert summarize_waits(array("d")) == Waits()
 
 
-def test_no_calls_are_all_zeros():
+def test_summary_of_no_calls_is_zero():
     assert summarize_calls(array("q")) == CallTimes(0, 0, 0, 0)
 
 
-def test_a_report_is_written_as_readable_json(tmp_path):
+def test_report_is_written_as_indented_json(tmp_path):
     path = tmp_path / "report.json"
     report = ReplayReport(16, 100, "full_blocks", "instant", requests=3, first_broken="é:1: no")
     write_json(report, str(path))
@@ -51,19 +51,19 @@ def test_a_report_is_written_as_readable_json(tmp_path):
     assert msgspec.json.decode(text, type=ReplayReport) == report
 
 
-def test_a_list_of_reports_is_written_in_its_order(tmp_path):
+def test_list_of_reports_keeps_its_order(tmp_path):
     path = tmp_path / "reports.json"
     write_json([ReplayReport(16, size, "full_blocks", "instant") for size in (30, 10, 20)], str(path))
     assert [report["num_blocks"] for report in json.loads(path.read_text())] == [30, 10, 20]
 
 
-def test_a_file_that_can_not_be_written_is_an_error(tmp_path):
+def test_unwritable_report_raises(tmp_path):
     path = tmp_path / "nowhere" / "report.json"
-    with pytest.raises(TraceError, match=r"nowhere/report\.json: can not write the report: No such file"):
+    with pytest.raises(TraceError, match=r"nowhere/report\.json: cannot write the report: No such file"):
         write_json(CallTimes(), str(path))
 
 
-def test_reports_are_read_from_the_file_of_a_sweep_or_a_replay(tmp_path):
+def test_reports_are_read_from_sweep_and_replay_files(tmp_path):
     path = str(tmp_path / "reports.json")
     reports = [ReplayReport(16, size, "full_blocks", "instant") for size in (30, 10)]
     write_json(reports, path)
@@ -75,13 +75,13 @@ def test_reports_are_read_from_the_file_of_a_sweep_or_a_replay(tmp_path):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "can not read the reports: No such file"),
-        ("[]", "no report in it"),
-        ("{}", "not the JSON file of a sweep or a replay: Object missing required field"),
-        ("[" * 100_000, "not the JSON file of a sweep or a replay"),
+        (None, "cannot read the reports: No such file"),
+        ("[]", "the file contains no report"),
+        ("{}", "not a JSON report of a sweep or a replay: Object missing required field"),
+        ("[" * 100_000, "not a JSON report of a sweep or a replay"),
     ],
 )
-def test_a_file_without_reports_is_an_error(tmp_path, content, why):
+def test_file_without_reports_raises(tmp_path, content, why):
     path = tmp_path / "reports.json"
     if content is not None:
         path.write_text(content)

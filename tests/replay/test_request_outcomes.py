@@ -1,4 +1,4 @@
-"""What became of each request: it adds up to the report."""
+"""Tests of request outcomes: their sums equal the report."""
 
 import json
 import random
@@ -59,7 +59,7 @@ def test_outcomes_add_up_to_the_report(trace, name):
         report.waiting.mean_ms * report.waiting.requests
     )
     assert all(outcome.end_ms >= outcome.arrival_ms + outcome.waited_ms for outcome in outcomes)
-    # The groups share the pool's blocks; each holds those of its window, or all.
+    # The groups share the pool's blocks; each has the blocks of its window, or all.
     assert all(0 < outcome.blocks <= report.peak_blocks_in_use for outcome in done)
     expected = {
         "small": report.refused_requests,
@@ -70,7 +70,7 @@ def test_outcomes_add_up_to_the_report(trace, name):
     assert expected.get(name, report.tokens_hit) > 0
 
 
-def test_the_outcome_of_one_request(tmp_path):
+def test_outcome_of_one_request(tmp_path):
     records = [
         record(20, [1, 2, 3], 4, 5),
         record(22, [1, 2, 4], 0, 9, session_id="a"),
@@ -90,7 +90,7 @@ def test_the_outcome_of_one_request(tmp_path):
     ]
 
 
-def test_a_file_has_one_line_of_json_per_request(trace, tmp_path):
+def test_file_has_one_json_line_per_request(trace, tmp_path):
     path = tmp_path / "requests.jsonl"
     outcomes = []
     with write_outcomes(str(path)) as write:
@@ -103,25 +103,25 @@ def test_a_file_has_one_line_of_json_per_request(trace, tmp_path):
     assert list(json.loads(lines[0])) == list(RequestOutcome.__struct_fields__)
 
 
-def test_a_file_that_can_not_be_written_is_an_error_before_the_replay(tmp_path):
+def test_unwritable_file_raises_before_the_replay(tmp_path):
     with (
-        pytest.raises(TraceError, match=r"nowhere/a\.jsonl: can not write the requests: No such file"),
+        pytest.raises(TraceError, match=r"nowhere/a\.jsonl: cannot write the requests: No such file"),
         write_outcomes(str(tmp_path / "nowhere" / "a.jsonl")),
     ):
-        pytest.fail("the file was not made")
+        pytest.fail("the file was not created")
 
 
-def test_a_full_disk_in_the_middle_is_an_error_after_the_replay(trace):
+def test_full_disk_raises_after_the_replay(trace):
     reports = []
     with (
-        pytest.raises(TraceError, match=r"/dev/full: can not write the requests: No space left.*is cut off"),
+        pytest.raises(TraceError, match=r"/dev/full: cannot write the requests: No space left.*is truncated"),
         write_outcomes("/dev/full") as write,
     ):
         reports.append(run_replay(ReplaySettings(trace, 14, trace_block_size=8), on_outcome=write))
     assert reports[0].requests == 200
 
 
-def test_an_error_of_the_replay_is_not_hidden_by_a_full_disk(tmp_path):
+def test_full_disk_does_not_hide_errors_of_the_replay(tmp_path):
     trace = str(write_trace(tmp_path / "trace.jsonl", [record(80, list(range(10)))]))
     settings = ReplaySettings(trace, 5, trace_block_size=8)
     with pytest.raises(InvalidArgumentError, match="no request fits"), write_outcomes("/dev/full") as write:

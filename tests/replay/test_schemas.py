@@ -1,4 +1,4 @@
-"""The JSON schemas that ship with the package describe what is really written and read."""
+"""Tests that the JSON schemas in the package match the files that are written and read."""
 
 import json
 import random
@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_report_and_its_requests_are_as_their_schemas_say(trace, tmp_path, name):
+def test_report_and_outcomes_match_their_schemas(trace, tmp_path, name):
     path, lines = tmp_path / "report.json", tmp_path / "requests.jsonl"
     options = {"num_blocks": 14, "trace_block_size": 8, "skip_broken": True, **SETTINGS[name]}
     with write_outcomes(str(lines)) as write:
@@ -58,7 +58,7 @@ def test_a_report_and_its_requests_are_as_their_schemas_say(trace, tmp_path, nam
         validator("request").validate(line)
 
 
-def test_the_reports_of_a_sweep_are_as_the_schema_says(trace, tmp_path):
+def test_sweep_reports_match_the_schema(trace, tmp_path):
     path = tmp_path / "sweep.json"
     settings = ReplaySettings(trace, 1, trace_block_size=8, skip_broken=True)
     write_json(run_sweep(settings, [6, 60], 1), str(path))
@@ -67,7 +67,7 @@ def test_the_reports_of_a_sweep_are_as_the_schema_says(trace, tmp_path):
     assert reports[0]["infinite_cache"]["tokens_hit"] > 0
 
 
-def test_a_wrong_report_is_noticed(trace):
+def test_schema_rejects_invalid_reports(trace):
     found = json.loads(
         msgspec.json.encode(run_replay(ReplaySettings(trace, 9, trace_block_size=8, limit=50)))
     )
@@ -85,7 +85,7 @@ def test_a_wrong_report_is_noticed(trace):
 
 
 def structs():
-    """Each of the structs of a report, as the schema names it."""
+    """Return the structs of a report by their names in the schema."""
     return {
         "report": ReplayReport,
         "call_times": report.CallTimes,
@@ -105,7 +105,7 @@ def test_every_field_is_required_and_has_a_description():
         assert all(field.get("description") for field in shape["properties"].values())
 
 
-def test_lines_of_the_bundled_trace_are_as_the_schema_says():
+def test_bundled_trace_matches_the_schema():
     import gzip
 
     lines = gzip.decompress(Trace("mooncake_conversation").path.read_bytes()).splitlines()
@@ -131,7 +131,7 @@ def test_lines_of_the_bundled_trace_are_as_the_schema_says():
         (record(600, ["1", 2]), False),
     ],
 )
-def test_the_reader_and_the_schema_of_a_line_agree(tmp_path, line, is_right):
+def test_reader_and_schema_accept_the_same_lines(tmp_path, line, is_right):
     path = write_trace(tmp_path / "trace.jsonl", [line])
     assert validator("trace_line").is_valid(line) == is_right
     if is_right:

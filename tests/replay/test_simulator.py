@@ -1,4 +1,4 @@
-"""One replay from settings to report: what is refused, what is reported, and where it came from."""
+"""Tests of `run_replay`: refused settings, reports, events and provenance."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from kv_pool.replay.simulator import run_replay
 
 @pytest.fixture
 def trace(tmp_path):
-    """A hundred requests with blocks of 8 tokens."""
+    """A trace of a hundred requests with blocks of 8 tokens."""
     path = tmp_path / "trace.jsonl"
     return str(write_trace(path, make_random_records(random.Random(1), 100, 8, partial_ids=True)))
 
@@ -33,32 +33,35 @@ def trace(tmp_path):
     [
         ({"clock": "wall"}, "unknown clock 'wall'; known are instant, trace"),
         ({"convention": "papers"}, "unknown convention 'papers'; known are full_blocks_cap"),
-        ({"groups": "full,half"}, "'half' in groups 'full,half' is no group; write full, window:TOKENS"),
-        ({"chunk_tokens": 0}, "a step of 0 prompt tokens is too short; it has 1 or more"),
-        ({"chunk_tokens": 7, "groups": "full,mamba"}, "a step of 7 prompt tokens is too short; it has 8"),
+        ({"groups": "full,half"}, "'half' in groups 'full,half' is not a group; write full, window:TOKENS"),
+        ({"chunk_tokens": 0}, "a step of 0 prompt tokens is too short; it needs at least 1"),
+        (
+            {"chunk_tokens": 7, "groups": "full,mamba"},
+            "a step of 7 prompt tokens is too short; it needs at least 8",
+        ),
         ({"watermark": 1.0}, "watermark is 1.0; it is a share of the pool, 0 to below 1"),
         ({"keep_session_s": -1.0}, "session_s is -1.0"),
         ({"keep_session_s": 60.0}, "has no session_id, so there are no sessions to keep"),
         ({"preemption": "never"}, "unknown preemption 'never'; known are cost, swap, recompute"),
         ({"host_blocks": -1}, "host_blocks is -1"),
-        ({"host_blocks": 9, "block_bytes": 1}, "only with the trace clock there are some"),
+        ({"host_blocks": 9, "block_bytes": 1}, "which only the trace clock has"),
         ({"host_blocks": 9, "clock": "trace"}, "a host pool needs block_bytes"),
         ({"limit": 0}, "limit is 0"),
         ({"limit": -3}, "limit is -3"),
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": -16}, "block_size is -16"),
-        ({"num_blocks": 0}, "the pool would have 0 blocks"),
-        ({"num_blocks": -1}, "the pool would have -1 blocks"),
+        ({"num_blocks": 0}, "num_blocks is 0; the pool needs at least 1"),
+        ({"num_blocks": -1}, "num_blocks is -1; the pool needs at least 1"),
         ({"trace_block_size": 0}, "the trace's block size is 0"),
         ({"timestamp_unit": "us"}, "timestamp_unit is 'us'"),
     ],
 )
-def test_settings_that_can_not_be_meant_are_refused(trace, setting, why):
+def test_invalid_settings_are_refused(trace, setting, why):
     with pytest.raises(InvalidArgumentError, match=why):
         run_replay(ReplaySettings(**{"trace": trace, "num_blocks": 10, **setting}))
 
 
-def test_a_missing_trace_is_an_error(tmp_path):
+def test_missing_trace_raises(tmp_path):
     with pytest.raises(TraceError, match="no such file"):
         run_replay(ReplaySettings(str(tmp_path / "nowhere"), 10))
 
@@ -66,19 +69,19 @@ def test_a_missing_trace_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("clock", "smallest"), [("instant", 3), ("trace", 4)], ids=["prompts", "prompts with output"]
 )
-def test_a_pool_too_small_for_every_request_is_an_error_that_says_what_is_needed(tmp_path, clock, smallest):
+def test_error_for_a_too_small_pool_names_the_need(tmp_path, clock, smallest):
     records = [record(40, [1, 2, 3, 4, 5]), record(20, [1, 2, 6], 7), record(30, [1, 2, 7, 8])]
     path = write_trace(tmp_path / "trace.jsonl", records)
     settings = ReplaySettings(str(path), 2, clock=clock, trace_block_size=8)
     with pytest.raises(
         InvalidArgumentError,
-        match=f"the pool has 2 blocks of 8 tokens, the smallest request needs {smallest}$",
+        match=f"has 2 blocks of 8 tokens, the smallest request needs {smallest}; use a larger capacity$",
     ):
         run_replay(settings)
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_a_limit_takes_requests_from_the_start(tmp_path, clock):
+def test_limit_takes_the_first_requests(tmp_path, clock):
     records = [record(8, [number]) for number in range(10)]
     path = write_trace(tmp_path / "trace.jsonl", [*records, "not json"])
     report = run_replay(ReplaySettings(str(path), 10, clock=clock, limit=7, trace_block_size=8))
@@ -86,7 +89,7 @@ def test_a_limit_takes_requests_from_the_start(tmp_path, clock):
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_progress_is_told_while_the_replay_runs(trace, clock):
+def test_progress_is_reported_during_the_replay(trace, clock):
     told = []
     run_replay(ReplaySettings(trace, 20, clock=clock, trace_block_size=8), told.append)
     assert told[0].num_requests == 1
@@ -96,8 +99,8 @@ def test_progress_is_told_while_the_replay_runs(trace, clock):
     assert all(before.num_requests <= after.num_requests for before, after in pairwise(told))
 
 
-def test_progress_does_not_stand_at_the_end_while_requests_wait(tmp_path, monkeypatch):
-    """It was the share of the file read, which is over long before a queue of requests is."""
+def test_progress_counts_waiting_requests_as_unfinished(tmp_path, monkeypatch):
+    """Progress was the share of the file read, which ends long before a queue of requests does."""
     monkeypatch.setattr(simulator, "_SECONDS_BETWEEN_PROGRESS", 0.0)
     path = write_trace(tmp_path / "trace.jsonl", [record(8, [number], 80, 0) for number in range(20)])
     told = []
@@ -111,7 +114,7 @@ def test_progress_does_not_stand_at_the_end_while_requests_wait(tmp_path, monkey
 
 
 class Collector(NullEventPublisher):
-    """Keeps what it is to publish."""
+    """A publisher that collects its events."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +125,7 @@ class Collector(NullEventPublisher):
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_with_a_feed_the_events_tell_all_that_the_report_counts(trace, clock):
+def test_events_match_the_counts_of_the_report(trace, clock):
     publisher = Collector()
     settings = ReplaySettings(trace, 12, clock=clock, trace_block_size=8)
     report = run_replay(settings, feed=EventFeed(publisher))
@@ -134,7 +137,7 @@ def test_with_a_feed_the_events_tell_all_that_the_report_counts(trace, clock):
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_the_events_of_tiers_are_among_them(trace, clock):
+def test_events_include_those_of_tiers(trace, clock):
     publisher = Collector()
     settings = ReplaySettings(
         trace, 12, clock=clock, trace_block_size=8, host_tier=5, disk_tier=9, block_bytes=1000
@@ -151,7 +154,7 @@ def test_the_events_of_tiers_are_among_them(trace, clock):
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_the_same_settings_give_the_same_counts(trace, clock):
+def test_same_settings_give_the_same_counts(trace, clock):
     first, second = (
         count(run_replay(ReplaySettings(trace, 12, clock=clock, trace_block_size=8))) for _ in range(2)
     )
@@ -160,14 +163,14 @@ def test_the_same_settings_give_the_same_counts(trace, clock):
 
 
 def count(report):
-    """The report without what differs from run to run."""
+    """Return the report without values that differ between runs."""
     counts = msgspec.structs.asdict(report)
     for name in ("wall_seconds", "look_up", "allocate", "free", "provenance"):
         del counts[name]
     return counts
 
 
-def test_the_report_says_where_it_comes_from(trace):
+def test_report_contains_its_provenance(trace):
     report = run_replay(ReplaySettings(trace, 12, trace_block_size=8, seed="42"))
     provenance = report.provenance
     with open(trace, "rb") as file:
@@ -184,7 +187,7 @@ def test_the_report_says_where_it_comes_from(trace):
     assert provenance.date.endswith("+00:00")
 
 
-def test_the_report_names_its_settings(trace):
+def test_report_contains_its_settings(trace):
     rates = EngineRates(prefill_tokens_per_s=123.0, max_running=7)
     settings = ReplaySettings(trace, 12, block_size=4, clock="trace", rates=rates, trace_block_size=8)
     report = run_replay(settings)
@@ -220,14 +223,14 @@ def test_the_report_names_its_settings(trace):
     }
 
 
-def test_broken_lines_that_were_passed_over_are_in_the_report(tmp_path):
+def test_report_counts_skipped_lines(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(8, [1]), "not json", record(8, [2]), "{}"])
     report = run_replay(ReplaySettings(str(path), 10, trace_block_size=8, skip_broken=True))
     assert (report.requests, report.broken_lines) == (2, 2)
     assert report.first_broken.startswith(f"{path}:2: ")
 
 
-def test_a_broken_line_stops_the_replay(tmp_path):
+def test_broken_line_stops_the_replay(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(8, [1]), "not json"])
     with pytest.raises(TraceError, match=r"trace\.jsonl:2: "):
         run_replay(ReplaySettings(str(path), 10, trace_block_size=8))
@@ -245,19 +248,19 @@ def test_every_call_of_the_manager_is_timed(trace, clock):
 
 
 @pytest.mark.parametrize("seed", ["0", "other"])
-def test_the_seed_of_the_hashes_does_not_change_the_hits(tmp_path, seed):
+def test_hash_seed_does_not_change_hits(tmp_path, seed):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": list(range(40))}] * 2)
     report = run_replay(ReplaySettings(str(path), 10, block_size=4, seed=seed))
     assert (report.blocks_looked_up, report.blocks_hit) == (20, 9)
 
 
-def test_every_field_of_the_report_is_in_its_file(tmp_path, trace):
+def test_file_contains_every_field_of_the_report(tmp_path, trace):
     report = run_replay(ReplaySettings(trace, 12, clock="trace", trace_block_size=8))
     write_json(report, str(tmp_path / "report.json"))
     assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(report)
 
 
-def test_a_report_written_and_read_again_is_the_same(tmp_path, trace):
+def test_report_round_trips_through_its_file(tmp_path, trace):
     report = run_replay(ReplaySettings(trace, 12, clock="trace", trace_block_size=8))
     write_json(report, str(tmp_path / "report.json"))
     text = (tmp_path / "report.json").read_bytes()
@@ -265,7 +268,7 @@ def test_a_report_written_and_read_again_is_the_same(tmp_path, trace):
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_with_runs_preferred_tables_are_in_longer_runs_and_counts_stay_close(trace, clock):
+def test_run_pool_lengthens_runs_and_keeps_counts_close(trace, clock):
     plain, with_runs = (
         run_replay(ReplaySettings(trace, 60, block_size=2, clock=clock, runs=runs)) for runs in (False, True)
     )

@@ -1,7 +1,9 @@
-"""A sweep is so many single replays."""
+"""Tests of sweeps: equal to single replays, errors, and worker processes."""
 
 import multiprocessing
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -30,13 +32,13 @@ def without_times(report):
     counts = msgspec.structs.asdict(report)
     for name in TIMES:
         del counts[name]
-    del counts["infinite_cache"]  # of a sweep only
+    del counts["infinite_cache"]  # only sweeps have it
     counts["provenance"] = msgspec.structs.replace(report.provenance, date="")
     return counts
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_sweep_gives_the_single_replays_in_the_order_of_the_capacities(settings, num_processes):
+def test_sweep_equals_single_replays_in_order(settings, num_processes):
     capacities = [20, 6, 60]
     finished = []
     reports = run_sweep(settings, capacities, num_processes, finished.append)
@@ -65,34 +67,45 @@ def test_each_disk_tier_is_replayed_with_each_host_tier(settings):
     assert reports[3].tokens_hit > reports[2].tokens_hit > reports[0].tokens_hit
 
 
-def test_the_reports_of_a_sweep_say_what_an_infinite_cache_hits(settings):
+def test_sweep_reports_include_the_infinite_cache(settings):
     reports = run_sweep(settings, [20, 1000], 2)
     assert [report.infinite_cache for report in reports] == [count_infinite_hits(settings)] * 2
     assert reports[0].tokens_hit < reports[0].infinite_cache.tokens_hit == reports[1].tokens_hit
 
 
-def test_a_capacity_in_which_nothing_fits_stops_the_sweep(tmp_path):
+def test_too_small_capacity_stops_the_sweep(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": list(range(40))}])
     with pytest.raises(InvalidArgumentError, match="the pool has 2 blocks of 16 tokens"):
         run_sweep(ReplaySettings(str(path), 1), [2, 3], 1)
 
 
-def test_a_missing_trace_stops_the_sweep(tmp_path):
+def test_missing_trace_stops_the_sweep(tmp_path):
     with pytest.raises(TraceError, match="no such file"):
         run_sweep(ReplaySettings(str(tmp_path / "nowhere"), 1), [10], 1)
 
 
-def test_a_sweep_over_no_capacities_is_refused(settings):
+def test_sweep_of_an_unguarded_script_names_the_cause(settings, tmp_path):
+    script = tmp_path / "sweep.py"
+    script.write_text(
+        "from kv_pool.replay import ReplaySettings, run_sweep\n"
+        f"run_sweep(ReplaySettings({settings.trace!r}, 1, trace_block_size=8), [20], 1)\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "outside `if __name__ == '__main__':`" in ended.stderr.splitlines()[-1]
+
+
+def test_sweep_without_capacities_is_refused(settings):
     with pytest.raises(InvalidArgumentError, match="at least one capacity"):
         run_sweep(settings, [], 1)
 
 
-def test_a_sweep_that_gets_no_thread_is_a_typed_error(settings):
+def test_sweep_without_threads_raises_a_typed_error(settings):
     with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool sweep"):
         run_sweep(settings, [20], 1)
 
 
-def test_a_process_of_a_sweep_that_gets_no_thread_reports_it():
+def test_worker_without_threads_reports_a_typed_error():
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=call_without_threads, args=(_work, theirs), daemon=True)

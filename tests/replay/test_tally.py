@@ -1,4 +1,4 @@
-"""Counts while a replay runs."""
+"""Tests of `Tally`."""
 
 import pytest
 
@@ -20,48 +20,48 @@ def make_request(line, num_tokens):
     return ReplayRequest(traced, BLOCK_SIZE, trace_block_size=BLOCK_SIZE)
 
 
-def test_the_smallest_refused_need_is_kept():
+def test_smallest_refused_need_is_kept():
     tally = make_tally(3)
-    answers = [tally.count_arrival(make_request(line, 4), need) for line, need in enumerate((5, 3, 4, 6))]
+    answers = [tally.note_arrival(make_request(line, 4), need) for line, need in enumerate((5, 3, 4, 6))]
     assert answers == [False, True, False, False]
     assert tally.smallest_refused == 4
     assert (tally.report.requests, tally.report.refused_requests) == (4, 3)
 
 
-def test_of_a_hit_block_that_is_not_full_only_the_tokens_count():
+def test_hit_in_a_partial_block_counts_tokens_only():
     tally = make_tally(3)
     request = make_request(1, 10)
-    tally.count_arrival(request, 3)
-    tally.count_hit(request, 12, 8)
+    tally.note_arrival(request, 3)
+    tally.note_hit(request, 12, 8)
     report = tally.finish(0.0, 0)
     assert (report.blocks_hit, report.tokens_hit) == (3, 10)
     assert (report.token_hit_rate, report.mean_request_token_hit_rate) == (1.0, 1.0)
 
 
-def test_the_peak_of_blocks_in_use_is_kept():
+def test_peak_of_blocks_in_use_is_kept():
     tally = make_tally(10)
     for num_blocks in (3, 5, 2):
-        tally.count_in_use(num_blocks)
+        tally.note_in_use(num_blocks)
     assert tally.report.peak_blocks_in_use == 5
 
 
-def test_blocks_per_run_is_the_mean_over_all_block_tables():
+def test_blocks_per_run_is_a_mean_over_all_tables():
     tally = make_tally(10)
-    tally.count_table(4, 1)
-    tally.count_table(5, 2)
+    tally.note_table(4, 1)
+    tally.note_table(5, 2)
     assert tally.finish(0.0, 0).blocks_per_run == pytest.approx(9 / 3)
 
 
-def test_only_requests_that_can_wait_count_as_waiting():
+def test_waiting_counts_only_requests_that_can_wait():
     tally = make_tally(10)
-    tally.count_end(make_request(1, 4), 1, 10.0, None)
-    tally.count_end(make_request(2, 4), 1, 10.0, 0.0)
-    tally.count_end(make_request(3, 4), 1, 10.0, 6.0)
+    tally.note_end(make_request(1, 4), 1, 10.0, None)
+    tally.note_end(make_request(2, 4), 1, 10.0, 0.0)
+    tally.note_end(make_request(3, 4), 1, 10.0, 6.0)
     waiting = tally.finish(0.0, 0).waiting
     assert (waiting.requests, waiting.mean_ms, waiting.max_ms) == (2, 3.0, 6.0)
 
 
-def test_the_duration_is_that_of_the_clock():
+def test_wall_seconds_come_from_the_clock():
     times = iter((100.0, 102.5))
     assert make_tally(3, clock=lambda: next(times)).finish(0.0, 0).wall_seconds == 2.5
 

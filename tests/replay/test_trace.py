@@ -1,4 +1,4 @@
-"""Reading traces: every compression, both kinds of records, and what is broken about the broken ones."""
+"""Tests of reading traces: compressions, kinds of records, broken lines and limits."""
 
 import base64
 import gzip
@@ -40,7 +40,7 @@ def test_every_compression_gives_the_same_requests(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_the_content_tells_the_compression_whatever_the_name(tmp_path, suffix):
+def test_content_determines_the_compression(tmp_path, suffix):
     path = write_trace(tmp_path / f"trace{suffix}", MOONCAKE_STYLE).rename(tmp_path / "trace.data")
     assert [request.input_length for request in Trace(path)] == [6758, 1024, 513]
 
@@ -48,20 +48,20 @@ def test_the_content_tells_the_compression_whatever_the_name(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress), (".zst", zstd.compress)]
 )
-def test_files_that_were_compressed_in_pieces_are_read_to_the_end(tmp_path, suffix, compress):
+def test_concatenated_compressed_streams_are_read(tmp_path, suffix, compress):
     pieces = [write_trace(tmp_path / "piece.jsonl", [line]).read_bytes() for line in MOONCAKE_STYLE]
     path = tmp_path / f"trace{suffix}"
     path.write_bytes(b"".join(compress(piece) for piece in pieces))
     assert [request.input_length for request in Trace(path)] == [6758, 1024, 513]
 
 
-def test_a_trace_can_be_read_again_from_the_start(tmp_path):
+def test_each_iteration_starts_from_the_beginning(tmp_path):
     trace = Trace(write_trace(tmp_path / "trace.gz", MOONCAKE_STYLE))
     assert list(trace) == list(trace)
     assert len(list(trace)) == 3
 
 
-def test_the_position_ends_at_one(tmp_path):
+def test_position_ends_at_one(tmp_path):
     trace = Trace(write_trace(tmp_path / "trace.jsonl", MOONCAKE_STYLE), block_size=512)
     positions = []
     for _ in trace:
@@ -71,7 +71,7 @@ def test_the_position_ends_at_one(tmp_path):
     assert trace.position == 1.0
 
 
-def test_digest_is_the_sha256_of_the_file_as_it_is_stored(tmp_path):
+def test_digest_is_the_sha256_of_the_stored_file(tmp_path):
     path = write_trace(tmp_path / "trace.gz", MOONCAKE_STYLE)
     assert Trace(path).digest() == hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -82,38 +82,38 @@ def test_bundled_traces_are_found_by_name(name):
     assert find_trace(name).name == BUNDLED_TRACES[name]
 
 
-def test_the_bundled_mooncake_trace_has_blocks_of_512_tokens():
+def test_mooncake_trace_has_blocks_of_512_tokens():
     assert Trace("mooncake_conversation").block_size == 512
 
 
-def test_a_missing_file_is_an_error_that_names_the_bundled_traces(tmp_path):
+def test_missing_file_error_names_bundled_traces(tmp_path):
     with pytest.raises(TraceError, match=r"nowhere\.jsonl: no such file; .*mooncake_conversation"):
         Trace(tmp_path / "nowhere.jsonl")
 
 
-def test_a_folder_is_not_a_trace(tmp_path):
+def test_folder_is_refused(tmp_path):
     with pytest.raises(TraceError, match="this is a folder"):
         Trace(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("lines", [[], ["", "   "]], ids=["no lines", "blank lines"])
-def test_a_trace_without_requests_is_an_error(tmp_path, suffix, lines):
+def test_trace_without_requests_raises(tmp_path, suffix, lines):
     path = write_trace(tmp_path / f"trace{suffix}", lines)
-    with pytest.raises(TraceError, match=f"trace{suffix}: no request in it$"):
+    with pytest.raises(TraceError, match=f"trace{suffix}: the file contains no request$"):
         Trace(path)
 
 
-def test_an_empty_file_is_an_error(tmp_path):
+def test_empty_file_raises(tmp_path):
     (tmp_path / "trace.jsonl").touch()
-    with pytest.raises(TraceError, match=r"trace\.jsonl: no request in it$"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl: the file contains no request$"):
         Trace(tmp_path / "trace.jsonl")
 
 
 @pytest.mark.parametrize("unit", ["", "us", "S"])
 def test_unknown_timestamp_units_are_refused(tmp_path, unit):
     path = write_trace(tmp_path / "trace.jsonl", MOONCAKE_STYLE)
-    with pytest.raises(InvalidArgumentError, match="it is 'ms' or 's'"):
+    with pytest.raises(InvalidArgumentError, match="it must be 'ms' or 's'"):
         Trace(path, timestamp_unit=unit)
 
 
@@ -128,19 +128,19 @@ def test_block_sizes_below_one_are_refused(tmp_path, block_size):
 
 
 @pytest.mark.parametrize("field", ["token_ids", "prompt_token_ids"])
-def test_records_may_carry_the_prompt_itself(tmp_path, field):
+def test_records_may_contain_token_ids(tmp_path, field):
     path = write_trace(tmp_path / "trace.jsonl", [{field: [5, 6, 7], "output_length": 2}])
     trace = Trace(path)
     assert list(trace) == [TraceRequest(1, 0.0, 3, 2, None, [5, 6, 7])]
     assert trace.block_size is None
 
 
-def test_token_ids_reach_up_to_64_bits(tmp_path):
+def test_token_ids_may_have_64_bits(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": [0, 2**64 - 1]}])
     assert read_all(path)[0].token_ids == [0, 2**64 - 1]
 
 
-def test_hash_ids_reach_up_to_64_bits(tmp_path):
+def test_hash_ids_may_have_64_bits(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(16, [0, 2**64 - 1])])
     assert read_all(path, block_size=8)[0].hash_ids == [0, 2**64 - 1]
 
@@ -163,27 +163,27 @@ def test_timestamp_and_output_length_default_to_zero(tmp_path):
     assert read_all(path, block_size=8) == [TraceRequest(1, 0.0, 8, 0, [1], None)]
 
 
-def test_other_fields_are_passed_over(tmp_path):
+def test_unknown_fields_are_ignored(tmp_path):
     extra = {"user": 7, "model": {"name": "kimi"}, "turns": [1, [2]], "note": None}
     plain = write_trace(tmp_path / "plain.jsonl", [GOOD])
     decorated = write_trace(tmp_path / "decorated.jsonl", [{**extra, **GOOD}])
     assert read_all(decorated, block_size=512) == read_all(plain, block_size=512)
 
 
-def test_blank_lines_are_passed_over_but_count_as_lines(tmp_path):
+def test_blank_lines_are_skipped_but_numbered(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", ["", GOOD, "  \t", "\r", GOOD])
     trace = Trace(path, block_size=512)
     assert [request.line for request in trace] == [2, 5]
     assert trace.num_broken == 0
 
 
-def test_a_last_line_without_line_end_is_read(tmp_path):
+def test_last_line_may_lack_a_line_end(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [GOOD, GOOD])
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert len(read_all(path, block_size=512)) == 2
 
 
-def test_requests_are_read_one_line_at_a_time(tmp_path):
+def test_trace_is_read_line_by_line(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [GOOD, "not json", "\x00\x01"])
     requests = iter(Trace(path, block_size=512))
     assert next(requests).input_length == 600
@@ -191,7 +191,7 @@ def test_requests_are_read_one_line_at_a_time(tmp_path):
         next(requests)
 
 
-def test_the_block_size_is_inferred_without_reading_the_whole_file(tmp_path):
+def test_inference_does_not_read_the_whole_file(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(6758, list(range(14)))] * 1000 + ["not json"])
     trace = Trace(path)
     assert trace.block_size == 512
@@ -202,22 +202,22 @@ def test_the_block_size_is_inferred_without_reading_the_whole_file(tmp_path):
 # ---- block size --------------------------------------------------------------------------------
 
 
-def test_the_block_size_is_inferred_where_partial_blocks_have_ids(tmp_path):
+def test_block_size_is_inferred_with_partial_ids(tmp_path):
     assert Trace(write_trace(tmp_path / "trace.jsonl", MOONCAKE_STYLE)).block_size == 512
 
 
-def test_the_block_size_is_inferred_where_partial_blocks_have_none(tmp_path):
+def test_block_size_is_inferred_without_partial_ids(tmp_path):
     lines = [record(length, list(range(length // 64))) for length in (1000, 2001, 130, 63)]
     assert Trace(write_trace(tmp_path / "trace.jsonl", lines)).block_size == 64
 
 
-def test_several_block_sizes_that_would_fit_are_an_error(tmp_path):
+def test_ambiguous_block_size_raises(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(512, [1])])
     with pytest.raises(TraceError, match=r"512, 1024, 2048, 4096 would fit.*--trace-block-size"):
         Trace(path)
 
 
-def test_lines_that_contradict_each_other_are_an_error(tmp_path):
+def test_contradictory_lines_raise(tmp_path):
     path = write_trace(
         tmp_path / "trace.jsonl", [record(6758, list(range(14))), record(6758, list(range(423)))]
     )
@@ -225,7 +225,7 @@ def test_lines_that_contradict_each_other_are_an_error(tmp_path):
         Trace(path)
 
 
-def test_a_given_block_size_needs_no_inference(tmp_path):
+def test_given_block_size_is_not_inferred(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(100, list(range(34)))])
     trace = Trace(path, block_size=3)
     assert trace.block_size == 3
@@ -262,7 +262,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_line_is_an_error_with_file_and_line(tmp_path, kind):
+def test_broken_line_error_has_file_and_line(tmp_path, kind):
     line, why = BROKEN[kind]
     path = write_trace(tmp_path / "trace.jsonl", [GOOD, "", line, GOOD])
     requests = iter(Trace(path, block_size=512))
@@ -273,7 +273,7 @@ def test_a_broken_line_is_an_error_with_file_and_line(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_lines_can_be_passed_over_and_are_counted(tmp_path, kind):
+def test_broken_lines_can_be_skipped_and_are_counted(tmp_path, kind):
     line, _ = BROKEN[kind]
     path = write_trace(tmp_path / "trace.gz", [line, GOOD, line, GOOD, line])
     trace = Trace(path, block_size=512, skip_broken=True)
@@ -283,25 +283,27 @@ def test_broken_lines_can_be_passed_over_and_are_counted(tmp_path, kind):
         assert trace.first_broken.startswith(f"{path}:1: ")
 
 
-def test_the_block_size_is_inferred_past_broken_lines(tmp_path):
+def test_inference_skips_broken_lines(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", ["not json", *MOONCAKE_STYLE])
     assert Trace(path, skip_broken=True).block_size == 512
 
 
-def test_a_broken_line_among_the_first_stops_the_inference(tmp_path):
+def test_broken_line_stops_the_inference(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [*MOONCAKE_STYLE, "not json"])
     with pytest.raises(TraceError, match=r"trace\.jsonl:4: "):
         Trace(path)
 
 
-def test_a_file_of_nothing_but_broken_lines_says_what_is_wrong_with_the_first(tmp_path):
+def test_error_for_only_broken_lines_shows_the_first(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", ["PK\x03\x04", "\x00"])
-    with pytest.raises(TraceError, match=r"no request in it; the first broken line: .*trace\.jsonl:1: "):
+    with pytest.raises(
+        TraceError, match=r"the file contains no request; the first broken line: .*trace\.jsonl:1: "
+    ):
         Trace(path, skip_broken=True)
 
 
 def make_long_trace(path):
-    """Lines that do not compress into next to nothing, so that half a file is some of them."""
+    """Write lines that compress badly, so that half of the file still contains whole lines."""
     lines = []
     for number in range(500):
         first = hashlib.sha256(str(number).encode()).digest()
@@ -311,16 +313,16 @@ def make_long_trace(path):
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
 @pytest.mark.parametrize("skip_broken", [False, True])
-def test_a_file_that_was_cut_off_is_an_error(tmp_path, suffix, skip_broken):
+def test_truncated_file_raises(tmp_path, suffix, skip_broken):
     path = make_long_trace(tmp_path / f"trace{suffix}")
     data = path.read_bytes()
     path.write_bytes(data[:-20])
-    with pytest.raises(TraceError, match=rf"trace{suffix}:\d+: can not decompress"):
+    with pytest.raises(TraceError, match=rf"trace{suffix}:\d+: cannot decompress"):
         read_all(path, block_size=8, skip_broken=skip_broken)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_damaged_compression_is_an_error_with_file_and_line(tmp_path, suffix):
+def test_damaged_compression_error_has_file_and_line(tmp_path, suffix):
     path = make_long_trace(tmp_path / f"trace{suffix}")
     whole = path.read_bytes()
     for place in range(20, len(whole), len(whole) // 12):
@@ -341,7 +343,7 @@ XZ_WITH_A_DICTIONARY_OF_512_MIB = base64.b64decode(
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_line_that_is_too_long_is_broken_and_never_in_memory(tmp_path, suffix):
+def test_too_long_line_is_broken_and_not_kept_in_memory(tmp_path, suffix):
     path = write_trace(tmp_path / f"trace{suffix}", [GOOD, LONG_LINE * 30, GOOD, LONG_LINE])
     tracemalloc.start()
     try:
@@ -357,7 +359,7 @@ def test_a_line_that_is_too_long_is_broken_and_never_in_memory(tmp_path, suffix)
 
 
 @pytest.mark.parametrize("line_end", [b"", b"\n"])
-def test_the_limit_of_a_line_does_not_count_its_end(tmp_path, line_end):
+def test_line_limit_excludes_the_line_end(tmp_path, line_end):
     line = json.dumps(GOOD).encode()
     path = tmp_path / "trace.jsonl"
     path.write_bytes(line + line_end)
@@ -367,20 +369,20 @@ def test_the_limit_of_a_line_does_not_count_its_end(tmp_path, line_end):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_a_file_that_decompresses_without_end_is_an_error(tmp_path, suffix):
+def test_decompression_bomb_raises(tmp_path, suffix):
     path = write_trace(tmp_path / f"trace{suffix}", [GOOD] * 1000)
     assert len(read_all(path, block_size=512, max_decompressed_bytes=80_000)) == 1000
-    with pytest.raises(TraceError, match=r"trace.*:\d+: the file is compressed and holds more than 20,000"):
+    with pytest.raises(TraceError, match=r"trace.*:\d+: the decompressed file has more than 20,000"):
         read_all(path, block_size=512, max_decompressed_bytes=20_000, skip_broken=True)
     plain = write_trace(tmp_path / "trace.jsonl", [GOOD] * 1000)
     assert len(read_all(plain, block_size=512, max_decompressed_bytes=1)) == 1000
 
 
-def test_an_xz_file_may_not_ask_for_all_memory(tmp_path):
+def test_xz_memory_is_limited(tmp_path):
     path = tmp_path / "trace.xz"
     path.write_bytes(XZ_WITH_A_DICTIONARY_OF_512_MIB)
     assert lzma.decompress(path.read_bytes()).startswith(b'{"input_length": 8')
-    with pytest.raises(TraceError, match=r"trace\.xz:1: can not decompress: Memory usage limit exceeded"):
+    with pytest.raises(TraceError, match=r"trace\.xz:1: cannot decompress: Memory usage limit exceeded"):
         Trace(path)
 
 

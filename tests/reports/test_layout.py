@@ -1,4 +1,4 @@
-"""What every block is and where runs lie, as one picture of bytes."""
+"""The state of every block and the runs of sequences, as one picture of bytes."""
 
 import random
 from contextlib import suppress
@@ -16,7 +16,7 @@ LETTERS = "0.*#P"
 
 
 def draw(layout):
-    """The states from block 0 on; `-` before a block that is joined to the one before it."""
+    """Draw the states from block 0 on; `-` precedes a block that is joined to the block before it."""
     return "".join(
         ("-" if join else " ") + LETTERS[state]
         for state, join in zip(layout.states, layout.joins, strict=True)
@@ -24,7 +24,7 @@ def draw(layout):
 
 
 def make_used():
-    """Sequence 1 has 1 2 3 and 6, sequence 2 has 4 5 with 4 pinned; 7 8 are cached, 9 10 empty."""
+    """Return a pool: sequence 1 has 1 2 3 6, sequence 2 has 4 5 (4 pinned); 7 8 are cached, 9 10 empty."""
     pool = make(run_length=2)
     take(pool, 1, 3)
     take(pool, 2, 2)
@@ -42,14 +42,14 @@ def test_a_new_pool_is_empty():
     assert (layout.num_blocks, layout.num_free, layout.holders) == (4, 4, bytes(5))
 
 
-def test_states_and_runs_of_sequences_are_told_apart():
+def test_states_and_runs_of_sequences_are_reported():
     layout = make_used().get_layout()
     assert draw(layout) == " 0 #-#-# P-# # * * . ."
     assert list(layout.holders) == [0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert layout.num_free == 4
 
 
-def test_a_run_is_in_the_order_of_the_sequence_not_of_the_ids():
+def test_a_run_follows_the_order_of_the_sequence():
     pool = make(2)
     take(pool, 1, 1)
     take(pool, 2, 1)
@@ -59,14 +59,14 @@ def test_a_run_is_in_the_order_of_the_sequence_not_of_the_ids():
     assert draw(pool.get_layout()) == " 0 # #"
 
 
-def test_the_end_of_one_sequence_is_not_joined_to_the_start_of_the_next():
+def test_runs_do_not_span_two_sequences():
     pool = make(6)
     take(pool, 1, 2)
     take(pool, 2, 2)
     assert draw(pool.get_layout()) == " 0 #-# #-# . ."
 
 
-def test_a_shared_prefix_is_one_run_and_what_follows_belongs_to_its_own():
+def test_a_shared_prefix_is_one_run():
     pool = make(6)
     take(pool, 1, 3)
     pool.fork(1, 2, 2)
@@ -76,7 +76,7 @@ def test_a_shared_prefix_is_one_run_and_what_follows_belongs_to_its_own():
     assert list(layout.holders) == [0, 2, 2, 1, 1, 0, 0]
 
 
-def test_more_holders_than_a_byte_counts_are_255():
+def test_the_holder_count_is_capped_at_255():
     pool = make(2)
     take(pool, 0, 1)
     for sequence_id in range(1, 300):
@@ -84,7 +84,7 @@ def test_more_holders_than_a_byte_counts_are_255():
     assert list(pool.get_layout().holders) == [0, 255, 0]
 
 
-def test_a_block_that_was_taken_underneath_is_in_use_and_held_by_no_sequence():
+def test_a_block_taken_from_the_block_pool_has_no_holder():
     pool = make(2)
     pool.block_pool.get_new_blocks(1)
     layout = pool.get_layout()
@@ -92,7 +92,7 @@ def test_a_block_that_was_taken_underneath_is_in_use_and_held_by_no_sequence():
     assert layout.holders == bytes(3)
 
 
-def test_watched_blocks_are_cached_while_free_and_stay_in_place_while_in_use():
+def test_watched_blocks_are_cached_if_free_else_pinned():
     pool = make(3)
     watched = pool.block_pool.get_new_blocks(2)
     pool.block_pool.unpin_blocks(watched, lambda block: None)
@@ -110,7 +110,7 @@ def test_nothing_is_cached_without_caching():
     assert draw(pool.get_layout()) == " 0 . ."
 
 
-def test_it_says_which_pool_and_which_epoch_it_shows():
+def test_a_layout_names_its_pool_and_epoch():
     pool = make_scattered(device_id=3, run_length=2)
     before = pool.get_layout()
     pool.defragment()
@@ -123,7 +123,7 @@ def test_it_says_which_pool_and_which_epoch_it_shows():
     assert after.list_free_runs() == [5]
 
 
-def test_it_does_not_change_with_the_pool():
+def test_a_layout_does_not_change_with_the_pool():
     pool = make(3)
     layout = pool.get_layout()
     take(pool, 1, 2)
@@ -132,7 +132,7 @@ def test_it_does_not_change_with_the_pool():
         layout.states = b""
 
 
-def test_it_comes_back_from_json_as_it_was():
+def test_a_layout_survives_a_json_round_trip():
     layout = make_used().get_layout()
     assert msgspec.json.decode(msgspec.json.encode(layout), type=PoolLayout) == layout
 
@@ -141,7 +141,7 @@ def test_it_comes_back_from_json_as_it_was():
 
 
 def scan(pool):
-    """States, joins and holders, block by block through what anybody may ask."""
+    """Return states, joins and holders, computed block by block with public methods."""
     states, joins, holders = [BlockState.NULL], [0], [0]
     tables = [pool.blocks_of(sequence_id) for sequence_id in pool.list_sequences()]
     pairs = {(first, second) for table in tables for first, second in pairwise(table)}
@@ -150,7 +150,7 @@ def scan(pool):
         info = pool.get_block_info(block_id)
         is_found = pool.block_pool.blocks[block_id].block_hash is not None or block_id in watched
         if info.is_pinned:
-            states.append(BlockState.PINNED)
+            states.append(BlockState.IMMOVABLE)
         elif info.ref_count:
             states.append(BlockState.IN_USE)
         else:
@@ -196,7 +196,7 @@ def take_a_random_step(draw, pool):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_layout_is_what_a_slow_scan_finds(seed):
+def test_a_layout_agrees_with_a_slow_scan(seed):
     draw = random.Random(seed)
     pool = make(
         draw.choice([24, 40]),
@@ -206,7 +206,7 @@ def test_the_layout_is_what_a_slow_scan_finds(seed):
         max_pinned_blocks=8,
     )
     for _ in range(120):
-        with suppress(KVPoolError):  # a refusal is a step, too
+        with suppress(KVPoolError):  # a refused call is also a step
             take_a_random_step(draw, pool)
         check(pool)
         layout = pool.get_layout()

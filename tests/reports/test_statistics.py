@@ -1,4 +1,4 @@
-"""Statistics: they are what a full scan finds, and what the pool has done so far."""
+"""Statistics: counts agree with a full scan, and totals with what the pool has done."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ def hashes(number, count):
 
 
 def scan(pool):
-    """The counts, by looking at each block."""
+    """Return the counts, computed block by block."""
     blocks = pool.block_pool.blocks[1:]
     is_free = [block.ref_cnt == 0 for block in blocks]
     runs = [len(run) for run in "".join(".x"[not free] for free in is_free).split("x") if run]
@@ -40,7 +40,7 @@ def scan(pool):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_counts_are_those_of_a_full_scan(seed):
+def test_counts_agree_with_a_full_scan(seed):
     draw = random.Random(seed)
     pool = make(24, run_length=draw.choice([1, 2, 4]), eviction_policy=draw.choice([None, LRUEviction()]))
     for step in range(100):
@@ -56,11 +56,13 @@ def test_the_counts_are_those_of_a_full_scan(seed):
                     pool.cache_prefix(chosen, hashes(draw.randrange(4), len(pool.blocks_of(chosen))))
                 case "free" if sequences:
                     chosen = draw.choice(sequences)
-                    pool.unpin([at for at in pool.blocks_of(chosen) if pool.get_block_info(at).is_pinned])
+                    held = pool.blocks_of(chosen)
+                    pool.unpin([at for at in held if pool.get_block_info(at).is_pinned], sequence_id=chosen)
                     pool.free_sequence(chosen)
                 case "pin" if sequences:
-                    held = pool.blocks_of(draw.choice(sequences))
-                    pool.pin([at for at in held if not pool.get_block_info(at).is_pinned])
+                    chosen = draw.choice(sequences)
+                    held = pool.blocks_of(chosen)
+                    pool.pin([at for at in held if not pool.get_block_info(at).is_pinned], sequence_id=chosen)
                 case "defragment":
                     pool.defragment(max_evictions=draw.choice([0, 4]))
         except PoolExhaustedError:
@@ -70,7 +72,7 @@ def test_the_counts_are_those_of_a_full_scan(seed):
         assert {name: getattr(statistics, name) for name in found} == found
 
 
-def test_a_new_pool_is_empty_and_has_done_nothing():
+def test_statistics_of_a_new_pool_are_zero():
     statistics = make(10, reserved_blocks=2).get_statistics()
     assert (statistics.total_blocks, statistics.used_blocks, statistics.free_blocks) == (10, 0, 10)
     assert (statistics.utilization, statistics.fragmentation_rate, statistics.unusable_share) == (
@@ -83,7 +85,7 @@ def test_a_new_pool_is_empty_and_has_done_nothing():
     assert statistics.allocation.num_calls == 0
 
 
-def test_moved_blocks_are_counted_and_the_epoch_with_them():
+def test_moved_blocks_and_the_epoch_are_counted():
     pool = make_scattered()
     moved = pool.defragment()
     assert moved > 0
@@ -99,7 +101,7 @@ def test_evicted_sequences_are_counted():
     assert pool.get_statistics().evicted_sequences == 2
 
 
-def test_hits_are_counted_against_what_was_looked_up():
+def test_lookups_and_hits_are_counted():
     pool = make()
     take(pool, 1, 3)
     pool.cache_prefix(1, hashes(7, 3))
@@ -122,7 +124,7 @@ def test_calls_are_counted_whether_they_succeed_or_not():
     assert 0 < statistics.allocation.median_us <= statistics.allocation.max_us
 
 
-def test_a_refused_call_is_timed_like_any_other():
+def test_refused_calls_are_timed():
     pool = make()
     for _ in range(TIMED_EVERY + 1):
         with pytest.raises(PoolExhaustedError):
@@ -130,7 +132,7 @@ def test_a_refused_call_is_timed_like_any_other():
     assert pool.get_statistics().allocation.num_timed == 2
 
 
-def test_the_numbers_agree_with_each_other_while_threads_allocate():
+def test_counts_are_consistent_while_threads_allocate():
     pool = make(60)
     is_over = threading.Event()
     errors = []

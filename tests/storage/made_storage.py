@@ -1,4 +1,4 @@
-"""What the storage tests share: ways to copy, layouts, and a model that copies by plain indexing."""
+"""Shared parts of the storage tests: ways to copy, layouts, and a model that copies by plain indexing."""
 
 import random
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import pytest
 from kv_pool.storage import KVStorage
 from kv_pool.storage.copy_cpu import copy_on_cpu
 
-# For each layout the axis that blocks lie along; in `2L|THD` a block is block_size steps of it.
+# The block axis of each layout. In `2L|THD`, a block is block_size steps of it.
 BLOCK_AXES = {
     "L|BNHC": 0,
     "L|BHNC": 0,
@@ -37,7 +37,7 @@ WAYS_TO_COPY = [
 
 @dataclass
 class WayToCopy:
-    """One implementation of the copy contract, and the memory it works on."""
+    """An implementation of the copy contract, and the memory that it works on."""
 
     name: str
     copy: Any
@@ -45,7 +45,7 @@ class WayToCopy:
     device: str
 
     def make_tensor(self, array):
-        """A tensor with the content and strides of an array, in memory of its own."""
+        """Return a new tensor with the content and strides of an array."""
         whole = array
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -78,7 +78,7 @@ def make_way(name, monkeypatch):
 
 
 def to_numpy(tensor):
-    """The content of a tensor or array, copied; elements NumPy has not as integers."""
+    """Return a copy of a tensor or array; elements of types unknown to NumPy become integers."""
     if isinstance(tensor, np.ndarray):
         return tensor.copy()
     import torch
@@ -88,7 +88,7 @@ def to_numpy(tensor):
 
 
 def allocate(way, layout, num_blocks=7, block_size=4, num_layers=2, heads=3, head_size=8, dtype="float16"):
-    """A storage full of random bytes."""
+    """Return a storage filled with random bytes."""
     storage = KVStorage.allocate(
         num_blocks,
         block_size,
@@ -106,7 +106,7 @@ def allocate(way, layout, num_blocks=7, block_size=4, num_layers=2, heads=3, hea
 
 
 def fill(tensors, seed):
-    """Random bytes in every element, and so none that another place has, with luck."""
+    """Fill every element with random bytes, so that different places almost surely differ."""
     rng = np.random.default_rng(seed)
     for tensor in tensors:
         if isinstance(tensor, np.ndarray):
@@ -120,7 +120,7 @@ def fill(tensors, seed):
 
 
 def move_in_model(arrays, layout, block_size, moves):
-    """The slow model: whole tensors as arrays, one block at a time, by plain indexing along one axis."""
+    """Apply moves in the slow model: whole arrays, one block at a time, plain indexing along one axis."""
     step = block_size if "T" in layout else 1
     for array in arrays:
         along = np.moveaxis(array, BLOCK_AXES[layout], 0)
@@ -129,13 +129,13 @@ def move_in_model(arrays, layout, block_size, moves):
 
 
 def draw_moves(seed, num_sources, num_targets=None):
-    """A random plan: within one storage, or from one to another where `num_targets` is given."""
+    """Return a random plan within one storage, or to another storage if `num_targets` is given."""
     rng = random.Random(seed)
     if num_targets is not None:
         targets = rng.sample(range(num_targets), rng.randint(1, num_targets))
         return [(rng.randrange(num_sources), target) for target in targets]
     ids = rng.sample(range(num_sources), num_sources)
-    if rng.random() < 0.5:  # runs
+    if rng.random() < 0.5:  # plan with runs
         ids.sort()
     cut = rng.randint(1, num_sources - 1)
     sources, targets = ids[:cut], ids[cut:]

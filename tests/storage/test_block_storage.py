@@ -1,4 +1,4 @@
-"""Blocks as bytes: between devices, and what `BlockStorage` refuses. How they are copied: test_copies.py."""
+"""Blocks as bytes: copies between devices, and what `BlockStorage` refuses. Copies: test_copies.py."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def read_all(storage):
 @pytest.mark.parametrize("buffer_bytes", [1, 2000, 10**6])
 @pytest.mark.parametrize("layout", BLOCK_AXES)
 def test_blocks_pass_through_buffers_of_any_size(layout, buffer_bytes, monkeypatch):
-    """What happens between two devices, on one that every machine has."""
+    """The path between two devices, run on the CPU, which every machine has."""
     way = make_way("cpu", monkeypatch)
     source, target = allocate(way, layout), allocate(way, layout, num_blocks=5)
     fill(target.tensors, 1)
@@ -49,7 +49,7 @@ def test_blocks_go_to_a_gpu_and_back(layout, way_name, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
-def test_a_gpu_writes_and_reads_tokens(layout, dtype):
+def test_tokens_are_written_and_read_on_a_gpu(layout, dtype):
     import torch
 
     storage = KVStorage.allocate(6, 4, 2, 3, 8, dtype, "cuda:0", layout)
@@ -63,8 +63,8 @@ def test_a_gpu_writes_and_reads_tokens(layout, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
-def test_a_gpu_moves_blocks_of_2_mib(way_name, monkeypatch):
-    """Llama-3-8B's, 32 layers of 64 KiB: the size that the speed is measured at."""
+def test_blocks_of_2_mib_are_moved_on_a_gpu(way_name, monkeypatch):
+    """The block size of Llama-3-8B, 32 layers of 64 KiB, at which the speed is measured."""
     way = make_way(way_name, monkeypatch)
     storage = allocate(way, "L|BNHC", 40, block_size=16, num_layers=32, heads=8, head_size=128)
     assert storage.block_bytes == 2 * 1024 * 1024
@@ -78,8 +78,8 @@ def test_a_gpu_moves_blocks_of_2_mib(way_name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
-def test_copies_on_a_stream_of_their_own_come_between_what_the_engine_queues(way_name, monkeypatch):
-    """The engine's stream is busy first; then it writes a source anew, and the target has the old bytes."""
+def test_copy_stream_is_ordered_with_the_engine_streams(way_name, monkeypatch):
+    """The engine's stream is busy, then overwrites a source. The target still gets the old bytes."""
     import torch
 
     storage = allocate(make_way(way_name, monkeypatch), "L|BNHC", 6, block_size=16, num_layers=2)
@@ -99,7 +99,7 @@ def test_copies_on_a_stream_of_their_own_come_between_what_the_engine_queues(way
         assert (tensor[4] == 5).all()
 
 
-def test_host_memory_has_no_stream_to_copy_on():
+def test_copy_streams_are_refused_in_host_memory():
     with pytest.raises(InvalidArgumentError, match="in host memory"):
         BlockStorage.wrap_state([np.zeros((4, 4))]).use_copy_stream()
 
@@ -107,10 +107,10 @@ def test_host_memory_has_no_stream_to_copy_on():
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ([np.zeros((6, 4)), np.zeros((5, 4))], r"one number of blocks on one device, not of \[5, 6\]"),
+        ([np.zeros((6, 4)), np.zeros((5, 4))], r"one number of blocks and one device, not \[5, 6\]"),
         ([], "one number of blocks"),
-        ([np.zeros((6, 4, 8))[:, :, ::2]], "the state of one block is in pieces"),
-        ([np.zeros((6, 4, 8))[:, :, :4]], "the state of one block is in pieces"),
+        ([np.zeros((6, 4, 8))[:, :, ::2]], "the state of one block is not contiguous"),
+        ([np.zeros((6, 4, 8))[:, :, :4]], "the state of one block is not contiguous"),
     ],
 )
 def test_state_that_cannot_be_moved_is_refused(tensors, said):
@@ -118,14 +118,14 @@ def test_state_that_cannot_be_moved_is_refused(tensors, said):
         BlockStorage.wrap_state(tensors)
 
 
-def test_state_of_another_shape_is_another_format():
+def test_state_of_another_shape_has_another_format():
     one, other = (BlockStorage.wrap_state([np.zeros(shape, np.float32)]) for shape in [(6, 4, 2), (6, 2, 4)])
     assert one.block_format == "float32[4, 2]"
-    with pytest.raises(InvalidArgumentError, match="blocks here are"):
+    with pytest.raises(InvalidArgumentError, match="the block formats differ"):
         one.copy_to(other, [(0, 0)])
 
 
-def test_scratch_blocks_take_as_much_memory_as_32_mib_or_one_block():
+def test_scratch_memory_is_at_most_32_mib_or_one_block():
     small = KVStorage.allocate(9, 4, 1, 1, 4)
     assert len(small.scratch_ids) == 9
     large = KVStorage.allocate(5, 16, 4, 8, 10_240, "float16")
@@ -135,7 +135,7 @@ def test_scratch_blocks_take_as_much_memory_as_32_mib_or_one_block():
     assert len(medium.scratch_ids) == 3
 
 
-def test_scratch_blocks_are_no_blocks():
+def test_scratch_ids_are_not_block_ids():
     storage = KVStorage.allocate(4, 4, 1, 1, 4)
     [scratch_id, *_, last_id] = storage.scratch_ids
     assert scratch_id > np.iinfo(np.int32).max
@@ -148,7 +148,7 @@ def test_scratch_blocks_are_no_blocks():
         storage.copy_to(KVStorage.allocate(4, 4, 1, 1, 4), [(scratch_id, 1)])
 
 
-def test_blocks_change_places_after_a_resize():
+def test_blocks_can_be_swapped_after_a_resize():
     storage = KVStorage.allocate(4, 4, 1, 1, 4)
     storage.write_block(1, b"a" * storage.block_bytes)
     storage.apply_moves([(1, 2), (2, 1)])

@@ -15,7 +15,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_checksums_are_those_of_the_bytes_of_a_block(layout, way):
+def test_a_checksum_is_the_xxh3_64_of_the_bytes(layout, way):
     storage = allocate(way, layout)
     ids = [6, 0, 3, 4, 3]
     expected = [xxhash.xxh3_64_intdigest(storage.read_block(block_id)) for block_id in ids]
@@ -41,7 +41,7 @@ def test_equal_blocks_of_two_layouts_have_equal_checksums(way):
     assert checksum_blocks(one, range(7)).tolist() == checksum_blocks(other, range(6, -1, -1)).tolist()
 
 
-def test_a_changed_byte_changes_its_block_and_no_other(way):
+def test_a_changed_byte_changes_only_its_block(way):
     storage = allocate(way, "|BLNHC")
     before = checksum_blocks(storage, range(7))
     block = bytearray(storage.read_block(4))
@@ -52,6 +52,6 @@ def test_a_changed_byte_changes_its_block_and_no_other(way):
 
 
 @pytest.mark.parametrize("block_id", [-1, 7])
-def test_blocks_that_are_not_there_are_refused(block_id, way):
+def test_unknown_block_ids_are_refused(block_id, way):
     with pytest.raises(InvalidBlockError, match="0 to 6"):
         checksum_blocks(allocate(way, "L|BNHC"), [1, block_id])

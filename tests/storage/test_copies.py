@@ -1,4 +1,4 @@
-"""One contract for all ways to copy: CPU, torch, Triton (interpreted), and both on a GPU."""
+"""One contract for all ways to copy: CPU, torch, Triton (interpreted), and torch and Triton on a GPU."""
 
 import random
 
@@ -25,7 +25,7 @@ def way(request, monkeypatch):
 
 
 def assert_moves_as_the_model(storage, layout, moves):
-    """C4: targets are their sources, and no other byte of any tensor changed."""
+    """C4: each target equals its source, and no other byte of any tensor has changed."""
     expected = [to_numpy(tensor) for tensor in storage.tensors]
     storage.apply_moves(moves)
     move_in_model(expected, layout, storage.block_size, moves)
@@ -36,14 +36,14 @@ def assert_moves_as_the_model(storage, layout, moves):
 
 @pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_random_moves_do_what_the_model_does(way, layout, seed):
+def test_random_moves_agree_with_the_model(way, layout, seed):
     storage = allocate(way, layout)
     assert_moves_as_the_model(storage, layout, draw_moves(seed, storage.num_blocks))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize("layout", ["L|BNHC", "L|2BNHD", "2L|THD", "L|BND"])
-def test_elements_of_any_width_are_bytes(way, layout, dtype):
+def test_elements_of_any_width_are_copied(way, layout, dtype):
     storage = allocate(way, layout, dtype=dtype)
     assert_moves_as_the_model(storage, layout, [(6, 0), (5, 2)])
 
@@ -51,7 +51,7 @@ def test_elements_of_any_width_are_bytes(way, layout, dtype):
 @pytest.mark.parametrize(
     ("head_size", "dtype", "alignment"), [(6, "float16", 4), (5, "float16", 2), (3, "uint8", 1)]
 )
-def test_spans_that_are_no_multiple_of_16_bytes(way, head_size, dtype, alignment):
+def test_spans_that_are_not_a_multiple_of_16_bytes(way, head_size, dtype, alignment):
     storage = allocate(way, "L|2BNHD", block_size=1, heads=1, head_size=head_size, dtype=dtype)
     assert storage.segments.alignment == alignment
     assert_moves_as_the_model(storage, "L|2BNHD", [(3, 1), (4, 2), (0, 6)])
@@ -70,7 +70,7 @@ def test_one_block_may_be_copied_to_many(way):
 
 @pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_moves_that_form_chains_and_cycles_are_made_at_once(way, layout, seed):
+def test_chains_and_cycles_are_applied_simultaneously(way, layout, seed):
     storage = allocate(way, layout)
     rng = random.Random(seed)
     ids = rng.sample(range(storage.num_blocks), storage.num_blocks)
@@ -82,7 +82,7 @@ def test_moves_that_form_chains_and_cycles_are_made_at_once(way, layout, seed):
     assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == list(expected.values())
 
 
-def test_two_blocks_change_places_and_change_back(way):
+def test_two_blocks_are_swapped_and_swapped_back(way):
     storage = allocate(way, "L|2BNHD", head_size=5)
     before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
     for expected in ([before[0], *before[2:0:-1], *before[3:]], before):
@@ -92,7 +92,7 @@ def test_two_blocks_change_places_and_change_back(way):
 
 
 @pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "2L|THD"])
-def test_blocks_wait_in_scratch_blocks_from_one_call_to_the_next(way, layout):
+def test_scratch_blocks_keep_content_between_calls(way, layout):
     storage = allocate(way, layout)
     before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
     first, second = storage.scratch_ids[:2]
@@ -112,14 +112,14 @@ def test_runs_are_copied_like_single_blocks(way, layout):
 
 
 def test_spans_longer_than_a_piece(way):
-    # 20 KiB a span: more than the kernel's 16 KiB, and no multiple of it; whole rows on the CPU.
+    # 20 KiB per span: more than the kernel's 16 KiB and not a multiple of it; whole rows on the CPU.
     storage = allocate(way, "L|2BNHD", 4, block_size=16, num_layers=1, heads=5, head_size=128)
     assert storage.segments.spans.tolist() == [20480, 20480]
     assert_moves_as_the_model(storage, "L|2BNHD", [(3, 0), (2, 1)])
 
 
 def test_padding_between_blocks_is_not_written(way):
-    # Three blocks of 8 tokens, of which the storage has the first 5: 3 tokens of each belong to others.
+    # Three blocks of 8 tokens, of which the storage has the first 5: 3 tokens of each are not its own.
     whole = np.arange(2 * 6 * 8 * 3 * 16, dtype=np.int32).reshape(2, 6, 8, 3, 16)
     given = [way.make_tensor(whole[layer, :, :5]) for layer in range(2)]
     storage = KVStorage.wrap(given, "L|BNHC", dtype="float32", copy=way.copy)
@@ -134,7 +134,7 @@ def test_padding_between_blocks_is_not_written(way):
 
 
 def make_root(tensor):
-    """All the memory that a tensor is a view of."""
+    """Return all the memory that a tensor is a view of."""
     if isinstance(tensor, np.ndarray):
         return tensor.base
     import torch
@@ -142,8 +142,8 @@ def make_root(tensor):
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def test_views_of_a_block_outermost_cache_are_one_span_again(way):
-    # As vLLM hands it out: one view a layer, (B, N, H, C), of one allocation (B, L, N, H, C).
+def test_views_of_a_block_outermost_cache_form_one_span(way):
+    # As in vLLM: one view per layer, (B, N, H, C), of one allocation (B, L, N, H, C).
     whole = way.make_tensor(np.arange(5 * 2 * 4 * 3 * 16, dtype=np.int16).reshape(5, 2, 4, 3, 16))
     views = [whole[:, layer] for layer in range(2)]
     storage = KVStorage.wrap(views, "L|BNHC", dtype="float16", copy=way.copy)
@@ -151,8 +151,8 @@ def test_views_of_a_block_outermost_cache_are_one_span_again(way):
     assert_moves_as_the_model(storage, "L|BNHC", [(4, 0), (3, 1)])
 
 
-def test_axes_may_lie_in_memory_in_another_order_than_in_the_shape(way):
-    # The shape says B, N, H, C; in memory heads are outermost, as native ROCm kernels want them.
+def test_memory_order_may_differ_from_axis_order(way):
+    # The shape is B, N, H, C; in memory, heads are outermost, as native ROCm kernels require.
     memory = way.make_tensor(np.arange(3 * 5 * 4 * 16, dtype=np.int16).reshape(3, 5, 4, 16))
     order = (1, 2, 0, 3)
     view = memory.transpose(order) if way.library == "numpy" else memory.permute(order)
@@ -167,8 +167,8 @@ def test_axes_may_lie_in_memory_in_another_order_than_in_the_shape(way):
     ("here", "there"),
     [("L|BNHC", "|BLNHC"), ("L|2BNHD", "2L|THD"), ("L|BHNC", "L|HBNC"), ("2L|THD", "L|2BNHD")],
 )
-def test_blocks_go_to_another_storage(way, here, there, seed):
-    """Layouts may differ where a block's bytes come in the same order: spans are cut alike."""
+def test_blocks_are_copied_to_another_storage(way, here, there, seed):
+    """Layouts may differ if the bytes of a block are in the same order: spans are cut alike."""
     source, target = allocate(way, here), allocate(way, there, num_blocks=5)
     fill(target.tensors, seed + 100)
     sent = [source.read_block(block_id) for block_id in range(7)]
@@ -181,8 +181,8 @@ def test_blocks_go_to_another_storage(way, here, there, seed):
     assert [source.read_block(block_id) for block_id in range(7)] == sent
 
 
-def test_state_that_has_no_tokens_moves_too(way):
-    # Mamba's: a convolution and a recurrent state a layer, of different types and shapes, by block id.
+def test_state_without_tokens_is_moved(way):
+    # As in Mamba: one convolution and one recurrent state per layer, of different types and shapes.
     conv = way.make_tensor(np.arange(6 * 4 * 10, dtype=np.int16).reshape(6, 4, 10))
     state = way.make_tensor(np.arange(6 * 2 * 8, dtype=np.float32).reshape(6, 2, 8))
     storage = BlockStorage.wrap_state([conv, state], copy=way.copy)
@@ -195,8 +195,8 @@ def test_state_that_has_no_tokens_moves_too(way):
         np.testing.assert_array_equal(to_numpy(tensor), array)
 
 
-def test_groups_over_the_same_bytes_are_moved_once(way):
-    # One group has 2 tensors in the allocation, the other one wider, over the first of them.
+def test_groups_that_share_bytes_are_moved_once(way):
+    # One group has 2 tensors in the allocation; the other has a wider one, over the first of them.
     memory = way.make_tensor(np.arange(2 * 6 * 64, dtype=np.uint8).reshape(2, 6, 64))
     small = BlockStorage.wrap_state([memory[0, :, :32], memory[1, :, :32]])
     wide = BlockStorage.wrap_state([memory[0]])

@@ -1,4 +1,4 @@
-"""A copy that breaks off half-way: a typed error, every source intact, nothing that has to be undone."""
+"""A copy that fails part-way: a typed error, every source intact, and nothing to undo."""
 
 import pytest
 from storage.made_storage import allocate, make_way
@@ -9,7 +9,7 @@ from kv_pool.storage.copy_cpu import copy_on_cpu
 
 
 class CopyThatBreaksOff:
-    """Copies the first `num_good` moves, as the CPU does, and fails at the next one."""
+    """A copy that makes the first `num_good` moves on the CPU and fails at the next one."""
 
     def __init__(self, num_good):
         self.num_good = num_good
@@ -20,7 +20,7 @@ class CopyThatBreaksOff:
 
 
 def make_pair(num_good):
-    """A storage of ten blocks whose copies break off, and one over the same memory whose copies do not."""
+    """Return a storage of ten blocks whose copies fail, and one over the same memory whose copies work."""
     good = allocate(make_way("cpu", None), "L|2BNHD", num_blocks=10)
     return KVStorage.wrap(good.tensors, "L|2BNHD", copy=CopyThatBreaksOff(num_good)), good
 
@@ -34,10 +34,10 @@ TARGETS = {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("num_good", range(5))
-def test_the_sources_and_all_other_blocks_are_intact(num_good):
+def test_all_blocks_but_the_targets_are_intact(num_good):
     broken, good = make_pair(num_good)
     before = read_all(good)
-    with pytest.raises(CopyFailedError, match="copying 4 blocks from cpu to cpu broke off: the device fell"):
+    with pytest.raises(CopyFailedError, match="copying 4 blocks from cpu to cpu failed: the device fell"):
         broken.apply_moves(MOVES)
     after = read_all(good)
     assert [after[block_id] for block_id in range(10) if block_id not in TARGETS] == [
@@ -45,7 +45,7 @@ def test_the_sources_and_all_other_blocks_are_intact(num_good):
     ]
 
 
-def test_the_error_is_one_of_ours_and_keeps_its_cause():
+def test_the_error_is_typed_and_keeps_its_cause():
     broken, _ = make_pair(2)
     with pytest.raises(CopyFailedError) as caught:
         broken.apply_moves(MOVES)
@@ -54,7 +54,7 @@ def test_the_error_is_one_of_ours_and_keeps_its_cause():
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_the_whole_plan_may_be_repeated():
+def test_the_whole_plan_can_be_repeated():
     broken, good = make_pair(2)
     before = read_all(good)
     with pytest.raises(CopyFailedError):
@@ -64,7 +64,7 @@ def test_the_whole_plan_may_be_repeated():
     assert [after[target] for _, target in MOVES] == [before[source] for source, _ in MOVES]
 
 
-def test_a_plan_that_is_refused_copies_nothing():
+def test_a_refused_plan_copies_nothing():
     _, good = make_pair(0)
     before = read_all(good)
     for wrong in ([(9, 1), (8, 1)], [(9, 1), (2, 2)], [(9, 1), (10, 2)], [(9, 1), ("a", 2)]):
@@ -73,7 +73,7 @@ def test_a_plan_that_is_refused_copies_nothing():
     assert read_all(good) == before
 
 
-def test_a_copy_to_another_storage_leaves_this_one_alone():
+def test_a_failed_copy_does_not_change_the_source_storage():
     broken, good = make_pair(2)
     other = allocate(make_way("cpu", None), "L|2BNHD", num_blocks=4)
     before, there = read_all(good), read_all(other)
@@ -83,7 +83,7 @@ def test_a_copy_to_another_storage_leaves_this_one_alone():
     assert read_all(other)[3] == there[3]
 
 
-def test_a_resize_that_fails_leaves_the_storage_as_it_was():
+def test_a_failed_resize_changes_nothing():
     broken, good = make_pair(2)
     tensors, before = broken.tensors, read_all(good)
     with pytest.raises(CopyFailedError):

@@ -18,7 +18,7 @@ def draw(num_tokens, heads=HEADS, seed=0, dtype=np.float16):
 
 
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_what_is_written_to_slots_is_read_from_them(layout):
+def test_written_tokens_are_read_back(layout):
     storage = make(layout)
     slots = np.array([23, 0, 7, 8])
     written = {}
@@ -40,7 +40,7 @@ def test_what_is_written_to_slots_is_read_from_them(layout):
 
 
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_tokens_go_where_their_block_goes(layout):
+def test_tokens_move_with_their_block(layout):
     storage = make(layout)
     key = draw(4, storage.num_kv_heads)
     storage.write(1, range(20, 24), key, -key if storage.has_values else None)
@@ -52,8 +52,8 @@ def test_tokens_go_where_their_block_goes(layout):
     assert storage.read_block(2) == storage.read_block(5)
 
 
-def test_the_engine_sees_what_is_written():
-    """In vLLM's shape (B, N, H, 2D) a head's K and V lie side by side."""
+def test_writes_show_in_the_engine_tensors():
+    """In vLLM's shape (B, N, H, 2D), K and V of a head are adjacent."""
     storage = make("NHD")
     key, value = draw(1, seed=1), draw(1, seed=2)
     storage.write(1, [9], key, value)
@@ -62,7 +62,7 @@ def test_the_engine_sees_what_is_written():
 
 
 def test_a_wrapped_cache_is_read_in_place():
-    """As SGLang holds it: keys of all layers, then values, (tokens, heads, head size)."""
+    """SGLang's layout: keys of all layers, then values, (tokens, heads, head size)."""
     pools = [np.zeros((24, HEADS, HEAD_SIZE), np.float32) for _ in range(4)]
     storage = KVStorage.wrap(pools, "SGLANG", block_size=4)
     assert (storage.num_blocks, storage.num_layers, storage.block_size) == (6, 2, 4)
@@ -72,7 +72,7 @@ def test_a_wrapped_cache_is_read_in_place():
     assert (value == 8).all()
 
 
-def test_a_joint_axis_is_taken_apart_by_the_sizes_given():
+def test_a_composite_axis_is_split_by_the_given_sizes():
     """TensorRT-LLM's pool, (blocks, layers, 2, heads * tokens * head size)."""
     pool = np.zeros((6, 2, 2, HEADS * 4 * HEAD_SIZE), np.float16)
     storage = KVStorage.wrap(pool, "TRTLLM", block_size=4, head_size=HEAD_SIZE)
@@ -85,15 +85,15 @@ def test_a_joint_axis_is_taken_apart_by_the_sizes_given():
     ("tensors", "layout", "sizes", "said"),
     [
         ([np.zeros((6, 4, 3))], "NHD", {}, "has 3 axes, layout"),
-        ([np.zeros((6, 4, 3, 7))], "NHD", {}, "axis C .* has 7 steps, which is not 2=2 x D="),
-        ([np.zeros((6, 4, 3, 16))], "NHD", {"block_size": 5}, "axis N .* has 4 steps, which is not N=5"),
-        ([np.zeros((24, 3, 8))] * 2, "SGLANG", {}, "say how many of B or N"),
-        ([np.zeros((24, 3, 8))] * 3, "SGLANG", {"block_size": 4}, "axis 2L .* has 3 steps"),
-        ([np.zeros((6, 4, 3, 16)), np.zeros((5, 4, 3, 16))], "NHD", {}, "are alike"),
-        ([np.zeros((6, 4, 3, 32))[..., ::2]], "NHD", {}, "do not lie side by side"),
-        ([np.broadcast_to(np.zeros((1, 4, 3, 16)), (6, 4, 3, 16))], "NHD", {}, "blocks lie 0 bytes apart"),
-        ([np.zeros((6, 4, 3, 16))[::-1]], "NHD", {}, "blocks lie -1536 bytes apart"),
-        ([np.zeros((6, 4, 3, 16))], "NHD", {"dtype": "bfloat16"}, "float64 do not hold bfloat16"),
+        ([np.zeros((6, 4, 3, 7))], "NHD", {}, "axis C .* has size 7, which is not 2=2 x D="),
+        ([np.zeros((6, 4, 3, 16))], "NHD", {"block_size": 5}, "axis N .* has size 4, which is not N=5"),
+        ([np.zeros((24, 3, 8))] * 2, "SGLANG", {}, "pass the size of B or N"),
+        ([np.zeros((24, 3, 8))] * 3, "SGLANG", {"block_size": 4}, "axis 2L .* has size 3"),
+        ([np.zeros((6, 4, 3, 16)), np.zeros((5, 4, 3, 16))], "NHD", {}, "must be alike"),
+        ([np.zeros((6, 4, 3, 32))[..., ::2]], "NHD", {}, "are not contiguous"),
+        ([np.broadcast_to(np.zeros((1, 4, 3, 16)), (6, 4, 3, 16))], "NHD", {}, "between blocks is 0 bytes"),
+        ([np.zeros((6, 4, 3, 16))[::-1]], "NHD", {}, "the stride between blocks is -1536 bytes"),
+        ([np.zeros((6, 4, 3, 16))], "NHD", {"dtype": "bfloat16"}, "float64 and bfloat16 differ in size"),
         ([np.zeros((6, 4, 3, 16), complex)], "NHD", {}, "unknown dtype 'complex128'"),
         ([], "NHD", {}, "no tensors"),
         ([np.zeros((1, 6, 2, 3, 4, 8))] * 2, "|BL2F", {}, "has 6 axes"),
@@ -107,14 +107,14 @@ def test_tensors_that_do_not_fit_the_layout_are_refused(tensors, layout, sizes, 
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"num_blocks": 0}, "every size is at least 1"),
-        ({"head_size": -1}, "every size is at least 1"),
+        ({"num_blocks": 0}, "every size must be at least 1"),
+        ({"head_size": -1}, "every size must be at least 1"),
         ({"dtype": "float12"}, "unknown dtype 'float12'; known are float64"),
-        ({"layout": "MLA"}, "has no heads, so num_kv_heads is 1, not 3"),
+        ({"layout": "MLA"}, "has no heads, so num_kv_heads must be 1, not 3"),
         ({"device": "cuda", "library": "numpy"}, "NumPy arrays are on the CPU, not on cuda"),
     ],
 )
-def test_sizes_that_cannot_be_meant_are_refused(sizes, said):
+def test_invalid_sizes_are_refused(sizes, said):
     with pytest.raises(InvalidArgumentError, match=said):
         KVStorage.allocate(
             **{"num_blocks": 6, "block_size": 4, "num_layers": 2, "num_kv_heads": 3, "head_size": 8, **sizes}
@@ -128,40 +128,40 @@ def test_sizes_that_cannot_be_meant_are_refused(sizes, said):
         ((-1, [0], draw(1), draw(1)), InvalidArgumentError, "layer -1"),
         ((0, [24], draw(1), draw(1)), InvalidBlockError, "slot 24 is not one of 0 to 23"),
         ((0, [3, -1], draw(2), draw(2)), InvalidBlockError, "slot -1"),
-        ((0, [0.5], draw(1), draw(1)), InvalidTypeError, "slots are integers, not float64"),
-        ((0, [[0]], draw(1), draw(1)), InvalidArgumentError, "slots have one axis"),
+        ((0, [0.5], draw(1), draw(1)), InvalidTypeError, "slots must be integers, not float64"),
+        ((0, [[0]], draw(1), draw(1)), InvalidArgumentError, "slots must have one axis"),
         (
             (0, [0], draw(2), draw(2)),
             InvalidArgumentError,
-            r"key has shape \(2, 3, 8\), 1 slots take \(1, 3, 8\)",
+            r"key has shape \(2, 3, 8\); 1 slots need \(1, 3, 8\)",
         ),
         ((0, [0], draw(1), None), InvalidArgumentError, "value has shape None"),
         (
             (0, [0], draw(1), draw(1, dtype=np.float32)),
             InvalidTypeError,
-            "value has dtype float32, this storage",
+            "value has dtype float32; this storage",
         ),
     ],
 )
-def test_a_write_that_is_refused_writes_nothing(arguments, error, said):
+def test_a_refused_write_writes_nothing(arguments, error, said):
     storage = make()
     with pytest.raises(error, match=said):
         storage.write(*arguments)
     assert not any(tensor.any() for tensor in storage.tensors)
 
 
-def test_a_latent_cache_takes_no_values():
+def test_a_latent_cache_rejects_values():
     with pytest.raises(InvalidArgumentError, match="a latent cache has no values"):
         make("MLA").write(0, [0], draw(1, heads=1), draw(1, heads=1))
 
 
-def test_no_tokens_are_written_and_read_as_none():
+def test_empty_slot_lists_are_accepted():
     storage = make()
     storage.write(0, [], draw(0), draw(0))
     assert storage.read(0, [])[0].shape == (0, HEADS, HEAD_SIZE)
 
 
-def test_types_that_numpy_has_not_are_bits():
+def test_types_unknown_to_numpy_are_stored_as_bits():
     storage = make(dtype="bfloat16")
     bits = np.arange(HEADS * HEAD_SIZE, dtype=np.uint16).reshape(1, HEADS, HEAD_SIZE)
     storage.write(0, [3], bits, bits + 1)
@@ -179,9 +179,9 @@ def test_a_block_is_read_and_written_as_bytes():
     assert storage.block_bytes == 2 * 2 * 4 * HEADS * HEAD_SIZE * 2
 
 
-def test_bytes_that_are_no_block_are_refused():
+def test_bytes_of_the_wrong_length_are_refused():
     storage = make()
-    with pytest.raises(InvalidArgumentError, match="5 bytes for a block of 768"):
+    with pytest.raises(InvalidArgumentError, match="data has 5 bytes; a block has 768"):
         storage.write_block(0, b"12345")
     for block_id in (-1, 6):
         with pytest.raises(InvalidBlockError, match=f"block {block_id} is not one of 0 to 5"):
@@ -190,15 +190,15 @@ def test_bytes_that_are_no_block_are_refused():
             storage.write_block(block_id, bytes(storage.block_bytes))
 
 
-def test_blocks_in_another_order_of_bytes_are_not_copied():
-    with pytest.raises(InvalidArgumentError, match="N=4 H=3 2=2 D=8, there float16 L=2 H=3"):
+def test_blocks_with_another_byte_order_are_not_copied():
+    with pytest.raises(InvalidArgumentError, match="N=4 H=3 2=2 D=8 here, float16 L=2 H=3"):
         make("NHD").copy_to(make("HND"), [(0, 0)])
-    with pytest.raises(InvalidArgumentError, match="blocks here are float16"):
+    with pytest.raises(InvalidArgumentError, match="the block formats differ: float16"):
         make().copy_to(make(dtype="bfloat16"), [(0, 0)])
 
 
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_a_resize_keeps_the_blocks_that_are_left(layout):
+def test_a_resize_keeps_the_remaining_blocks(layout):
     storage = make(layout)
     for block_id in range(6):
         storage.write_block(block_id, bytes([block_id + 1]) * storage.block_bytes)
@@ -214,7 +214,7 @@ def test_a_resize_keeps_the_blocks_that_are_left(layout):
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "uint8"])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
-def test_torch_tensors_are_written_and_read_as_such(layout, dtype):
+def test_torch_tensors_are_written_and_read(layout, dtype):
     import torch
 
     storage = make(layout, dtype=dtype, library="torch")
@@ -227,7 +227,7 @@ def test_torch_tensors_are_written_and_read_as_such(layout, dtype):
 
 
 @pytest.mark.torch
-def test_a_storage_of_arrays_takes_torch_tensors():
+def test_a_numpy_storage_accepts_torch_tensors():
     import torch
 
     storage = make(dtype="bfloat16")
@@ -236,12 +236,12 @@ def test_a_storage_of_arrays_takes_torch_tensors():
     np.testing.assert_array_equal(
         storage.read(0, [3])[1], key.detach().view(torch.int16).numpy().view(np.uint16)
     )
-    with pytest.raises(InvalidTypeError, match="key has dtype float32, this storage bfloat16"):
+    with pytest.raises(InvalidTypeError, match="key has dtype float32; this storage has bfloat16"):
         storage.write(0, [3], key.float(), key)
 
 
 @pytest.mark.torch
-def test_an_engines_tensors_are_wrapped_where_they_are():
+def test_engine_tensors_are_wrapped_in_place():
     import torch
 
     layers = [torch.zeros(2, 6, 4, HEADS, HEAD_SIZE, dtype=torch.bfloat16) for _ in range(2)]

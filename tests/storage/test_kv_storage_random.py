@@ -1,4 +1,4 @@
-"""Random writes, moves, copies and resizes on a storage and on a slow model that keeps tokens in a dict."""
+"""Random writes, moves, copies and resizes on a storage and on a slow model that stores tokens in a dict."""
 
 import random
 
@@ -13,7 +13,7 @@ STEPS = 40
 
 
 class SlowModel:
-    """{(layer, slot): (key, value)}, each a tuple of numbers; a slot that was never written holds zeros."""
+    """A dict {(layer, slot): (key, value)} of tuples of numbers; unwritten slots hold zeros."""
 
     def __init__(self, heads, has_values):
         self.zeros = (0.0,) * (heads * HEAD_SIZE)
@@ -42,7 +42,7 @@ def flatten(tensor, row):
 
 @pytest.mark.parametrize("seed", range(4), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_a_storage_is_its_slow_model(layout, seed):
+def test_random_calls_agree_with_a_slow_model(layout, seed):
     rng = random.Random(f"{layout} {seed}")
     heads = 1 if layout == "L|BND" else rng.choice([1, 3])
     storage = KVStorage.allocate(8, BLOCK_SIZE, NUM_LAYERS, heads, HEAD_SIZE, "float32", layout=layout)

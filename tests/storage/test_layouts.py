@@ -33,18 +33,18 @@ def make(layout, num_blocks=B):
     ],
 )
 @pytest.mark.parametrize("num_blocks", [1, B])
-def test_a_layout_has_the_spans_of_the_table(layout, spans, order, num_blocks):
+def test_each_layout_has_the_listed_spans(layout, spans, order, num_blocks):
     storage = make(layout, num_blocks)
     assert storage.segments.spans.tolist() == spans
     written = storage.block_format.split()[1:]
     assert "".join(axis[0] for axis in written) == order
 
 
-def test_every_named_layout_is_among_those_that_are_copied_in_tests():
+def test_every_named_layout_is_covered_by_the_copy_tests():
     assert set(LAYOUTS.values()) == set(BLOCK_AXES)
 
 
-def test_names_are_found_in_any_case_and_layouts_may_be_written_out():
+def test_layouts_are_found_by_name_or_notation():
     assert parse_layout("nhd") == parse_layout("LBNHC") == parse_layout("L|BNHC")
 
 
@@ -52,13 +52,13 @@ def test_names_are_found_in_any_case_and_layouts_may_be_written_out():
     ("layout", "said"),
     [
         ("NDH", "unknown layout 'NDH'; known are LBNHC"),
-        ("L|BNH", "it takes L, B, N, D once each"),
-        ("L|BNHDC", "it takes L, B, N, D once each"),
-        ("L|BNHX", "it takes L, B, N, D once each"),
+        ("L|BNH", "it needs L, B, N, D once each"),
+        ("L|BNHDC", "it needs L, B, N, D once each"),
+        ("L|BNHX", "it needs L, B, N, D once each"),
         ("LB|NHC", "only L and 2 can be lists"),
         ("L|B2ND", "has K and V but no heads"),
     ],
 )
-def test_what_is_no_layout_is_refused(layout, said):
+def test_invalid_layouts_are_refused(layout, said):
     with pytest.raises(InvalidArgumentError, match=said):
         parse_layout(layout)

@@ -1,4 +1,4 @@
-"""The kernel as the compiler makes it for a GPU that need not be there: how wide its loads and stores are."""
+"""The kernel as compiled for a GPU, which need not be present: the width of its loads and stores."""
 
 import json
 import os
@@ -43,12 +43,12 @@ KINDS = [(16, 1024), (16, 4096), (4, 1024), (8, 1024), (2, 1024), (1, 1024)]
 
 @cache
 def compile_all_for_sm_90():
-    """In a process of its own: Triton cannot compile everything where its interpreter has run."""
+    """Compile in a separate process: after its interpreter has run, Triton cannot compile everything."""
     with TemporaryDirectory() as folder:
         environment = {
             **os.environ,
             "TRITON_CACHE_DIR": folder,
-            "TRITON_DEFAULT_FP_FUSION": "1",  # or Triton 3.9 warns that its default will change
+            "TRITON_DEFAULT_FP_FUSION": "1",  # otherwise Triton 3.9 warns that its default will change
         }
         environment.pop("TRITON_INTERPRET", None)
         done = subprocess.run(
@@ -63,32 +63,32 @@ def compile_for_sm_90(alignment, piece_words):
 
 
 def count_accesses(ptx):
-    """How often each kind of load and store from device memory is written in the program."""
+    """Count each kind of load from and store to device memory in the program."""
     return Counter(re.findall(r"\b((?:ld|st)\.global[.\w]*)", ptx))
 
 
 @pytest.mark.parametrize("piece_words", [1024, 4096])
-def test_aligned_memory_is_moved_16_bytes_at_a_time(piece_words):
+def test_aligned_memory_is_copied_16_bytes_at_a_time(piece_words):
     found = count_accesses(compile_for_sm_90(16, piece_words))
     each = piece_words // THREADS // 4
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == each
-    # The rest: five columns of a piece and two block ids, and no store besides.
+    # The other loads: five columns of a piece and two block ids. There are no other stores.
     assert sum(found.values()) == 2 * each + 7
 
 
-def test_all_loads_of_a_piece_are_under_way_before_the_first_store():
+def test_all_loads_of_a_piece_precede_its_first_store():
     ptx = compile_for_sm_90(16, 4096)
     assert ptx.rindex("ld.global.v4.b32") < ptx.index("st.global.v4.b32")
 
 
 @pytest.mark.parametrize(("alignment", "kind"), [(4, "b32"), (8, "b32"), (2, "b8"), (1, "b8")])
-def test_other_memory_is_moved_by_the_word_or_the_byte(alignment, kind):
+def test_unaligned_memory_is_copied_by_word_or_byte(alignment, kind):
     found = count_accesses(compile_for_sm_90(alignment, 1024))
     assert found[f"ld.global.{kind}"] == found[f"st.global.{kind}"] == 1024 // THREADS
     assert sum(found.values()) == 2 * 1024 // THREADS + 7
 
 
-def test_spans_are_cut_into_pieces_that_cover_them(monkeypatch):
+def test_pieces_cover_their_spans(monkeypatch):
     from kv_pool.storage.copy_triton import cut_into_pieces
 
     table = allocate(make_way("cpu", None), "L|2BNHD", 4, block_size=5).segments
@@ -100,7 +100,7 @@ def test_spans_are_cut_into_pieces_that_cover_them(monkeypatch):
     np.testing.assert_array_equal(pieces[:, :2], pieces[:, 2:4])
 
 
-def test_the_tables_of_a_dropped_storage_do_not_keep_its_memory(monkeypatch):
+def test_a_dropped_storage_releases_its_memory(monkeypatch):
     import gc
     import weakref
 

@@ -5,23 +5,23 @@ import pytest
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockMove
-from kv_pool.storage.move_plan import check_moves, split_rounds
+from kv_pool.storage.move_plan import parse_moves, split_rounds
 
 
-def test_a_plan_becomes_two_arrays_in_its_order():
-    sources, targets = check_moves([BlockMove(3, 1), BlockMove(source=2, target=0)], 4, 4, same_blocks=True)
+def test_a_plan_becomes_two_arrays_in_plan_order():
+    sources, targets = parse_moves([BlockMove(3, 1), BlockMove(source=2, target=0)], 4, 4, same_blocks=True)
     assert sources.tolist() == [3, 2]
     assert targets.tolist() == [1, 0]
     assert sources.dtype == targets.dtype == np.int64
 
 
 @pytest.mark.parametrize("empty", [[], (), np.empty((0, 2), np.int32)], ids=repr)
-def test_an_empty_plan_is_a_plan(empty):
-    assert [ids.tolist() for ids in check_moves(empty, 4, 4, same_blocks=True)] == [[], []]
+def test_an_empty_plan_is_accepted(empty):
+    assert [ids.tolist() for ids in parse_moves(empty, 4, 4, same_blocks=True)] == [[], []]
 
 
-def test_an_array_of_pairs_is_a_plan():
-    assert check_moves(np.array([[3, 1]], np.uint8), 4, 4, same_blocks=True)[0].tolist() == [3]
+def test_an_array_of_pairs_is_accepted():
+    assert parse_moves(np.array([[3, 1]], np.uint8), 4, 4, same_blocks=True)[0].tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -39,44 +39,44 @@ def test_an_array_of_pairs_is_a_plan():
     ],
     ids=repr,
 )
-def test_what_is_no_list_of_pairs_of_integers_is_refused(wrong):
+def test_a_plan_must_be_pairs_of_integers(wrong):
     with pytest.raises(
         InvalidTypeError, match=r"a plan is a list of BlockMove|a move has a source and a target"
     ):
-        check_moves(wrong, 4, 4, same_blocks=True)
+        parse_moves(wrong, 4, 4, same_blocks=True)
 
 
 @pytest.mark.parametrize(
     ("moves", "said"),
     [
-        ([(0, 1), (4, 2)], "move 1 has block 4 as its source; there are blocks 0 to 3"),
+        ([(0, 1), (4, 2)], "move 1 has block 4 as its source; block ids are 0 to 3"),
         ([(-1, 1)], "move 0 has block -1 as its source"),
-        ([(0, 6)], "move 0 has block 6 as its target; there are blocks 0 to 5"),
+        ([(0, 6)], "move 0 has block 6 as its target; block ids are 0 to 5"),
         ([(0, -2)], "move 0 has block -2 as its target"),
     ],
 )
-def test_a_block_of_no_storage_is_refused(moves, said):
+def test_an_unknown_block_id_is_refused(moves, said):
     with pytest.raises(InvalidBlockError, match=said):
-        check_moves(moves, 4, 6, same_blocks=False)
+        parse_moves(moves, 4, 6, same_blocks=False)
 
 
-def test_two_moves_with_one_target_are_refused():
+def test_two_moves_to_one_target_are_refused():
     with pytest.raises(InvalidArgumentError, match="block 2 is the target of two moves"):
-        check_moves([(0, 2), (1, 2)], 4, 4, same_blocks=False)
+        parse_moves([(0, 2), (1, 2)], 4, 4, same_blocks=False)
 
 
-def test_a_block_is_not_moved_to_itself():
+def test_a_move_of_a_block_to_itself_is_refused():
     with pytest.raises(InvalidArgumentError, match="block 1 is moved to itself"):
-        check_moves([(0, 2), (1, 1)], 4, 4, same_blocks=True)
-    check_moves([(0, 2), (1, 1)], 4, 4, same_blocks=False)
+        parse_moves([(0, 2), (1, 1)], 4, 4, same_blocks=True)
+    parse_moves([(0, 2), (1, 1)], 4, 4, same_blocks=False)
 
 
 # ---- rounds ------------------------------------------------------------------------------------------
 
 
 def split(moves, scratch_ids):
-    """The rounds as lists of pairs."""
-    sources, targets = check_moves(moves, 20, 20, same_blocks=True)
+    """Return the rounds as lists of pairs."""
+    sources, targets = parse_moves(moves, 20, 20, same_blocks=True)
     return [
         list(zip(first.tolist(), second.tolist(), strict=True))
         for first, second in split_rounds(sources, targets, scratch_ids)
@@ -84,7 +84,7 @@ def split(moves, scratch_ids):
 
 
 def run(rounds, num_blocks):
-    """What is in each block afterwards, where moves of a round run in any order."""
+    """Return the content of each block after the rounds, with the moves of a round in any order."""
     slots = list(range(num_blocks))
     for moves in rounds:
         assert {source for source, _ in moves}.isdisjoint(target for _, target in moves)
@@ -97,11 +97,11 @@ def test_a_plan_without_chains_is_one_round():
     assert split([(3, 1), (3, 2), (4, 5)], []) == [[(3, 1), (3, 2), (4, 5)]]
 
 
-def test_a_chain_is_made_from_its_end():
+def test_a_chain_is_copied_from_its_end():
     assert split([(1, 2), (2, 3), (3, 4), (7, 8)], []) == [[(3, 4), (7, 8)], [(2, 3)], [(1, 2)]]
 
 
-def test_two_blocks_change_places_through_a_scratch_block():
+def test_a_swap_goes_through_a_scratch_block():
     assert split([(1, 2), (2, 1)], [9]) == [[(2, 9)], [(1, 2)], [(9, 1)]]
 
 
@@ -114,7 +114,7 @@ def test_a_cycle_without_a_scratch_block_is_refused():
 
 @pytest.mark.parametrize("num_scratch", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(25), ids=lambda seed: f"seed{seed}")
-def test_the_rounds_of_a_random_plan_do_what_all_moves_do_at_once(seed, num_scratch):
+def test_random_rounds_equal_simultaneous_moves(seed, num_scratch):
     rng = random.Random(seed)
     num_blocks = rng.randrange(2, 15)
     if rng.random() < 0.5:  # cycles only

@@ -12,7 +12,7 @@ from kv_pool.storage.spans import HostSpans, count_pieces, find_runs, make_block
 
 
 def make_table(num_blocks, *rows):
-    """Rows as (span, stride), each in an array of its own."""
+    """Return a table of rows given as (span, stride), each in a separate array."""
     segments = []
     for span, stride in rows:
         memory = np.arange(num_blocks * stride, dtype=np.uint8)
@@ -34,12 +34,12 @@ def ids(*block_ids):
         ([[1, 2, 3, 4], [5, 6, 8, 9]], [(0, 2), (2, 2)]),
     ],
 )
-def test_runs_are_where_all_lists_count_up(lists, runs):
+def test_runs_are_found_where_all_lists_increase_by_one(lists, runs):
     starts, lengths = find_runs(*(ids(*some) for some in lists))
     assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == runs
 
 
-def test_views_go_row_by_row_and_join_neighbours_in_memory():
+def test_views_go_row_by_row_and_join_adjacent_blocks():
     spans = HostSpans(make_table(10, (4, 4), (4, 6)))
     views = spans.list_views(ids(2, 3, 4, 8))
     assert [bytes(view) for view in views] == [
@@ -70,12 +70,12 @@ def test_views_keep_the_memory_alive():
     assert alive() is None
 
 
-def test_no_blocks_have_no_views():
+def test_an_empty_id_list_has_no_views():
     assert HostSpans(make_table(4, (4, 4), (2, 2))).list_views(ids()) == []
 
 
 @pytest.mark.parametrize("block_id", [-1, 4, 2**40])
-def test_blocks_that_are_not_there_are_refused(block_id):
+def test_unknown_block_ids_are_refused(block_id):
     spans = HostSpans(make_table(4, (4, 4)))
     with pytest.raises(InvalidBlockError, match=f"block {block_id} is not one of 0 to 3"):
         spans.list_views(ids(0, block_id))
@@ -99,7 +99,7 @@ def test_views_of_a_block_are_its_bytes_in_order(layout):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_are_counted_as_a_walk_over_rows_and_moves_counts_them(seed):
+def test_the_piece_count_agrees_with_a_plain_walk(seed):
     rng = random.Random(seed)
     source, target = split_alike(
         make_table(20, (8, 8), (16, 24)), make_table(20, (4, rng.choice([4, 6])), (20, 20))

@@ -1,4 +1,4 @@
-"""What may be on a disk after its power was cut: any of the writes that nobody waited for, or not."""
+"""The possible contents of a disk after a power failure: any subset of the writes not yet synced."""
 
 import os
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ FILES = ("headers", "blocks")
 
 
 class WriteLog:
-    """The writes to a tier's files, those made durable by an fsync and the others, file by file.
+    """A log of the writes to a tier's files, split into durable and pending ones.
 
     Attributes:
-        durable: per file what is on the disk for certain.
-        waiting: per file the writes since, in order: (offset, bytes), or (length, None) for a truncation.
+        durable: for each file, the content that an fsync has made durable.
+        waiting: for each file, later writes in order: (offset, bytes), or (length, None) for a truncation.
     """
 
     def __init__(self, folder):
@@ -23,7 +23,7 @@ class WriteLog:
 
     @contextmanager
     def record(self):
-        """Every `pwrite`, `ftruncate` and `fsync` of these files is carried out and noted meanwhile."""
+        """Execute and record every `pwrite`, `ftruncate` and `fsync` of these files inside the block."""
         real = os.pwrite, os.ftruncate, os.fsync
 
         def pwrite(file, content, offset):
@@ -49,7 +49,7 @@ class WriteLog:
             os.pwrite, os.ftruncate, os.fsync = real
 
     def list_states(self, rng, max_states):
-        """What the files may hold after a power cut now: with all subsets of the waiting writes, or some."""
+        """Yield possible contents of the files after a power failure, with subsets of the pending writes."""
         waiting = [(name, write) for name in FILES for write in self.waiting[name]]
         num_all = 1 << len(waiting)
         if num_all <= max_states:
@@ -77,7 +77,7 @@ class WriteLog:
 
 
 def apply(content, writes):
-    """What a file holds after these writes."""
+    """Return a file's content after these writes."""
     content = bytearray(content)
     for place, data in writes:
         if data is None:
@@ -90,7 +90,7 @@ def apply(content, writes):
 
 
 def choose(rng, items, num):
-    """So many of these, or all."""
+    """Return up to `num` random items."""
     return [items[place] for place in rng.permutation(len(items))[:num]]
 
 

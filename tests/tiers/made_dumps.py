@@ -1,4 +1,4 @@
-"""The records of a dumped pool's file, taken apart and put together again with the right checksums."""
+"""Splits a pool dump into records, and writes records to a file with valid checksums."""
 
 from struct import Struct
 
@@ -12,7 +12,7 @@ _CHECKSUM = Struct("<Q")
 
 
 def split_records(data):
-    """(kind, payload) of each record."""
+    """Return (kind, payload) of each record."""
     records = []
     place = _START.size
     while place < len(data):
@@ -24,7 +24,7 @@ def split_records(data):
 
 
 def write_records(path, records, version=VERSION):
-    """A file of these, whatever they say, that no checksum gives away."""
+    """Write any records to a file, with valid checksums."""
     with open(path, "wb") as file:
         file.write(_START.pack(MAGIC, version))
         for number, (kind, payload) in enumerate(records):

@@ -1,4 +1,4 @@
-"""Tiers of every kind beside one small storage, and blocks whose bytes follow from their keys."""
+"""Tiers of every kind for one small storage, and blocks with bytes derived from their keys."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ BLOCK_BYTES = 72
 
 
 class Inverted:
-    """A block format that is not raw, and loses nothing: each byte inverted, and twelve behind them."""
+    """A lossless block format other than raw: inverts each byte and appends twelve bytes."""
 
     name = "inverted"
 
@@ -39,7 +39,7 @@ def bytes_of(key, num_bytes=BLOCK_BYTES):
 
 
 class Device:
-    """Blocks of two arrays, written and read by key."""
+    """A storage of two arrays; blocks are written and compared by key."""
 
     def __init__(self, num_blocks=16):
         self.arrays = [np.zeros((num_blocks, 40), np.uint8), np.zeros((num_blocks, 4), np.int64)]
@@ -54,7 +54,7 @@ class Device:
 
 
 def make_tier(kind, device, folder: Path, capacity):
-    """`host`, `host-inverted`, `disk` or `disk-inverted`."""
+    """Create a tier; `kind` is `host`, `host-inverted`, `disk` or `disk-inverted`."""
     block_format = Inverted() if kind.endswith("inverted") else None
     if kind.startswith("host"):
         return HostTier(capacity, device.storage, block_format)
@@ -66,7 +66,7 @@ KINDS = ("host", "host-inverted", "disk", "disk-inverted")
 
 @contextmanager
 def failing_writes(tier):
-    """Every write to the headers is an input/output error meanwhile: it goes to memory that is not there."""
+    """Make writes to the headers fail with EIO inside the block by redirecting them to unmapped memory."""
     headers = os.dup(tier._files._headers)
     memory = os.open("/proc/self/mem", os.O_RDWR)
     os.dup2(memory, tier._files._headers)

@@ -1,10 +1,10 @@
-"""`SlowTiers`: lists of keys that do what a `TieredCache` has to do, one block after the other."""
+"""`SlowTiers`: a slow model of `TieredCache`, made of lists of keys."""
 
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
 class SlowTiers:
-    """The keys of each tier, those used last at the end; what is pending; what plans hold."""
+    """The keys of each tier, the most recently used last; the pending keys; the keys that plans hold."""
 
     def __init__(self, *capacities):
         self.capacities = capacities
@@ -57,13 +57,13 @@ class SlowTiers:
 
 
 class WatchedCache(TieredCache):
-    """Tells a model what it is told itself. Without a model it is a `TieredCache`."""
+    """A `TieredCache` that forwards its notifications to a model, if it has one."""
 
     model = None
 
     def on_blocks_reused(self, blocks):
         if self.model is not None:
-            for block in blocks:  # of two copies the one used last counts
+            for block in blocks:  # of two copies, the most recently used one counts
                 key = block.block_hash
                 self.model.pending = [other for other in self.model.pending if other != key] + [key]
         super().on_blocks_reused(blocks)
@@ -73,10 +73,10 @@ class WatchedCache(TieredCache):
             self.model.clear()
         super().on_cache_reset()
 
-    def store_pending(self):
+    def flush_evicted(self):
         if self.model is not None:
             self.model.flush()
-        super().store_pending()
+        super().flush_evicted()
 
     def forget(self, keys):
         listed = list(keys)
@@ -87,7 +87,7 @@ class WatchedCache(TieredCache):
     def load(self, keys, block_ids):
         failed = super().load(keys, block_ids)
         if self.model is not None:
-            # What cannot be read is found out, which the model does not know.
+            # The cache has removed unreadable blocks; the model does not know them.
             for level, tier in enumerate(self.tiers):
                 self.model.tiers[level] = [
                     key for key in self.model.tiers[level] if key in tier or key not in keys

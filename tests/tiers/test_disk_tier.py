@@ -1,4 +1,4 @@
-"""A folder of blocks outlives its process, and gives back nothing that was not put there as it is."""
+"""Tests of `DiskTier`: blocks survive restarts, and damaged blocks are never returned."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ def reopen(tier, device, capacity=8, **options):
 
 
 def check_bytes(tier, device):
-    """Everything that the tier has can be read, and is what its key says."""
+    """Verify that every block of the tier can be read and matches its key."""
     read = tier.read(tier.list_keys())
     assert not read.failed
     other = Device(len(read.keys) + 1)
@@ -57,7 +57,7 @@ def check_bytes(tier, device):
     assert all(other.holds(place, key) for place, key in enumerate(read.keys))
 
 
-def test_blocks_and_their_order_are_there_after_a_restart(tmp_path, device):
+def test_restart_restores_blocks_and_lru_order(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2, 3)
     tier.touch([KEYS[1]])
@@ -72,7 +72,7 @@ def test_blocks_and_their_order_are_there_after_a_restart(tmp_path, device):
 
 
 @pytest.mark.parametrize("verifies", [True, False])
-def test_flipped_bytes_are_noticed_when_the_folder_is_opened_or_the_block_is_read(tmp_path, device, verifies):
+def test_flipped_bytes_are_detected_on_open_or_read(tmp_path, device, verifies):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     slot = tier.get_slot(KEYS[1])
@@ -94,7 +94,7 @@ def test_flipped_bytes_are_noticed_when_the_folder_is_opened_or_the_block_is_rea
 
 
 @pytest.mark.parametrize("byte", [0, 5, 17, 26, 40, HEADER_BYTES - 1])
-def test_a_header_with_a_flipped_byte_is_none(tmp_path, device, byte):
+def test_header_with_flipped_byte_is_dropped(tmp_path, device, byte):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     tier.close()
@@ -109,7 +109,7 @@ def test_a_header_with_a_flipped_byte_is_none(tmp_path, device, byte):
 
 @pytest.mark.parametrize("name", ["blocks", "headers"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.99])
-def test_a_file_that_was_cut_off_has_the_blocks_before_the_cut(tmp_path, device, name, share):
+def test_truncated_file_keeps_blocks_before_the_cut(tmp_path, device, name, share):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2, 3, 4)
     tier.close()
@@ -123,7 +123,7 @@ def test_a_file_that_was_cut_off_has_the_blocks_before_the_cut(tmp_path, device,
     invariants.check_tier(tier)
 
 
-def test_a_file_that_is_cut_off_while_it_is_open_costs_its_blocks_and_no_more(tmp_path, device):
+def test_truncating_an_open_file_loses_only_its_blocks(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     os.truncate(tmp_path / "blocks", 4096 + 10)
@@ -133,7 +133,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_costs_its_blocks_and_no_more(tm
     check_bytes(tier, device)
 
 
-def test_forgotten_blocks_do_not_come_back_after_a_restart(tmp_path, device):
+def test_forgotten_blocks_stay_away_after_a_restart(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     tier.forget([KEYS[1]])
@@ -144,7 +144,7 @@ def test_forgotten_blocks_do_not_come_back_after_a_restart(tmp_path, device):
     assert tier.reopened == (0, 0)
 
 
-def test_a_smaller_tier_keeps_what_fits(tmp_path, device):
+def test_smaller_capacity_keeps_the_blocks_that_fit(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, *range(8))
     tier = reopen(tier, device, 3)
@@ -155,7 +155,7 @@ def test_a_smaller_tier_keeps_what_fits(tmp_path, device):
     assert len(tier) == 3
 
 
-def test_a_folder_of_another_layout_is_refused_and_left_as_it_is(tmp_path, device):
+def test_folder_of_another_layout_is_refused_unchanged(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1)
     tier.close()
@@ -170,7 +170,7 @@ def test_a_folder_of_another_layout_is_refused_and_left_as_it_is(tmp_path, devic
     assert len(tier) == 2
 
 
-def test_a_folder_of_another_model_is_refused(tmp_path, device):
+def test_folder_of_another_model_is_refused(tmp_path, device):
     def describe(model, weights):
         return BlockLayout.describe(device.storage, 4, model=model, weights=weights)
 
@@ -184,7 +184,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path, device):
     DiskTier(tmp_path, 8, describe("one", "r1")).close()
 
 
-def test_a_folder_of_version_1_is_used_as_one_of_no_model(tmp_path, device):
+def test_version_1_folder_has_no_model(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0)
     tier.close()
@@ -198,32 +198,32 @@ def test_a_folder_of_version_1_is_used_as_one_of_no_model(tmp_path, device):
     assert tier.list_keys() == [KEYS[0]]
     tier.close()
     (tmp_path / "tier.json").write_text(json.dumps({**told, "version": 9}))
-    with pytest.raises(LayoutMismatchError, match="written in version 9; this one uses versions 1, 2"):
+    with pytest.raises(LayoutMismatchError, match="format version 9; supported versions are 1, 2"):
         DiskTier(tmp_path, 8, device.layout)
 
 
-def test_a_folder_with_other_things_in_it_is_refused(tmp_path, device):
+def test_folder_with_foreign_files_is_refused(tmp_path, device):
     (tmp_path / "letters").write_text("dear")
     with pytest.raises(TierError, match=r"not a tier's folder: it has no tier\.json, but letters"):
         DiskTier(tmp_path, 8, device.layout)
     assert [path.name for path in tmp_path.iterdir()] == ["letters"]
 
 
-def test_a_description_that_is_none_is_refused(tmp_path, device):
+def test_invalid_description_is_refused(tmp_path, device):
     DiskTier(tmp_path, 8, device.layout).close()
     (tmp_path / "tier.json").write_text("{")
     with pytest.raises(TierError, match="does not describe a tier"):
         DiskTier(tmp_path, 8, device.layout)
 
 
-def test_the_description_says_what_the_blocks_are(tmp_path, device):
+def test_description_contains_layout_and_format(tmp_path, device):
     DiskTier(tmp_path, 8, device.layout, Inverted()).close()
     told = json.loads((tmp_path / "tier.json").read_text())
     assert (told["format"], told["encoded_bytes"]) == ("inverted", BLOCK_BYTES + 12)
     assert told["layout"]["block_bytes"] == BLOCK_BYTES
 
 
-def test_a_folder_in_use_is_refused_within_a_process_and_by_another(tmp_path, device):
+def test_folder_in_use_is_refused(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     with pytest.raises(TierError, match="in use by another tier"):
         DiskTier(tmp_path, 8, device.layout)
@@ -241,14 +241,14 @@ def test_a_folder_in_use_is_refused_within_a_process_and_by_another(tmp_path, de
     DiskTier(tmp_path, 8, device.layout).close()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, device):
+def test_folder_that_cannot_be_created_raises(tmp_path, device):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierError, match="can not be used as a tier"):
+    with pytest.raises(TierError, match="cannot be used as a tier"):
         DiskTier(tmp_path / "file" / "tier", 8, device.layout)
 
 
-def test_a_folder_without_permission_is_an_error(device):
-    """In a child, which gives up root's rights where it has them."""
+def test_folder_without_permission_raises(device):
+    """Runs in a child process that drops root privileges."""
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tiers.made_tiers import Device\nfrom kv_pool.tiers.disk_tier import DiskTier\n"
@@ -266,15 +266,15 @@ def test_a_folder_without_permission_is_an_error(device):
     assert "Permission denied" in told.stdout
 
 
-def test_a_key_that_is_too_long_is_refused(tmp_path, device):
+def test_too_long_key_is_refused(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
-    with pytest.raises(InvalidArgumentError, match="a key of 100 bytes"):
+    with pytest.raises(InvalidArgumentError, match="a key has 100 bytes"):
         tier.put([bytes(100)], device.storage, [0])
     assert len(tier) == 0
 
 
 def write_beyond_the_limit(folder):
-    """In a child: the files may not grow beyond two blocks and a half. Prints what became of five blocks."""
+    """Put five blocks with files limited to two and a half blocks; print the results. Runs in a child."""
     device = Device()
     for block_id, key in enumerate(KEYS):
         device.write(block_id, key)
@@ -305,12 +305,12 @@ def run_in_child(function, folder):
     )
 
 
-def test_what_does_not_fit_on_the_disk_is_counted_and_the_rest_is_good(tmp_path, device):
+def test_full_disk_counts_write_errors_and_keeps_the_rest(tmp_path, device):
     child = run_in_child(write_beyond_the_limit, tmp_path)
     output, errors = child.communicate()
     assert child.returncode == 0, errors
     assert json.loads(output) == [2, True, 0, 1, 4]
-    assert os.strerror(errno.EFBIG) in errors  # said once
+    assert os.strerror(errno.EFBIG) in errors  # logged once
     assert errors.count("could not be written") == 1
     tier = DiskTier(tmp_path, 8, device.layout)
     assert tier.reopened == (2, 0)
@@ -318,7 +318,7 @@ def test_what_does_not_fit_on_the_disk_is_counted_and_the_rest_is_good(tmp_path,
 
 
 def write_for_ever(folder):
-    """In a child, until it is killed: blocks come and go. Says when the first ones are there."""
+    """Put and remove blocks until killed; print a line after the first put. Runs in a child."""
     rng = np.random.default_rng()
     device = Device(64)
     tier = DiskTier(folder, 40, device.layout)
@@ -326,7 +326,7 @@ def write_for_ever(folder):
     while True:
         keys = [make_key(int(number)) for number in rng.choice(200, 8, replace=False)]
         new = tier.touch(keys)
-        tier.remove(tier.list_next_out(len(tier) + len(new) - 40))
+        tier.remove(tier.list_next_evicted(len(tier) + len(new) - 40))
         for block_id, key in enumerate(new):
             device.write(block_id, key)
         tier.put(new, device.storage, range(len(new)))
@@ -338,28 +338,28 @@ def write_for_ever(folder):
 
 
 @pytest.mark.parametrize("life", range(3))
-def test_a_process_that_is_killed_leaves_nothing_wrong(tmp_path, device, life):
+def test_killed_process_leaves_only_valid_blocks(tmp_path, device, life):
     rng = np.random.default_rng(life)
     for _ in range(4):
         child = run_in_child(write_for_ever, tmp_path)
         assert child.stdout.readline() == "full\n"
-        # Anywhere in the midst of what it does: after so much of our own work.
+        # Kill it at an arbitrary point: after an amount of work of our own.
         sum(range(int(rng.integers(0, 400_000))))
         child.send_signal(signal.SIGKILL)
         child.communicate()
         tier = DiskTier(tmp_path, 40, device.layout)
-        assert tier.reopened.num_blocks >= 31  # a step takes away 8 at most, before it puts others there
+        assert tier.reopened.num_blocks >= 31  # a step removes at most 8 before it puts others
         assert tier.reopened.num_dropped == 0
         check_bytes(tier, device)
         invariants.check_tier(tier)
         tier.close()
 
 
-# ---- a disk that fails -------------------------------------------------------------------------------
+# ---- failing disks -----------------------------------------------------------------------------------
 
 
 def list_found(tmp_path, device):
-    """What a new process would find in the folder now."""
+    """Return the keys that a new process would find in the folder now."""
     copy = tmp_path.with_name("copy")
     shutil.copytree(tmp_path, copy)
     with closing(DiskTier(copy, 8, device.layout)) as tier:
@@ -368,7 +368,7 @@ def list_found(tmp_path, device):
     return found
 
 
-def test_forgetting_on_a_disk_that_fails_is_an_error(tmp_path, device):
+def test_forget_raises_if_the_disk_fails(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     with failing_writes(tier), pytest.raises(TierError, match="may be found after a restart: Input/output"):
@@ -380,7 +380,7 @@ def test_forgetting_on_a_disk_that_fails_is_an_error(tmp_path, device):
     tier.close()
 
 
-def test_forgetting_what_could_not_be_wiped_before_is_an_error(tmp_path, device):
+def test_forget_raises_for_keys_that_an_earlier_wipe_left(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     with failing_writes(tier):
@@ -393,7 +393,7 @@ def test_forgetting_what_could_not_be_wiped_before_is_an_error(tmp_path, device)
     tier.close()
 
 
-def test_what_could_not_be_wiped_is_wiped_when_the_tier_is_closed(tmp_path, device):
+def test_close_retries_failed_wipes(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     with failing_writes(tier):
@@ -402,7 +402,7 @@ def test_what_could_not_be_wiped_is_wiped_when_the_tier_is_closed(tmp_path, devi
     assert tier.list_keys() == [KEYS[0], KEYS[2]]
 
 
-def test_a_slot_that_could_not_be_wiped_can_be_used_again(tmp_path, device):
+def test_slot_with_failed_wipe_can_be_reused(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     with failing_writes(tier):
@@ -414,7 +414,7 @@ def test_a_slot_that_could_not_be_wiped_can_be_used_again(tmp_path, device):
     tier.close()
 
 
-def test_clearing_on_a_disk_that_fails_is_an_error(tmp_path, device):
+def test_clear_raises_if_the_disk_fails(tmp_path, device):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     with failing_writes(tier), pytest.raises(TierError, match=r"its blocks in .* could not be wiped"):
@@ -426,8 +426,8 @@ def test_clearing_on_a_disk_that_fails_is_an_error(tmp_path, device):
     tier.close()
 
 
-def test_after_a_failed_sync_all_headers_are_written_again(tmp_path, device):
-    """The system takes pages that it could not write for written, so another fsync alone does nothing."""
+def test_failed_sync_rewrites_all_headers(tmp_path, device):
+    """The operating system marks unwritten pages as clean, so another fsync alone does nothing."""
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
     tier.remove([KEYS[1]])
@@ -442,7 +442,7 @@ def test_after_a_failed_sync_all_headers_are_written_again(tmp_path, device):
     tier.close()
 
 
-# ---- a folder that others had a hand in --------------------------------------------------------------
+# ---- folders changed by others -----------------------------------------------------------------------
 
 
 def spoil_with_link(path):
@@ -476,45 +476,45 @@ def spoil_owner(path):
         (spoil_with_link, "it is a symbolic link"),
         (spoil_with_second_name, "2 hard links"),
         (spoil_with_pipe, "not a regular file"),
-        (spoil_mode, "others than its owner can use it .mode 640."),
+        (spoil_mode, "other users can access it .mode 640."),
         (spoil_owner, "it belongs to user 65534"),
     ],
 )
-def test_a_file_that_others_can_reach_is_refused(tmp_path, device, name, spoil, why):
+def test_file_accessible_to_others_is_refused(tmp_path, device, name, spoil, why):
     folder = tmp_path / "tier"
     tier = DiskTier(folder, 8, device.layout)
     put(tier, device, 0)
     tier.close()
     spoil(folder / name)
-    with pytest.raises(TierError, match=f"can not be used as a tier: .*{why}"):
+    with pytest.raises(TierError, match=f"cannot be used as a tier: .*{why}"):
         DiskTier(folder, 8, device.layout)
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path, device, mode):
+def test_folder_writable_by_others_is_refused(tmp_path, device, mode):
     folder = tmp_path / "tier"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(TierError, match=f"others than its owner can write to it .mode {mode:o}.; chmod 700"):
+    with pytest.raises(TierError, match=f"other users can write to it .mode {mode:o}.; chmod 700"):
         DiskTier(folder, 8, device.layout)
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_behind_a_symbolic_link_is_refused(tmp_path, device):
+def test_folder_behind_a_symbolic_link_is_refused(tmp_path, device):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("real")
-    with pytest.raises(TierError, match="symbolic link; name the folder it leads to"):
+    with pytest.raises(TierError, match="symbolic link; name the folder it points to"):
         DiskTier(tmp_path / "link", 8, device.layout)
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path, device):
+def test_folder_of_another_user_is_refused(tmp_path, device):
     (tmp_path / "tier").mkdir(mode=0o700)
     spoil_owner(tmp_path / "tier")
     with pytest.raises(TierError, match="it belongs to user 65534, not to 0"):
         DiskTier(tmp_path / "tier", 8, device.layout)
 
 
-def test_a_new_folder_is_for_its_owner_only(tmp_path, device):
+def test_new_folder_is_private(tmp_path, device):
     before = os.umask(0)
     try:
         DiskTier(tmp_path / "some" / "tier", 8, device.layout).close()
@@ -524,7 +524,7 @@ def test_a_new_folder_is_for_its_owner_only(tmp_path, device):
 
 
 def make_on_a_full_disk(folder):
-    """In a child: no file grows beyond ten bytes. Prints what became of a new folder."""
+    """Open a new folder with files limited to ten bytes; print the result. Runs in a child."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
         DiskTier(folder, 8, Device().layout)
@@ -532,13 +532,13 @@ def make_on_a_full_disk(folder):
         print(error)
 
 
-def test_a_folder_that_a_full_disk_left_half_made_can_be_made(tmp_path, device):
-    """Part of its description stood there, and every later start refused the folder."""
+def test_folder_left_by_a_full_disk_can_be_created(tmp_path, device):
+    """A partial description stayed behind, and every later start refused the folder."""
     folder = tmp_path / "tier"
     output, errors = run_in_child(make_on_a_full_disk, folder).communicate(timeout=60)
     assert os.strerror(errno.EFBIG) in output, errors
     assert [path.name for path in folder.iterdir()] == ["lock"]
-    (folder / "tier.json.new").write_text("{")  # of a process that was killed while it wrote
+    (folder / "tier.json.new").write_text("{")  # left by a process killed while writing
     tier = DiskTier(folder, 8, device.layout)
     put(tier, device, 0)
     check_bytes(tier, device)
@@ -546,7 +546,7 @@ def test_a_folder_that_a_full_disk_left_half_made_can_be_made(tmp_path, device):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b'{"version": "\\ud800"}'])
-def test_a_description_of_nonsense_is_refused(tmp_path, device, content):
+def test_malformed_description_is_refused(tmp_path, device, content):
     DiskTier(tmp_path, 8, device.layout).close()
     (tmp_path / "tier.json").write_bytes(content)
     with pytest.raises(TierError, match="does not describe a tier"):
@@ -554,7 +554,7 @@ def test_a_description_of_nonsense_is_refused(tmp_path, device, content):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_damaged_folder_is_refused_or_has_right_blocks_only(tmp_path, device, seed):
+def test_damaged_folder_is_refused_or_has_only_valid_blocks(tmp_path, device, seed):
     rng = random.Random(seed)
     folder = tmp_path / "tier"
     tier = DiskTier(folder, 8, device.layout)

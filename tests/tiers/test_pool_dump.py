@@ -1,4 +1,4 @@
-"""A pool is dumped and loaded: what it hits, what it evicts, what it tells, and what is refused."""
+"""Tests of pool dumps: hits, eviction order, bytes, events and errors after loading."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def make_request(name, first, num_tokens):
 
 
 def cache(pool, first, num_tokens):
-    """A request's full blocks, cached and in use."""
+    """Return a request's full blocks, cached and in use."""
     request = make_request("r", first, num_tokens)
     blocks = pool.get_new_blocks(num_tokens // 4)
     pool.cache_full_blocks(request, blocks, 0, len(blocks), 4, 0)
@@ -44,7 +44,7 @@ def cache(pool, first, num_tokens):
 
 
 def make_pool(kind=BlockPool, num_blocks=10, **options):
-    """Two sequences cached and free, the second one freed last, and a third one in use."""
+    """Return a pool with two cached free sequences, the second freed last, and a third in use."""
     pool = kind(num_blocks, True, 4, **options)
     requests = []
     for first, num_tokens in ((0, 12), (100, 8), (200, 12)):
@@ -60,7 +60,7 @@ def find(pool, request):
 
 
 def list_keys_by_eviction(pool):
-    """Take all blocks one by one: the keys that are lost, in that order."""
+    """Allocate all blocks one by one. Return the evicted keys in order."""
     lost = []
     while pool.get_num_free_blocks():
         block = pool.free_block_queue.get_all_free_blocks()[0]
@@ -71,7 +71,7 @@ def list_keys_by_eviction(pool):
 
 
 def picture(pool):
-    """All that a failed load could have changed."""
+    """Return all state that a failed load could have changed."""
     return (
         ids(pool.free_block_queue.get_all_free_blocks()),
         [(block.block_hash, block.ref_cnt, block.generation) for block in pool.blocks],
@@ -88,7 +88,7 @@ def check(pool):
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_what_was_cached_is_hit_and_evicted_in_the_same_order(kind, tmp_path):
+def test_loaded_blocks_keep_hits_and_eviction_order(kind, tmp_path):
     pool, requests = make_pool(kind)
     hits = [find(pool, request) for request in requests]
     header = dump_pool(tmp_path / "pool", pool)
@@ -100,12 +100,12 @@ def test_what_was_cached_is_hit_and_evicted_in_the_same_order(kind, tmp_path):
     assert loaded.get_num_free_blocks() == 9
     in_use = pool.find_cached_prefix(requests[2].block_hashes, 3)
     assert [block.block_hash_num_tokens for block in in_use] == [4, 8, 12]
-    pool.free_blocks(reversed(in_use))  # its head is the last to go
+    pool.free_blocks(reversed(in_use))  # its head is evicted last
     assert list_keys_by_eviction(loaded) == list_keys_by_eviction(pool)
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_a_smaller_pool_has_what_was_used_last(kind, tmp_path):
+def test_smaller_pool_gets_the_most_recently_used_blocks(kind, tmp_path):
     pool, requests = make_pool(kind)
     dump_pool(tmp_path / "pool", pool)
     loaded = kind(6, True, 4)
@@ -117,7 +117,7 @@ def test_a_smaller_pool_has_what_was_used_last(kind, tmp_path):
     assert done.new_ids.tolist() == [5, 4, 3, 2, 1]
 
 
-def test_a_larger_pool_takes_its_empty_blocks_first(tmp_path):
+def test_larger_pool_reuses_its_empty_blocks_first(tmp_path):
     pool, requests = make_pool()
     dump_pool(tmp_path / "pool", pool)
     loaded = BlockPool(100, True, 4)
@@ -128,7 +128,7 @@ def test_a_larger_pool_takes_its_empty_blocks_first(tmp_path):
     assert [len(find(loaded, request)) for request in requests] == [2, 2, 3]
 
 
-def test_of_two_copies_the_same_one_is_found(tmp_path):
+def test_lookup_finds_the_same_copy_after_loading(tmp_path):
     pool = BlockPool(10, True, 4)
     _, older = cache(pool, 0, 8)
     request, newer = cache(pool, 0, 8)
@@ -144,7 +144,7 @@ def test_of_two_copies_the_same_one_is_found(tmp_path):
     assert find(loaded, request) == ids(newer)
 
 
-def test_all_keys_of_a_block_come_along(tmp_path):
+def test_all_keys_of_a_block_are_loaded(tmp_path):
     pool = BlockPool(10, True, 2)
     request = Request("r", range(8), BlockHasher("sha256", block_size=2))
     blocks = pool.get_new_blocks(2)
@@ -160,14 +160,14 @@ def test_all_keys_of_a_block_come_along(tmp_path):
     assert [loaded.blocks[i].block_hash_num_tokens for i in ids(blocks)] == [4, 8]
 
 
-def test_a_pool_without_anything_cached_is_dumped_too(tmp_path):
+def test_empty_pool_can_be_dumped(tmp_path):
     storage = KVStorage.allocate(10, 4, 1, 1, 2)
     dump_pool(tmp_path / "pool", BlockPool(10, True, 4), storage=storage)
     done = load_pool(tmp_path / "pool", BlockPool(10, True, 4), storage=storage)
     assert (done.num_blocks, done.next_sequence) == (0, None)
 
 
-def test_the_pools_count_of_evictions_goes_on(tmp_path):
+def test_eviction_count_continues_after_loading(tmp_path):
     pool, _ = make_pool()
     pool.evict_blocks([1, 2])
     dump_pool(tmp_path / "pool", pool)
@@ -184,7 +184,7 @@ def fill(storage, seed=0):
 
 @pytest.mark.parametrize("layout", ["NHD", "BLNHC"])
 @pytest.mark.parametrize("num_blocks", [6, 10, 30])
-def test_bytes_follow_their_blocks_into_storages_of_other_sizes_and_layouts(layout, num_blocks, tmp_path):
+def test_bytes_are_loaded_into_other_layouts_and_sizes(layout, num_blocks, tmp_path):
     pool, requests = make_pool()
     storage = KVStorage.allocate(10, 4, 2, 3, 8)
     fill(storage)
@@ -202,7 +202,7 @@ def test_bytes_follow_their_blocks_into_storages_of_other_sizes_and_layouts(layo
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.torch), pytest.param("cuda:0", marks=pytest.mark.gpu)]
 )
-def test_bytes_come_from_and_go_to_torch_tensors(device, tmp_path):
+def test_bytes_are_dumped_from_and_loaded_to_torch_tensors(device, tmp_path):
     pool, _ = make_pool()
     storage = KVStorage.allocate(10, 4, 2, 3, 8, "bfloat16", device, library="torch")
     fill(storage)
@@ -216,10 +216,10 @@ def test_bytes_come_from_and_go_to_torch_tensors(device, tmp_path):
             assert target.read_block(block_id) == storage.read_block(block_id)
 
 
-def test_more_bytes_than_pass_through_at_once(tmp_path, monkeypatch):
+def test_dump_larger_than_the_buffer(tmp_path, monkeypatch):
     monkeypatch.setattr("kv_pool.tiers.dump.dump_reader.BATCH_BYTES", 1000)
     monkeypatch.setattr("kv_pool.tiers.pool_dump.BATCH_BYTES", 700)
-    test_bytes_follow_their_blocks_into_storages_of_other_sizes_and_layouts("NHD", 6, tmp_path)
+    test_bytes_are_loaded_into_other_layouts_and_sizes("NHD", 6, tmp_path)
 
 
 # ---- events ----------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def follow(pool):
 
 
 @pytest.mark.parametrize("num_blocks", [6, 10])
-def test_readers_are_told_of_all_that_was_loaded_with_tokens(num_blocks, tmp_path):
+def test_loading_publishes_all_blocks_with_tokens(num_blocks, tmp_path):
     pool, requests, state = make_told_pool()
     header = dump_pool(tmp_path / "pool", pool, stream_state=state)
     loaded = BlockPool(num_blocks, True, 4, enable_kv_cache_events=True)
@@ -254,7 +254,7 @@ def test_readers_are_told_of_all_that_was_loaded_with_tokens(num_blocks, tmp_pat
         assert by_tokens == ({"engine": 4 * hit} if hit else {})
 
 
-def test_without_a_streams_state_readers_are_told_the_hashes(tmp_path):
+def test_loading_without_stream_state_publishes_hashes_only(tmp_path):
     pool, requests, _ = make_told_pool()
     dump_pool(tmp_path / "pool", pool)
     loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
@@ -265,8 +265,8 @@ def test_without_a_streams_state_readers_are_told_the_hashes(tmp_path):
     assert mirror.find_prefix_of_tokens(requests[0].all_token_ids) == {}
 
 
-def test_a_reader_of_the_old_stream_forgets_what_was_not_loaded(tmp_path):
-    """The publisher goes on counting, so that nothing else tells the reader of the restart."""
+def test_reader_of_the_old_stream_drops_unloaded_blocks(tmp_path):
+    """The publisher continues its numbering, so the reader has no other sign of the restart."""
     pool, requests, state = make_told_pool()
     mirror = PrefixMirror()
     mirror.apply("engine", state.take_snapshot()[1])
@@ -281,7 +281,7 @@ def test_a_reader_of_the_old_stream_forgets_what_was_not_loaded(tmp_path):
     ]
 
 
-def test_each_copy_is_told_so_that_the_last_removal_counts(tmp_path):
+def test_each_copy_of_a_block_is_published(tmp_path):
     pool = BlockPool(10, True, 4, enable_kv_cache_events=True)
     _, older = cache(pool, 0, 8)
     request, newer = cache(pool, 0, 8)
@@ -300,7 +300,7 @@ def test_each_copy_is_told_so_that_the_last_removal_counts(tmp_path):
     assert mirror.find_prefix(request.block_hashes) == {}
 
 
-def test_tiers_are_told_what_was_said_of_loaded_blocks(tmp_path):
+def test_tiers_receive_the_event_data_of_loaded_blocks(tmp_path):
     pool, requests, state = make_told_pool()
     dump_pool(tmp_path / "pool", pool, stream_state=state)
     loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
@@ -315,7 +315,7 @@ def test_tiers_are_told_what_was_said_of_loaded_blocks(tmp_path):
     assert len(tiers.tiers[0]) == 8
 
 
-def test_what_tiers_had_before_is_not_forgotten_by_readers(tmp_path):
+def test_loading_keeps_tier_blocks_known_to_readers(tmp_path):
     pool, requests, state = make_told_pool()
     dump_pool(tmp_path / "pool", pool, stream_state=state)
     tier = Tier(20)
@@ -324,7 +324,7 @@ def test_what_tiers_had_before_is_not_forgotten_by_readers(tmp_path):
     tiers = TieredCache(before, None, [tier], "through")
     blocks = before.get_new_blocks(2)
     before.cache_full_blocks(only_there, blocks, 0, 2, 4, 0)
-    before.colder_tiers = None  # the process ends, and the tier's folder is opened by the next one
+    before.lower_tiers = None  # the process ends; the next one opens the tier's folder
     del tiers
     loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
     TieredCache(loaded, None, [tier], enable_events=True)
@@ -334,7 +334,7 @@ def test_what_tiers_had_before_is_not_forgotten_by_readers(tmp_path):
     assert mirror.find_prefix(list(requests[0].block_hashes), medium="GPU") == {"engine": 3}
 
 
-def test_loaded_blocks_are_written_through_with_their_bytes(tmp_path):
+def test_loaded_blocks_are_written_through(tmp_path):
     pool, requests = make_pool()
     storage = KVStorage.allocate(10, 4, 1, 1, 2)
     for block in pool.blocks:
@@ -353,7 +353,7 @@ def test_loaded_blocks_are_written_through_with_their_bytes(tmp_path):
     assert sum(len(request.block_hashes) for request in requests) == 8
 
 
-def test_events_that_are_off_stay_off(tmp_path):
+def test_loading_publishes_nothing_with_events_off(tmp_path):
     pool, _, state = make_told_pool()
     dump_pool(tmp_path / "pool", pool, stream_state=state)
     loaded = BlockPool(10, True, 4)
@@ -361,7 +361,7 @@ def test_events_that_are_off_stay_off(tmp_path):
     assert loaded.kv_event_queue == []
 
 
-# ---- what is refused -------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------
 
 
 def refuse(error, path, pool, match, **options):
@@ -372,7 +372,7 @@ def refuse(error, path, pool, match, **options):
     check(pool)
 
 
-def test_pools_that_do_not_fit_are_refused(tmp_path):
+def test_unsuitable_pools_are_refused(tmp_path):
     path = tmp_path / "pool"
     pool, _ = make_pool()
     dump_pool(path, pool)
@@ -390,7 +390,7 @@ def test_pools_that_do_not_fit_are_refused(tmp_path):
     )
 
 
-def test_layouts_are_compared(tmp_path):
+def test_dump_of_another_layout_is_refused(tmp_path):
     path = tmp_path / "pool"
     pool, _ = make_pool()
     storage = KVStorage.allocate(10, 4, 2, 3, 8)
@@ -401,12 +401,12 @@ def test_layouts_are_compared(tmp_path):
     refuse(LayoutMismatchError, path, empty, "hash_algorithm is '' here", storage=storage)
     other = BlockLayout.describe(storage, 4, BlockHasher("sha256", seed="another", block_size=4))
     refuse(LayoutMismatchError, path, empty, "hash_seed is", storage=storage, layout=other)
-    refuse(LayoutMismatchError, path, empty, "what bytes and hashes mean was said when it was dumped")
-    refuse(PoolDumpError, path, empty, "there is no storage for them", layout=here)
+    refuse(LayoutMismatchError, path, empty, "a layout was given when it was dumped, but not now")
+    refuse(PoolDumpError, path, empty, "no storage was given", layout=here)
     wider = KVStorage.allocate(10, 4, 2, 3, 16)
     refuse(LayoutMismatchError, path, empty, "block_format is", storage=wider)
     refuse(
-        InvalidArgumentError, path, empty, "blocks of the layout are 768 bytes", storage=wider, layout=here
+        InvalidArgumentError, path, empty, "the layout has blocks of 768 bytes", storage=wider, layout=here
     )
     few = KVStorage.allocate(9, 4, 2, 3, 8)
     refuse(InvalidArgumentError, path, empty, "has 9 blocks, the pool 10", storage=few, layout=here)
@@ -418,11 +418,11 @@ def test_layouts_are_compared(tmp_path):
     refuse(LayoutMismatchError, path, empty, "hash_algorithm is", storage=storage)
     assert load_pool(path, empty, layout=here).num_blocks == 8
     dump_pool(path, pool)
-    refuse(LayoutMismatchError, path, BlockPool(10, True, 4), "now, and not when it was dumped", layout=here)
+    refuse(LayoutMismatchError, path, BlockPool(10, True, 4), "now, but not when it was dumped", layout=here)
 
 
 def make_small_file(path):
-    """Of each kind of record at least one."""
+    """Write a dump with at least one record of each kind."""
     pool = BlockPool(6, True, 4, enable_kv_cache_events=True)
     cache(pool, 0, 4)
     cache(pool, 0, 8)
@@ -443,7 +443,7 @@ def load_damaged(path, data):
     assert picture(pool) == before
 
 
-def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path):
+def test_truncated_dump_is_refused(tmp_path):
     make_small_file(tmp_path / "pool")
     whole = (tmp_path / "pool").read_bytes()
     for length in range(len(whole)):
@@ -452,7 +452,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("bit", [0, 7])
-def test_a_file_in_which_any_bit_is_wrong_is_refused(bit, tmp_path):
+def test_dump_with_a_flipped_bit_is_refused(bit, tmp_path):
     make_small_file(tmp_path / "pool")
     whole = (tmp_path / "pool").read_bytes()
     for place in range(len(whole)):
@@ -463,8 +463,8 @@ def test_a_file_in_which_any_bit_is_wrong_is_refused(bit, tmp_path):
     load_pool(tmp_path / "damaged", BlockPool(6, True, 4), storage=KVStorage.allocate(6, 4, 1, 1, 2))
 
 
-def test_records_in_another_order_or_left_out_are_refused(tmp_path):
-    """Each is whole, so no checksum of its own tells."""
+def test_reordered_or_missing_records_are_refused(tmp_path):
+    """Each record is valid by itself, so its own checksum does not detect this."""
     make_small_file(tmp_path / "pool")
     whole = (tmp_path / "pool").read_bytes()
     records, place = [], 16
@@ -482,22 +482,22 @@ def test_records_in_another_order_or_left_out_are_refused(tmp_path):
         load_damaged(tmp_path / "damaged", whole[:16] + b"".join(swapped))
 
 
-def test_what_is_no_dumped_pool_says_so(tmp_path):
+def test_file_that_is_not_a_dump_is_refused(tmp_path):
     pool = BlockPool(6, True, 4)
     refuse(PoolDumpError, tmp_path / "nothing", pool, "No such file")
     refuse(PoolDumpError, tmp_path, pool, "it is not a regular file")
     (tmp_path / "text").write_text("not a pool, but long enough for one to begin")
-    refuse(PoolDumpError, tmp_path / "text", pool, "is no dumped pool")
+    refuse(PoolDumpError, tmp_path / "text", pool, "is not a pool dump")
     make_small_file(tmp_path / "pool")
     data = bytearray((tmp_path / "pool").read_bytes())
     data[8] = 9
     (tmp_path / "newer").write_bytes(data)
-    refuse(PoolDumpError, tmp_path / "newer", pool, "written in version 9; this one reads versions 1, 2")
+    refuse(PoolDumpError, tmp_path / "newer", pool, "has format version 9; supported versions are 1, 2")
     with pytest.raises(PoolDumpError):
         read_header(tmp_path / "text")
 
 
-def test_a_dump_of_another_model_is_refused(tmp_path):
+def test_dump_of_another_model_is_refused(tmp_path):
     pool, _ = make_pool()
     storage = KVStorage.allocate(10, 4, 1, 1, 8, "float16")
     layouts = {
@@ -517,8 +517,8 @@ def test_a_dump_of_another_model_is_refused(tmp_path):
     load_pool(tmp_path / "one", empty, storage=storage, layout=layouts["one"])
 
 
-def test_a_dump_of_version_1_is_read_as_one_of_no_model(tmp_path):
-    """Version 1 had no model and no weights in its layout; the rest is as it was."""
+def test_version_1_dump_has_no_model(tmp_path):
+    """Version 1 had no model and no weights in its layout; the rest is unchanged."""
     pool, requests = make_pool()
     storage = KVStorage.allocate(10, 4, 1, 1, 8, "float16")
     dump_pool(tmp_path / "pool", pool, storage=storage)
@@ -536,20 +536,20 @@ def test_a_dump_of_version_1_is_read_as_one_of_no_model(tmp_path):
 # ---- files -----------------------------------------------------------------------------------------
 
 
-def test_only_the_owner_can_read_the_file_and_nothing_else_is_left(tmp_path):
+def test_dump_is_private_and_leaves_no_other_file(tmp_path):
     make_small_file(tmp_path / "pool")
     make_small_file(tmp_path / "pool")
     assert (tmp_path / "pool").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["pool"]
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path):
+def test_dump_into_a_missing_folder_raises(tmp_path):
     pool, _ = make_pool()
     with pytest.raises(TierError, match=r"nothing was dumped to .*: No such file"):
         dump_pool(tmp_path / "no" / "pool", pool)
 
 
-def test_a_state_that_can_not_be_read_leaves_the_old_file(tmp_path):
+def test_failing_stream_state_leaves_the_old_dump(tmp_path):
     class Broken:
         def iter_snapshot(self):
             def fail():
@@ -601,7 +601,7 @@ def run_python(code, *arguments, **options):
     )
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path):
+def test_full_disk_leaves_the_old_dump(tmp_path):
     told = run_python(FULL_DISK, tmp_path / "pool").stdout.splitlines()
     assert told == [f"nothing was dumped to {tmp_path / 'pool'}: File too large", "True ['pool']"]
 
@@ -621,7 +621,7 @@ for number in itertools.count():
 
 
 @pytest.mark.parametrize("num_dumps", [1, 2, 5, 9])
-def test_a_process_that_is_killed_while_it_dumps_leaves_a_whole_file(num_dumps, tmp_path):
+def test_process_killed_while_dumping_leaves_a_complete_file(num_dumps, tmp_path):
     path = tmp_path / "pool"
     process = subprocess.Popen(
         [sys.executable, "-c", DUMPING_FOR_EVER, str(path)],
@@ -638,7 +638,7 @@ def test_a_process_that_is_killed_while_it_dumps_leaves_a_whole_file(num_dumps, 
     done = load_pool(path, pool, storage=storage)
     loaded = [storage.read_block(block_id) for block_id in done.new_ids.tolist()]
     wanted = []
-    for number in (last, last + 1):  # the last one that was told, or one that was not told any more
+    for number in (last, last + 1):  # the last one printed, or one more
         written = KVStorage.allocate(10, 4, 2, 3, 8)
         fill(written, number)
         wanted.append([written.read_block(block_id) for block_id in done.old_ids.tolist()])
@@ -648,7 +648,7 @@ def test_a_process_that_is_killed_while_it_dumps_leaves_a_whole_file(num_dumps, 
 # ---- managers, the adapter, other processes ---------------------------------------------------------
 
 
-def test_a_manager_over_a_loaded_pool_hits(tmp_path):
+def test_manager_hits_blocks_of_a_loaded_pool(tmp_path):
     pool = BlockPool(20, True, 4)
     manager = KVCacheManager(pool)
     request = make_request("r", 0, 30)
@@ -663,7 +663,7 @@ def test_a_manager_over_a_loaded_pool_hits(tmp_path):
     check(again)
 
 
-def test_the_adapter_dumps_and_loads_with_its_storage(tmp_path):
+def test_adapter_dumps_and_loads_its_pool(tmp_path):
     def make():
         storage = KVStorage.allocate(21, 4, 1, 1, 2)
         return GPUKVPool(20, 4, storage=storage, enable_kv_cache_events=True), storage
@@ -704,7 +704,7 @@ for first, num_tokens in ((0, 12), (100, 8), (200, 12)):
 """
 
 
-def test_another_process_has_the_same_bytes_for_the_same_tokens(tmp_path):
+def test_another_process_loads_the_same_bytes(tmp_path):
     pool, requests = make_pool()
     storage = KVStorage.allocate(10, 4, 2, 3, 8)
     fill(storage)

@@ -1,4 +1,4 @@
-"""Dumps that are not what they should be, damaged or made to order: a typed error, and the pool as it was."""
+"""Damaged or crafted dumps raise a typed error and leave the pool unchanged."""
 
 import random
 from contextlib import suppress
@@ -23,7 +23,7 @@ HASHER = BlockHasher("sha256", block_size=4)
 
 
 def make_file(path, storage):
-    """A dump with copies of a key, blocks in use, tokens and bytes."""
+    """Write a dump with copies of a key, blocks in use, tokens and bytes."""
     pool = BlockPool(10, True, 4, enable_kv_cache_events=True)
     state = StreamState()
     for first in (0, 0, 100):
@@ -45,7 +45,7 @@ def dumped(request, tmp_path_factory):
 
 
 def try_to_load(path, storage, kind):
-    """Load it; nothing but a KVPoolError may come of it, and nothing may have changed then."""
+    """Load a dump. It may only raise a KVPoolError, and then nothing may have changed."""
     pool = kind(12, True, 4, enable_kv_cache_events=True)
     room = None if storage is None else BlockStorage.wrap_state([np.zeros((12, 16), np.uint8)])
     if storage is None:
@@ -65,7 +65,7 @@ def try_to_load(path, storage, kind):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_a_damaged_dump_is_refused(tmp_path, dumped, seed):
+def test_damaged_dump_is_refused(tmp_path, dumped, seed):
     rng = random.Random(seed)
     data, storage = dumped
     (tmp_path / "pool").write_bytes(damage(rng, data))
@@ -73,7 +73,7 @@ def test_a_damaged_dump_is_refused(tmp_path, dumped, seed):
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_a_crafted_dump_is_refused_or_loaded_whole(tmp_path, dumped, seed):
+def test_crafted_dump_is_refused_or_loaded_completely(tmp_path, dumped, seed):
     rng = random.Random(seed)
     data, storage = dumped
     records = split_records(data)

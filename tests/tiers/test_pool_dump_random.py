@@ -1,4 +1,4 @@
-"""Random lives of pools, dumped again and again: what is loaded against a scan of what was dumped."""
+"""Random pools, dumped repeatedly: the loaded pool is compared with a scan of the dumped one."""
 
 import random
 
@@ -23,14 +23,14 @@ NUM_STEPS = 160
 
 
 def scan(pool):
-    """The cached blocks as one list, the next to be evicted first: (primary key, tokens, all keys), ids.
+    """Return the cached blocks, the next to be evicted first: (primary key, tokens, all keys), and ids.
 
-    And for each key the place of the block that is found by it.
+    Also return, for each key, the position of the block that a look-up finds.
     """
     carried, first = {}, {}
     for key, entry in pool.cached_block_hash_to_block._cache.items():
         copies = [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())
-        # Of pools whose map was edited by hand, what both sides agree on.
+        # If the map was edited by hand, count only what map and blocks agree on.
         secondary = pool.cached_block_hashes_by_block
         ours = [
             block
@@ -73,11 +73,11 @@ def check_loaded(pool, loaded, done):
         assert new_first.get(key, []) == [new_of[block_id] for block_id in ids if block_id in new_of]
     assert loaded.get_num_free_blocks() == loaded.num_gpu_blocks - 1
     cached = [block.block_hash is not None for block in loaded.free_block_queue.get_all_free_blocks()]
-    assert cached == sorted(cached)  # what is empty goes first
+    assert cached == sorted(cached)  # empty blocks come first
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_a_pool_has_lived_through_is_loaded_as_it_was(seed, tmp_path):
+def test_random_pool_is_loaded_unchanged(seed, tmp_path):
     schedule = PoolSchedule(seed)
     options = schedule.options
     side = PoolSide(kv_pool, options)
@@ -105,7 +105,7 @@ def test_whatever_a_pool_has_lived_through_is_loaded_as_it_was(seed, tmp_path):
 
 
 class LivingEngine(LivingPool):
-    """A pool with a publisher's state, a reader, and bytes that say which key a block was cached under."""
+    """A pool with a publisher's state, a reader, and bytes that identify the key a block was cached under."""
 
     def __init__(self, seed, num_blocks):
         super().__init__(seed, num_blocks)
@@ -116,7 +116,7 @@ class LivingEngine(LivingPool):
         self.state, self.mirror = StreamState(), PrefixMirror()
 
     def restart(self, path, num_blocks):
-        """The old pool's life goes on in a new one."""
+        """Continue with a new pool loaded from a dump of the old one."""
         dump_pool(path, self.pool, storage=self.storage, stream_state=self.state)
         super().__init__(self.rng.randrange(2**30), num_blocks)
         next_sequence = self.state.last_sequence + 1
@@ -137,7 +137,7 @@ class LivingEngine(LivingPool):
 
     def check(self):
         invariants.check(self.pool)
-        assert self.mirror.state_of("engine") == pool_map(self.pool)
+        assert self.mirror.get_blocks("engine") == pool_map(self.pool)
         for block in self.pool.blocks:
             if block.block_hash is not None:
                 assert self.storage.read_block(block.block_id) == self.expect(block)
@@ -147,7 +147,7 @@ class LivingEngine(LivingPool):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_an_engine_that_restarts_again_and_again_loses_and_invents_nothing(seed, tmp_path):
+def test_engine_with_many_restarts_keeps_its_blocks(seed, tmp_path):
     rng = random.Random(seed)
     engine = LivingEngine(seed, 40)
     for _ in range(6):

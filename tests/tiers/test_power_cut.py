@@ -1,7 +1,7 @@
-"""A disk tier after a power cut: forgotten blocks stay away, and what is found is right.
+"""A disk tier after a power failure: forgotten blocks stay away, and all found blocks are valid.
 
-A life of a tier is recorded write by write. At each crash point the folder is opened as it may be then: with
-any of the writes that were not made durable, and without the others.
+The tests record a tier's writes. At each crash point they open every possible state of the folder: with any
+subset of the writes that were not made durable.
 """
 
 import os
@@ -18,7 +18,7 @@ CAPACITY = 5
 
 
 class Life:
-    """A tier, its device, and what was forgotten and not put again."""
+    """A tier, its device, and the keys that were forgotten and not put again."""
 
     def __init__(self, folder):
         self.device = Device(len(KEYS))
@@ -41,7 +41,7 @@ class Life:
         keys = self.tier.touch([KEYS[number] for number in numbers])
         self.forgotten.difference_update(keys)
         with self.log.record():
-            self.tier.remove(self.tier.list_next_out(len(self.tier) + len(keys) - CAPACITY))
+            self.tier.remove(self.tier.list_next_evicted(len(self.tier) + len(keys) - CAPACITY))
             self.tier.put(keys, self.device.storage, [KEYS.index(key) for key in keys])
 
     def remove(self, numbers):
@@ -64,7 +64,7 @@ class Life:
             os.fsync(self.tier._files._blocks)
 
     def check_crashes(self, rng, max_states):
-        """Open what may be there after a power cut now; how many states that were."""
+        """Open the possible states after a power failure now. Return their number."""
         num_states = 0
         for state in self.log.list_states(rng, max_states):
             shutil.rmtree(self.crashed, ignore_errors=True)
@@ -85,7 +85,7 @@ class Life:
         return num_states
 
 
-def test_a_key_evicted_before_it_was_forgotten_does_not_return(tmp_path):
+def test_key_evicted_before_forget_does_not_return(tmp_path):
     life = Life(tmp_path)
     life.put([0, 1])
     life.sync()
@@ -95,7 +95,7 @@ def test_a_key_evicted_before_it_was_forgotten_does_not_return(tmp_path):
     assert life.tier.list_keys() == [KEYS[1]]
 
 
-def test_a_key_that_an_earlier_process_evicted_does_not_return(tmp_path):
+def test_key_evicted_by_an_earlier_process_does_not_return(tmp_path):
     life = Life(tmp_path)
     life.put([0, 1])
     life.sync()
@@ -105,7 +105,7 @@ def test_a_key_that_an_earlier_process_evicted_does_not_return(tmp_path):
     life.check_crashes(make_rng(0), 64)
 
 
-def test_a_key_in_a_slot_that_was_used_again_does_not_return(tmp_path):
+def test_forgotten_key_of_a_reused_slot_does_not_return(tmp_path):
     life = Life(tmp_path)
     life.put([0, 1, 2, 3, 4])
     life.sync()
@@ -115,7 +115,7 @@ def test_a_key_in_a_slot_that_was_used_again_does_not_return(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_power_cut_brings_back_what_was_forgotten(tmp_path, seed):
+def test_power_cut_does_not_restore_forgotten_keys(tmp_path, seed):
     rng = make_rng(seed)
     life = Life(tmp_path)
     num_states = 0
@@ -126,7 +126,7 @@ def test_no_power_cut_brings_back_what_was_forgotten(tmp_path, seed):
                 life.put(numbers)
             case "remove":
                 life.remove(numbers)
-            case "forget":  # half of the time what is not in the tier any more
+            case "forget":  # half of the time, keys that have left the tier
                 gone = [number for number, key in enumerate(KEYS) if key not in life.tier]
                 life.forget(gone if rng.random() < 0.5 else numbers)
             case "clear":

@@ -1,4 +1,4 @@
-"""What every tier promises: one contract for all, in host memory and on disk, raw, encoded, without bytes."""
+"""Contract tests for all tiers: host memory and disk, raw and encoded, and without bytes."""
 
 import random
 
@@ -19,7 +19,7 @@ A, B, C, D, E = (make_key(name) for name in "ABCDE")
 
 
 class Handled:
-    """A tier with a device beside it; keys go in and come out by way of the device's blocks."""
+    """A tier and a device; blocks are put from and read into the device's blocks."""
 
     def __init__(self, kind, folder, capacity):
         self.device = Device()
@@ -33,13 +33,13 @@ class Handled:
         return self.tier.put(keys, self.device.storage, range(len(keys)))
 
     def read(self, *keys):
-        """The keys that were read, with the right bytes."""
+        """Read the keys and verify their bytes. Return the keys that were read."""
         read = self.tier.read(keys)
         if self.tier.has_bytes and read.keys:
             places = list(enumerate(read.block_ids))
             read.storage.copy_to(self.device.storage, [(block_id, 8 + target) for target, block_id in places])
             for place, key in enumerate(read.keys):
-                assert self.device.holds(8 + place, key), "other bytes than were put"
+                assert self.device.holds(8 + place, key), "the bytes differ from those put"
         return list(read.keys)
 
 
@@ -50,39 +50,39 @@ def handled(request, tmp_path):
     handled.tier.close()
 
 
-def test_what_was_put_is_read_as_it_was(handled):
+def test_put_blocks_are_read_unchanged(handled):
     assert handled.put(A, B, C) == [A, B, C]
     assert handled.read(C, A) == [C, A]
     assert (A in handled.tier, D in handled.tier, len(handled.tier)) == (True, False, 3)
 
 
-def test_those_used_longest_ago_go_next(handled):
+def test_least_recently_used_keys_are_evicted_next(handled):
     handled.put(A, B, C)
     assert handled.tier.touch([A, D, D, E]) == [D, E]
     assert handled.tier.list_keys() == [B, C, A]
-    assert handled.tier.list_next_out(2) == [B, C]
-    assert handled.tier.list_next_out(9) == [B, C, A]
-    assert handled.tier.list_next_out(0) == []
+    assert handled.tier.list_next_evicted(2) == [B, C]
+    assert handled.tier.list_next_evicted(9) == [B, C, A]
+    assert handled.tier.list_next_evicted(0) == []
 
 
-def test_reading_is_not_using(handled):
+def test_reading_does_not_mark_as_used(handled):
     handled.put(A, B)
     handled.read(A)
-    assert handled.tier.list_next_out(1) == [A]
+    assert handled.tier.list_next_evicted(1) == [A]
 
 
-def test_what_is_held_does_not_go(handled):
+def test_held_keys_are_not_evicted(handled):
     handled.put(A, B, C)
     handled.tier.hold([A, B])
     handled.tier.hold([A])
-    assert handled.tier.list_next_out(2) == [C]
+    assert handled.tier.list_next_evicted(2) == [C]
     handled.tier.release([A, B])
-    assert handled.tier.list_next_out(2) == [B, C]
+    assert handled.tier.list_next_evicted(2) == [B, C]
     handled.tier.release([A])
-    assert handled.tier.list_next_out(2) == [A, B]
+    assert handled.tier.list_next_evicted(2) == [A, B]
 
 
-def test_what_is_removed_is_gone_and_its_place_is_used_again(handled):
+def test_slots_of_removed_keys_are_reused(handled):
     handled.put(A, B, C, D)
     assert handled.tier.remove([B, B, E]) == [B]
     assert handled.tier.forget([D]) == [D]
@@ -92,7 +92,7 @@ def test_what_is_removed_is_gone_and_its_place_is_used_again(handled):
     invariants.check_tier(handled.tier)
 
 
-def test_after_clear_nothing_is_there(handled):
+def test_clear_removes_all_keys(handled):
     handled.put(A, B)
     handled.tier.clear()
     assert (len(handled.tier), handled.tier.list_keys()) == (0, [])
@@ -100,7 +100,7 @@ def test_after_clear_nothing_is_there(handled):
     assert handled.read(B) == [B]
 
 
-def test_statistics_say_what_happened(handled):
+def test_statistics_count_blocks(handled):
     handled.put(A, B, C)
     handled.read(A, B)
     handled.tier.remove([A])
@@ -117,13 +117,13 @@ def test_statistics_say_what_happened(handled):
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5])
-def test_a_tier_has_room_for_a_block(capacity):
+def test_capacity_must_be_a_positive_integer(capacity):
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         Tier(capacity)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_without_bytes_do_not_go_where_bytes_are_kept(kind, tmp_path):
+def test_tier_with_bytes_rejects_keys_without_blocks(kind, tmp_path):
     tier = make_tier(kind, Device(), tmp_path, 4)
     with pytest.raises(InvalidArgumentError, match="0 blocks for 1 keys"):
         tier.put([A])
@@ -132,8 +132,8 @@ def test_blocks_without_bytes_do_not_go_where_bytes_are_kept(kind, tmp_path):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["index", *KINDS])
-def test_a_tier_does_what_a_list_does(kind, seed, tmp_path):
-    """The model: a list of keys, those used last at the end."""
+def test_tier_matches_a_list_model(kind, seed, tmp_path):
+    """The model is a list of keys, the most recently used last."""
     rng = random.Random(seed)
     handled = Handled(kind, tmp_path / "tier", 6)
     tier, model, held = handled.tier, [], []
@@ -146,7 +146,7 @@ def test_a_tier_does_what_a_list_does(kind, seed, tmp_path):
             assert new == [key for key in some if key not in model]
             known = [key for key in some if key in model]
             model = [key for key in model if key not in known] + known
-            out = tier.list_next_out(len(model) + len(new) - 6)
+            out = tier.list_next_evicted(len(model) + len(new) - 6)
             assert out == [key for key in model if key not in held][: max(0, len(model) + len(new) - 6)]
             tier.remove(out)
             model = [key for key in model if key not in out]
@@ -180,7 +180,7 @@ def test_a_tier_does_what_a_list_does(kind, seed, tmp_path):
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 @pytest.mark.parametrize("name", ["raw", "int8", "low_rank:0.5"])
-def test_blocks_come_back_as_their_format_decodes_them(kind, name, tmp_path):
+def test_stored_blocks_are_read_as_their_format_decodes_them(kind, name, tmp_path):
     storage = KVStorage.allocate(6, block_size=4, num_layers=2, num_kv_heads=2, head_size=8)
     rng = np.random.default_rng(0)
     for tensor in storage.tensors:

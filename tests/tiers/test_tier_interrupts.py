@@ -1,4 +1,4 @@
-"""Calls of tiers that a signal handler breaks off: nothing is wrong, leaked or told falsely."""
+"""Tier calls interrupted by a signal handler's exception leave no wrong state, leaks or wrong events."""
 
 import contextlib
 import itertools
@@ -16,10 +16,10 @@ from kv_pool.tiers import invariants
 
 
 class Tiering:
-    """One request runs; the blocks of others are on the device, in host memory and on disk.
+    """An engine with a running request; blocks of others are on the device, in host memory and on disk.
 
     Args:
-        before: what is done before the call, without an interrupt.
+        before: a method to run before the call, without an interrupt.
     """
 
     def __init__(self, folder, before=None, **options):
@@ -45,12 +45,12 @@ class Tiering:
     # ---- calls -----------------------------------------------------------------------------------
 
     def admit(self, name="a"):
-        self.engine.read_back.admit(self.requests[name])
+        self.engine.onboarder.admit(self.requests[name])
 
     def make_plan(self):
-        read_back, request = self.engine.read_back, self.requests["a"]
+        onboarder, request = self.engine.onboarder, self.requests["a"]
         prefix = self.engine.manager.get_computed_blocks(request)
-        self.plan = read_back.plan_read_back(request, read_back.find_prefix(request, prefix), prefix)
+        self.plan = onboarder.plan_onboard(request, onboarder.find_prefix(request, prefix), prefix)
 
     def load(self):
         self.make_plan()
@@ -87,14 +87,14 @@ class Tiering:
         self.engine.manager.reset_prefix_cache()
 
     def prefetch(self):
-        self.engine.read_back.prefetch(self.requests["a"])
+        self.engine.onboarder.prefetch(self.requests["a"])
 
     def prefetch_and_wait(self):
         self.prefetch()
         assert self.engine.cache.wait_for_prefetch(9.0)
 
     def compute_more(self):
-        """Blocks that the next flush writes through."""
+        """Compute blocks that the next flush writes through."""
         request = self.requests["e"]
         request.append_output_token_ids([5] * 6)
         self.engine.grow(request, 6)
@@ -109,8 +109,8 @@ class Tiering:
         engine = self.engine
         for block in getattr(self, "taken", ()):
             engine.pool.free_blocks([block])
-        # The next calls.
-        engine.read_back.list_open_plans()
+        # Later calls must work.
+        engine.onboarder.list_open_plans()
         engine.cache.list_indexes()
         with contextlib.suppress(KVPoolError):
             engine.manager.allocate_slots(self.requests["e"], 0)
@@ -121,7 +121,7 @@ class Tiering:
             assert not any(key in engine.cache for key in self.wrong)
         engine.cache.flush()
         self.check_state()
-        for plan in engine.read_back.list_open_plans():
+        for plan in engine.onboarder.list_open_plans():
             (plan.commit if plan.load() else plan.abort)()
             if plan.state.value == "committed":
                 self.requests[plan.request_id].num_computed_tokens = plan.num_computed_tokens
@@ -143,8 +143,8 @@ class Tiering:
 
     def check_state(self):
         engine = self.engine
-        invariants.check(engine.read_back)
-        plans = engine.read_back.list_open_plans()
+        invariants.check(engine.onboarder)
+        plans = engine.onboarder.list_open_plans()
         named = Counter(block for plan in plans for block in plan.list_blocks())
         for name in engine.manager.list_request_ids():
             named.update(engine.manager.get_table(name).blocks)
@@ -155,7 +155,7 @@ class Tiering:
         self.check_events()
 
     def check_events(self):
-        """The events say of each medium which keys are there."""
+        """Verify that the events describe the keys of each medium."""
         engine = self.engine
         self.told += engine.pool.take_events()
         there = set()
@@ -207,7 +207,7 @@ def make_maker(folder, before, options):
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("admit", "evict") else name for name in CALLS],
 )
-def test_an_interrupt_at_any_moment_loses_nothing(name, tmp_path):
+def test_interrupted_call_is_completed(name, tmp_path):
     before, call, options = CALLS[name]
     tried, broken = interrupt_everywhere(make_maker(tmp_path, before, options), call, Tiering.check)
     assert tried > 0
@@ -215,7 +215,7 @@ def test_an_interrupt_at_any_moment_loses_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_in_the_recovery_loses_nothing(name, tmp_path):
+def test_interrupted_recovery_is_completed(name, tmp_path):
     before, call, options = CALLS[name]
     make = make_maker(tmp_path, before, options)
     tried, broken = interrupt_twice_at_random(make, call, Tiering.check, random.Random(name), 25)

@@ -1,4 +1,4 @@
-"""What tiers tell the world, what they do without bytes, and which damage their invariants notice."""
+"""Tests of `TieredCache`: events, tiers without bytes, pool operations, and its invariant checks."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def make_cache(num_blocks, *capacities, events=True, **options):
 
 
 def cache_request(cache, name, tokens, **options):
-    """A request whose full blocks are cached, and free."""
+    """Return a request whose full blocks are cached and free."""
     request = Request(name, tokens, HASHER, **options)
     num_blocks = len(request.block_hashes)
     blocks = cache.block_pool.get_new_blocks(num_blocks)
@@ -56,7 +56,7 @@ def names_of(request):
     return [make_external_block_hash(block_hash) for block_hash in request.block_hashes]
 
 
-def test_what_goes_down_is_told_parents_first_with_tokens_and_before_what_it_leaves():
+def test_offload_events_have_tokens_and_precede_removals():
     cache = make_cache(3, 9)
     request = cache_request(cache, "a", range(100, 112), cache_salt="tenant", session_id="s1")
     names = names_of(request)
@@ -78,7 +78,7 @@ def test_what_goes_down_is_told_parents_first_with_tokens_and_before_what_it_lea
     assert removed == [BlockRemoved([name], "GPU", 0) for name in reversed(names)]
 
 
-def test_a_block_in_the_middle_is_told_with_its_parent():
+def test_event_of_a_middle_block_names_its_parent():
     cache = make_cache(3, 9)
     request = cache_request(cache, "a", range(100, 112))
     cache.block_pool.take_events()
@@ -91,7 +91,7 @@ def test_a_block_in_the_middle_is_told_with_its_parent():
     assert removed == BlockRemoved([name], "GPU", 0)
 
 
-def test_what_goes_on_down_is_stored_there_before_it_is_removed_here():
+def test_move_to_the_next_tier_stores_before_it_removes():
     cache = make_cache(2, 1, 1)
     a, b = (cache_request(cache, name, [number] * 4) for number, name in enumerate("ab"))
     cache.block_pool.take_events()
@@ -109,7 +109,7 @@ def test_what_goes_on_down_is_stored_there_before_it_is_removed_here():
     ]
 
 
-def test_a_reset_is_told_once():
+def test_reset_publishes_one_clear():
     cache = make_cache(2, 4)
     cache_request(cache, "a", range(8))
     blocks = cache.block_pool.get_new_blocks(2)
@@ -120,7 +120,7 @@ def test_a_reset_is_told_once():
     assert len(cache.tiers[0]) == 0
 
 
-def test_forgotten_blocks_and_closed_tiers_are_told():
+def test_forget_and_close_publish_removals():
     cache = make_cache(2, 4)
     request = cache_request(cache, "a", range(8))
     cache.block_pool.get_new_blocks(2)
@@ -133,10 +133,10 @@ def test_forgotten_blocks_and_closed_tiers_are_told():
         BlockRemoved([second], "CPU", 0),
         BlockRemoved([first], "CPU", 0),
     ]
-    assert cache.block_pool.colder_tiers is None
+    assert cache.block_pool.lower_tiers is None
 
 
-def test_blocks_that_were_there_before_are_told_by_name_alone(tmp_path):
+def test_blocks_of_a_reopened_folder_are_published_by_hash(tmp_path):
     engine = TierEngine(tmp_path, num_blocks=4, num_host_blocks=1, events=True)
     for number in range(3):
         engine.compute(request := engine.make_request(f"r{number}", [number] * 9))
@@ -154,23 +154,23 @@ def test_blocks_that_were_there_before_are_told_by_name_alone(tmp_path):
         assert (event.medium, event.kv_cache_spec_kind) == ("STORAGE", "full_attention")
 
 
-def test_what_is_told_of_blocks_is_forgotten_with_them():
+def test_event_data_of_lost_blocks_is_dropped():
     cache = make_cache(4, 3)
     for number in range(40):
         cache_request(cache, f"r{number}", [number] * 8)
     assert len(cache._events._labels) <= 2 * (5 + 3) + 2
 
 
-def test_no_events_unless_they_are_wanted():
+def test_tier_events_are_off_by_default():
     cache = make_cache(2, 4, events=False)
     cache_request(cache, "a", range(8))
     cache.block_pool.get_new_blocks(2)
     assert cache.block_pool.take_events() == []
-    with pytest.raises(InvalidArgumentError, match="the pool has none"):
+    with pytest.raises(InvalidArgumentError, match="enable_kv_cache_events is off"):
         TieredCache(BlockPool(4, True, 4), None, [Tier(4)], enable_events=True)
 
 
-def test_blocks_without_bytes_are_written_through_at_once():
+def test_write_through_without_bytes_is_immediate():
     cache = make_cache(4, 9, write="through")
     cache_request(cache, "a", range(8))
     assert len(cache.tiers[0]) == 2
@@ -178,7 +178,7 @@ def test_blocks_without_bytes_are_written_through_at_once():
     assert cache.get_statistics()[0].num_stored == 2
 
 
-def test_reading_ahead_without_bytes_is_done_at_once():
+def test_prefetch_without_bytes_is_immediate():
     cache = make_cache(1, 2, 9)
     for number in range(4):
         cache_request(cache, f"r{number}", [number] * 4)
@@ -191,7 +191,7 @@ def test_reading_ahead_without_bytes_is_done_at_once():
 
 
 def make_disk_cache(folder):
-    """A host tier above a disk tier that has the block of this key; the pool has it, too."""
+    """Return a host tier above a disk tier that has the block of this key; the pool has it, too."""
     pool = BlockPool(4, True, 4, True)
     storage = BlockStorage.wrap_state([np.zeros((4, 16), np.uint8)])
     disk = DiskTier(folder, 9, BlockLayout.describe(storage, 4, HASHER))
@@ -203,7 +203,7 @@ def make_disk_cache(folder):
     return cache, disk, key
 
 
-def test_wrong_content_that_a_disk_keeps_is_raised_by_the_next_flush(tmp_path):
+def test_flush_raises_if_wrong_content_is_not_wiped(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     manager = KVCacheManager(cache.block_pool)
     block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
@@ -219,7 +219,7 @@ def test_wrong_content_that_a_disk_keeps_is_raised_by_the_next_flush(tmp_path):
     cache.close()
 
 
-def test_a_reset_that_a_disk_does_not_take_is_raised_by_the_next_flush(tmp_path):
+def test_flush_raises_if_a_reset_fails_on_disk(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     with failing_writes(disk):
         assert KVCacheManager(cache.block_pool).reset_prefix_cache()
@@ -229,7 +229,7 @@ def test_a_reset_that_a_disk_does_not_take_is_raised_by_the_next_flush(tmp_path)
     cache.close()
 
 
-def test_all_tiers_forget_before_the_error_of_one_is_raised(tmp_path):
+def test_forget_tries_all_tiers_before_it_raises(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
     cache.tiers[0].put([key], cache.storage, [block.block_id])
@@ -240,7 +240,7 @@ def test_all_tiers_forget_before_the_error_of_one_is_raised(tmp_path):
     cache.close()
 
 
-def test_reading_ahead_without_a_thread_reads_nothing_and_harms_nothing(tmp_path):
+def test_prefetch_without_a_thread_is_skipped(tmp_path):
     cache, _, key = make_disk_cache(tmp_path)
     with no_new_threads():
         assert cache.prefetch("r", [key]) == 0
@@ -249,7 +249,7 @@ def test_reading_ahead_without_a_thread_reads_nothing_and_harms_nothing(tmp_path
     cache.close()
 
 
-def test_blocks_that_a_retention_gives_up_go_to_the_tiers():
+def test_blocks_released_by_retention_are_offloaded():
     now = [0.0]
     pool = BlockPool(5, True, 4)
     retention = BlockRetention(pool, clock=lambda: now[0])
@@ -275,51 +275,51 @@ def test_blocks_that_a_retention_gives_up_go_to_the_tiers():
         ),
         ("X3", lambda cache: cache.tiers[0]._slots._free.append(0)),
         ("X4", lambda cache: cache.tiers[1]._files.wipe(0)),
-        ("X5", lambda cache: setattr(cache.block_pool, "colder_tiers", None)),
+        ("X5", lambda cache: setattr(cache.block_pool, "lower_tiers", None)),
         ("X6", lambda cache: setattr(cache, "_unwritten", dict.fromkeys([b"k"], (cache, 0)))),
     ],
 )
-def test_damage_is_noticed_and_named(tmp_path, number, damage):
+def test_invariant_checks_name_the_damage(tmp_path, number, damage):
     engine = TierEngine(tmp_path, num_host_blocks=2)
     for first in range(4):
         engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
         engine.manager.free(request)
-    invariants.check(engine.read_back)
+    invariants.check(engine.onboarder)
     engine.cache._written = dict.fromkeys([b"k"], (engine.cache, 0))
     damage(engine.cache)
     with pytest.raises(AssertionError, match=number):
-        invariants.check(engine.read_back)
+        invariants.check(engine.onboarder)
 
 
 @pytest.mark.parametrize(
     ("number", "damage"),
     [
-        ("X7", lambda engine, plan: engine.read_back._open_plans.by_request.update(other=plan)),
+        ("X7", lambda engine, plan: engine.onboarder._open_plans.by_request.update(other=plan)),
         ("X8", lambda engine, plan: engine.pool.touch(plan.list_blocks()[:1])),
         ("X9", lambda engine, plan: engine.cache.hold(plan.keys[:1])),
     ],
 )
-def test_a_plan_that_is_not_as_it_should_be_is_noticed(tmp_path, number, damage):
+def test_invariant_checks_name_a_damaged_plan(tmp_path, number, damage):
     engine = TierEngine(tmp_path)
     for first in range(4):
         engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
         engine.manager.free(request)
     request = engine.make_request("again", [0] * 17)
-    plan = engine.read_back.plan_read_back(request, engine.read_back.find_prefix(request))
-    invariants.check(engine.read_back)
+    plan = engine.onboarder.plan_onboard(request, engine.onboarder.find_prefix(request))
+    invariants.check(engine.onboarder)
     damage(engine, plan)
     with pytest.raises(AssertionError, match=number):
-        invariants.check(engine.read_back)
+        invariants.check(engine.onboarder)
 
 
 def make_bytes(pool):
-    """An array with room for the hash of each block, and a storage over it."""
+    """Return an array with one hash per block, and a storage over it."""
     content = np.zeros((pool.num_gpu_blocks, 32), np.uint8)
     return content, BlockStorage.wrap_state([content])
 
 
 def cache_bytes(cache, content, name, tokens):
-    """A step that fills blocks."""
+    """Run a step that fills and caches blocks."""
     request, pool = Request(name, tokens, HASHER), cache.block_pool
     blocks = pool.get_new_blocks(len(request.block_hashes))
     pool.cache_full_blocks(request, blocks, 0, len(blocks), 4, 0)
@@ -335,7 +335,7 @@ def check_bytes(cache, tier):
         assert read.storage.read_block(block_id) == key[:32]
 
 
-def test_a_block_that_is_cut_off_is_copied_out_before():
+def test_shrinking_a_pool_offloads_removed_blocks():
     pool = RunBlockPool(9, True, 4)
     content, storage = make_bytes(pool)
     cache = TieredCache(pool, storage, [HostTier(8, storage)])
@@ -351,8 +351,8 @@ def test_a_block_that_is_cut_off_is_copied_out_before():
 
 
 @pytest.mark.parametrize("make_pool", [BlockPool, RunBlockPool])
-def test_a_pool_that_shrinks_has_the_pending_bytes_of_removed_blocks_copied_out(make_pool):
-    """A flush read above the end of the pool: only `compaction.shrink` copied these bytes out before."""
+def test_shrinking_a_pool_offloads_pending_blocks(make_pool):
+    """A flush read beyond the end of the pool; only `compaction.shrink` offloaded these bytes first."""
     pool = make_pool(9, True, 4)
     content, storage = make_bytes(pool)
     cache = TieredCache(pool, storage, [HostTier(8, storage)])
@@ -362,13 +362,13 @@ def test_a_pool_that_shrinks_has_the_pending_bytes_of_removed_blocks_copied_out(
     pool.free_blocks(taken)
     pool.shrink(4) if make_pool is RunBlockPool else pool.remove_last_blocks(4)
     assert cache.list_pending() == []
-    content[5:] = 0  # they are another's now
+    content[5:] = 0  # another owner overwrites them
     cache.flush()
     assert (len(cache.tiers[0]), cache.num_dropped) == (8, 0)
     check_bytes(cache, cache.tiers[0])
 
 
-def test_a_compaction_does_not_overwrite_what_is_pending():
+def test_compaction_offloads_pending_blocks_first():
     pool = RunBlockPool(9, True, 4)
     content, storage = make_bytes(pool)
     cache = TieredCache(pool, storage, [HostTier(8, storage)])
@@ -383,7 +383,7 @@ def test_a_compaction_does_not_overwrite_what_is_pending():
     check_bytes(cache, cache.tiers[0])
 
 
-def test_a_swap_does_not_overwrite_what_is_pending():
+def test_swap_offloads_pending_blocks_first():
     pool = BlockPool(9, True, 4)
     host_pool = BlockPool(20, True, 4, medium="CPU")
     content, storage = make_bytes(pool)

@@ -1,9 +1,9 @@
-"""Random lives of requests over a device, host memory and a disk that are all too small for them.
+"""Random requests over a device, a host tier and a disk tier that are all too small for them.
 
-Every byte is moved by the real storages and files. After each step every request reads its own tokens,
-whatever can be hit anywhere is what its key promises, the tiers have what lists of keys say, and mirrors of
-the events know what is where. Meanwhile the tiers are restarted, blocks on disk are damaged, blocks are found
-wrong, the prefix cache is reset, and plans stay open while others go on.
+Real storages and files move every byte. After each step the test verifies that every request reads its own
+tokens, that every cached block matches its key, that the tiers match a list model, and that mirrors of the
+events know every block. Meanwhile the tiers are restarted, blocks on disk are damaged, blocks are
+invalidated, the prefix cache is reset, and plans stay open while other requests run.
 """
 
 import random
@@ -16,8 +16,8 @@ from tiers.slow_tiers import SlowTiers, WatchedCache
 from tiers.tier_engine import TierEngine
 
 from kv_pool.core.block_keys import get_block_hash, get_group_id
-from kv_pool.events.held_blocks import to_wire_hash
 from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.publisher_blocks import to_wire_hash
 from kv_pool.events.stream_state import StreamState
 from kv_pool.tiers import invariants
 
@@ -27,7 +27,7 @@ class WatchedEngine(TierEngine):
 
 
 class Life:
-    """One scheduler, which does whatever comes to its mind, in steps."""
+    """A scheduler that takes random actions in steps."""
 
     def __init__(self, folder, seed, groups, write, prefetches):
         self.random = random.Random(seed)
@@ -45,7 +45,7 @@ class Life:
             max_prefetch_blocks=6 if prefetches else 0,
         )
         self.prefetches = prefetches
-        # What is written through or read ahead comes when it comes; the lists know of the rest.
+        # The list model does not cover write-through and prefetching, which have no fixed time.
         self.models = write == "back" and not prefetches
         self.watch()
         self.families = [self.make_tokens(self.random.randint(8, 30)) for _ in range(6)]
@@ -131,23 +131,23 @@ class Life:
         self.running.append(request)
 
     def draw_options(self):
-        """Blocks become findable when they are allocated, or when they were written."""
+        """Draw whether blocks are cached when they are allocated or after they are written."""
         return {"delay_cache_blocks": self.random.random() < 0.4}
 
     def open_plan(self, request):
         engine = self.engine
         prefix = engine.manager.get_computed_blocks(request)
-        hit = engine.read_back.find_prefix(request, prefix)
+        hit = engine.onboarder.find_prefix(request, prefix)
         self.check_hit(request, prefix, hit)
         if hit.num_tokens:
-            plan = engine.read_back.plan_read_back(request, hit, prefix)
+            plan = engine.onboarder.plan_onboard(request, hit, prefix)
             if plan is not None:
                 self.waiting.remove(request)
                 self.plans.append((request, plan))
                 self.counts["open"] += 1
 
     def close_plans(self):
-        """Between two steps, so that a plan was open during one at least."""
+        """Close plans between two steps, so that each plan was open during at least one step."""
         for request, plan in self.plans:
             if self.random.random() < 0.2:
                 plan.abort()
@@ -162,7 +162,7 @@ class Life:
         self.plans = []
 
     def check_hit(self, request, prefix, hit):
-        """Against a full scan: each longer prefix lacks a block that its next token attends to."""
+        """Compare a hit with a full scan: each longer prefix lacks a block that its next token attends to."""
         engine = self.engine
         num_hashed = len(request.block_hashes) * 4
         alignment = engine.manager.alignment
@@ -183,14 +183,14 @@ class Life:
         assert sum(hit.num_tokens_by_medium.values()) == longest
 
     def prefetch(self, request):
-        self.counts["prefetched"] += self.engine.read_back.prefetch(request)
+        self.counts["prefetched"] += self.engine.onboarder.prefetch(request)
         if self.random.random() < 0.1:
-            self.engine.read_back.cancel_prefetch(request.request_id)
+            self.engine.onboarder.cancel_prefetch(request.request_id)
 
-    # ---- what goes wrong -------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def wrong(self):
-        """The content of blocks turns out to be wrong; so is what was computed from it."""
+        """Invalidate blocks and everything that was computed from them."""
         if not self.running:
             return
         engine = self.engine
@@ -224,7 +224,7 @@ class Life:
         self.counts["restarted"] += 1
         for before, tier in zip(on_disk, engine.cache.tiers[1:], strict=True):
             lost = before - set(tier.list_keys())
-            assert lost == before & self.damaged, "what was damaged is gone, and nothing else"
+            assert lost == before & self.damaged, "exactly the damaged blocks are gone"
             assert set(tier.list_keys()) <= before
             assert tier.reopened.num_dropped == len(lost)
         self.damaged.clear()
@@ -236,7 +236,7 @@ class Life:
             assert [len(tier) for tier in self.engine.cache.tiers] == [0] * len(self.engine.cache.tiers)
 
     def damage(self):
-        """A block on disk is not any more what was written. Those of open plans, too."""
+        """Damage a block on disk, possibly one of an open plan."""
         for tier in self.engine.cache.tiers[1:]:
             if keys := tier.list_keys():
                 key = self.random.choice(keys)
@@ -249,16 +249,16 @@ class Life:
                     file.seek(-1, 1)
                     file.write(bytes([first[0] ^ 255]))
 
-    # ---- what is checked -------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def check(self):
         engine = self.engine
         cache = engine.cache
-        if cache.tiers[1:]:  # those that were overwritten by good ones, or found out
+        if cache.tiers[1:]:  # without those overwritten by good blocks, or detected
             self.damaged = {key for key in self.damaged if key in cache.tiers[1] and self.is_damaged(key)}
         for request in self.running:
             engine.check(request)
-        invariants.check(engine.read_back)
+        invariants.check(engine.onboarder)
         engine.check_cached(self.damaged)
         if self.models:
             assert [tier.list_keys() for tier in cache.tiers] == cache.model.tiers
@@ -278,23 +278,23 @@ class Life:
             for tier in engine.cache.tiers
             for key in tier.list_keys()
         }
-        assert self.mirror.state_of("pool") == expected
-        assert self.exact_mirror.state_of("pool") == expected
-        assert not self.mirror.counts_of("pool").num_removed_unknown
+        assert self.mirror.get_blocks("pool") == expected
+        assert self.exact_mirror.get_blocks("pool") == expected
+        assert not self.mirror.get_counts("pool").num_removed_unknown
 
 
 @pytest.mark.parametrize("prefetches", [False, True], ids=["", "prefetch"])
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_random_lives(tmp_path, seed, shape, write, prefetches):
+def test_random_requests(tmp_path, seed, shape, write, prefetches):
     life = Life(tmp_path / "tier", seed, SHAPES[shape], write, prefetches)
     for _ in range(80):
         life.step()
     life.engine.cache.close()
 
 
-def test_random_lives_see_everything(tmp_path):
+def test_random_requests_reach_every_event(tmp_path):
     counts = Counter()
     for seed in range(8):
         life = Life(tmp_path / f"tier{seed}", seed, None, "back", seed % 2 == 1)

@@ -1,4 +1,4 @@
-"""An engine whose KV is a number per token that depends on all tokens before it, with real tiers below."""
+"""A test engine with real tiers; the KV of a token is a number that depends on all tokens before it."""
 
 import numpy as np
 from manager.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
@@ -11,12 +11,12 @@ from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.read_back import TierReadBack
+from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
 class TierEngine:
-    """A manager, its tiers, and the bytes; computes tokens in steps, and reads back what it wrote.
+    """A manager, its tiers and the bytes; computes tokens in steps and verifies what it wrote.
 
     A step: `start` and `grow` some requests, then `run`, which flushes, copies and writes.
     """
@@ -46,17 +46,17 @@ class TierEngine:
         self.folder = folder
         self.num_host_blocks, self.num_disk_blocks = num_host_blocks, num_disk_blocks
         self.options = {"enable_events": events, **options}
-        self.promised = {}  # key of the prefix map -> what a block with this key holds
+        self.promised = {}  # key of the prefix map -> expected content of its block
         self.scheduled = []
         self.open()
 
     def open(self):
-        """Tiers beside the pool: an empty one in host memory, and what the folder has."""
+        """Create the pool's tiers: an empty host tier, and a disk tier with the folder's blocks."""
         tiers = [HostTier(self.num_host_blocks, self.device)]
         if self.num_disk_blocks:
             tiers.append(DiskTier(self.folder, self.num_disk_blocks, self.layout))
         self.cache = self.cache_type(self.pool, self.device, tiers, **self.options)
-        self.read_back = TierReadBack(self.manager, self.cache)
+        self.onboarder = TierOnboarder(self.manager, self.cache)
 
     def restart_tiers(self):
         self.cache.flush()
@@ -69,8 +69,8 @@ class TierEngine:
     # ---- a step ----------------------------------------------------------------------------------
 
     def start(self, request, num_new_tokens=None, **options):
-        """Look up everywhere, allocate; tokens on the device and from tiers, or None if it does not fit."""
-        found = self.read_back.admit(request, num_new_tokens, **options)
+        """Admit a request. Return its tokens from the device and from tiers; None if blocks are short."""
+        found = self.onboarder.admit(request, num_new_tokens, **options)
         if found is None:
             return None
         num_left = request.num_tokens - request.num_computed_tokens
@@ -79,7 +79,7 @@ class TierEngine:
         return num_on_device, sum(found.values())
 
     def grow(self, request, num_new_tokens, **options):
-        """Allocate for tokens of a request that holds blocks; False if they do not fit."""
+        """Allocate slots for more tokens of a running request. Return False if blocks are short."""
         if self.manager.allocate_slots(request, num_new_tokens, **options) is None:
             return False
         self.schedule(request, num_new_tokens)
@@ -89,7 +89,7 @@ class TierEngine:
         self.scheduled.append((request, request.num_computed_tokens + num_new_tokens))
 
     def run(self):
-        """The step: copy out what will be overwritten, make the manager's copies, write."""
+        """Run a step: flush, make the manager's copies, write."""
         self.cache.flush()
         self.device.apply_moves(self.manager.take_block_copies())
         for request, end in self.scheduled:
@@ -102,7 +102,7 @@ class TierEngine:
         self.scheduled = []
 
     def compute(self, *requests):
-        """One step in which these requests are started and computed in full."""
+        """Start these requests and compute all their tokens in one step."""
         found = [self.start(request) for request in requests]
         self.run()
         return found[0] if len(found) == 1 else found
@@ -123,7 +123,7 @@ class TierEngine:
                     self.kv[block.block_id, position % spec.block_size] = values[position] + group_id
 
     def promise(self, request):
-        """Note what a block with one of the request's keys has to hold."""
+        """Record the expected content of blocks with the request's keys."""
         values = values_of(request)
         for group_id, spec in enumerate(self.manager.groups):
             size = spec.block_size
@@ -136,7 +136,7 @@ class TierEngine:
     # ---- reading ---------------------------------------------------------------------------------
 
     def check(self, request):
-        """Every token that the request's next one attends to is in its blocks."""
+        """Verify that the blocks hold every token that the request's next token attends to."""
         num_computed = request.num_computed_tokens
         values = values_of(request)
         for group_id, (group, spec) in enumerate(zip(self.groups, self.manager.groups, strict=True)):
@@ -149,9 +149,7 @@ class TierEngine:
                 assert found == values[position] + group_id, (request.request_id, group_id, position)
 
     def check_cached(self, damaged=()):
-        """Whatever can be hit on the device holds what its key promises, and so does all in the tiers but the
-        damaged.
-        """
+        """Verify the content of all cached blocks, on the device and in tiers, except damaged ones."""
         for block in self.pool.blocks:
             if block.block_hash is not None:
                 promised = self.promised[block.block_hash]
@@ -168,7 +166,7 @@ class TierEngine:
                 assert row[: len(promised)].tolist() == promised, (tier.medium, key)
 
     def keys_of(self, request, group_id=0):
-        """The keys of the request's full blocks in a group."""
+        """Return the keys of the request's full blocks in a group."""
         stride = self.groups[group_id].stride
         return [
             make_block_hash_with_group_id(block_hash, group_id)
@@ -176,7 +174,7 @@ class TierEngine:
         ]
 
     def where(self, request):
-        """For each full block of a request: D on the device, else the tier that it would come from."""
+        """Return a letter for each full block: D for device, H for host, S for storage, - for none."""
         places = []
         for key in self.keys_of(request):
             if self.pool.cached_block_hash_to_block.get_one_block(key) is not None:

@@ -1,4 +1,4 @@
-"""The Triton kernel of attention over blocks: prefill and decode, one program a tile of query tokens."""
+"""The Triton kernel of attention over blocks: prefill and decode, one program per tile of query tokens."""
 
 import triton.language as tl
 
@@ -22,11 +22,11 @@ def attend_over_blocks(
     value_block_stride,
     value_token_stride,
     value_head_stride,
-    scale,  # of scores whose exponentials are to the base of 2
+    scale,  # of the scores, for exponentials to base 2
     sliding_window,  # tokens; 0: all
     num_splits,
     num_kv_heads: tl.constexpr,
-    group: tl.constexpr,  # query heads of a KV head
+    group: tl.constexpr,  # query heads per KV head
     group_rows: tl.constexpr,  # a power of two, at least `group`
     tile_tokens: tl.constexpr,  # tile_tokens * group_rows is a power of two, at least 16
     block_size: tl.constexpr,
@@ -34,13 +34,13 @@ def attend_over_blocks(
     head_columns: tl.constexpr,  # a power of two, at least `head_size` and 16
     chunk_tokens: tl.constexpr,  # a power of two, at least 16
 ):
-    """Attention of one tile of a sequence's query tokens, for the query heads of one KV head.
+    """Compute attention of one tile of a sequence's query tokens, for the query heads of one KV head.
 
         program axes:  0 sequence   1 tile of its query tokens   2 KV head, and split of its K and V
         row r of a tile:  query token r // group_rows, query head r % group_rows of the KV head
 
-    Softmax is computed online, chunk by chunk. With several splits each writes its own result, and
-    `sum_logs`, from which they are merged; an empty split writes -inf there.
+    Softmax is computed online, chunk by chunk. With several splits, each writes its own result and
+    `sum_logs`, which weights it in the merge; an empty split writes -inf there.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(2) // num_splits
@@ -95,7 +95,7 @@ def attend_over_blocks(
             is_seen = is_seen & (place[None, :] > position[:, None] - sliding_window)
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen nothing yet: -inf minus -inf would be no number.
+        # For a row without visible scores so far, -inf minus -inf would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(highest - base)
@@ -105,7 +105,7 @@ def attend_over_blocks(
         attended = attended * fade[:, None]
         attended += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = higher
-    total = tl.where(total == 0.0, 1.0, total)  # nothing seen; `highest` is -inf
+    total = tl.where(total == 0.0, 1.0, total)  # no visible score; `highest` is -inf
     attended = attended / total[:, None]
     num_heads = num_kv_heads * group
     out_row = (split.to(tl.int64) * num_tokens + first_row + token) * num_heads + head

@@ -1,4 +1,4 @@
-"""`paged_attention`: causal attention of a batch whose K and V are in blocks."""
+"""`paged_attention`: causal attention for a batch whose K and V are in blocks."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ def paged_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of the last tokens of each sequence over all tokens of the sequence; prefill, decode or both.
+    """Compute attention of each sequence's last tokens over all its tokens: prefill, decode or both.
 
         |<-------------- seq_lens[i] -------------->|
-        |  computed before  |<-- query tokens ----->|   each sees itself and the tokens before it
+        |  computed before  |<-- query tokens ----->|   each attends to itself and the tokens before it
 
     >>> import torch
     >>> from kv_pool.integrations.attention import paged_attention
     >>> from kv_pool.storage import KVStorage
     >>> storage = KVStorage.allocate(10, 16, num_layers=1, num_kv_heads=2, head_size=64, dtype="float32",
     ...                              library="torch")
-    >>> query = torch.zeros(2, 8, 64)                        # two sequences decode, 4 query heads a KV head
+    >>> query = torch.zeros(2, 8, 64)                      # two sequences decode, 4 query heads per KV head
     >>> output = paged_attention(query, *storage.get_caches(0), [[3, 7], [5, 0]], [20, 9])
     >>> tuple(output.shape)
     (2, 8, 64)
 
     Args:
-        query: (num_tokens, num_heads, head_size), the sequences one after another. num_heads is a multiple of
-            num_kv_heads; query head h reads KV head h // (num_heads // num_kv_heads).
+        query: (num_tokens, num_heads, head_size), the sequences concatenated. num_heads is a multiple of
+            num_kv_heads; query head h uses KV head h // (num_heads // num_kv_heads).
         key_cache, value_cache: (num_blocks, block_size, num_kv_heads, head_size), dtype and device of
             `query`, any strides with adjacent elements of a head: `KVStorage.get_caches`.
-        block_tables: (num_seqs, max_num_blocks), integers. Entries beyond a sequence's last token are not
-            read, nor are those before its window.
-        seq_lens: (num_seqs,), integers: tokens of each sequence with K and V, its query tokens included.
+        block_tables: (num_seqs, max_num_blocks), integers. Entries after a sequence's last token or before
+            its window are not read.
+        seq_lens: (num_seqs,), integers: tokens with K and V of each sequence, including its query tokens.
         query_start_loc: (num_seqs + 1,), integers, from 0 to num_tokens: sequence i has the query tokens
-            `[query_start_loc[i], query_start_loc[i + 1])`. None: one each, decode.
+            `[query_start_loc[i], query_start_loc[i + 1])`. None: one per sequence (decode).
         scale: factor of the scores; 1 / sqrt(head_size) by default.
-        sliding_window: a token sees this many tokens, itself included; None: all.
+        sliding_window: a token attends to this many tokens, including itself; None: to all.
     Returns:
-        Shape, dtype and device of `query`. Scores are summed in float32 or wider; in a sequence of more
-        than 512 tokens parts of the result are rounded to the dtype of `query` before their sum.
+        Shape, dtype and device of `query`. Scores are summed in float32 or wider; where a sequence is
+        attended over in chunks, their results are rounded to the dtype of `query` before they are summed.
     Raises:
-        InvalidArgumentError: shapes, dtypes or devices that do not fit, or a query longer than its sequence.
-        InvalidBlockError: a block id outside of the caches. Neither is checked for tables and lengths that
-            are on a GPU, because that would wait for it.
+        InvalidArgumentError: shapes, dtypes or devices do not match, or a query is longer than its sequence.
+        InvalidBlockError: a block id is outside the caches. Tables and lengths on a GPU are not checked,
+            because that would wait for the GPU.
 
     The last three tables may be lists, NumPy arrays or tensors on any device. On a GPU with float16, bfloat16
     or float32 this is one Triton kernel for prefill and decode; keep `query_start_loc` in host memory, or its
-    longest query has to be read back. Otherwise blocks are gathered a few MiB at a time, which stay in the
+    longest query has to be read back. Otherwise blocks are gathered 1 or 2 MiB at a time, which stay in the
     processor's caches, and go through torch's attention; tables and lengths are read in host memory.
     No gradients.
 
-    Cost: O(query tokens * seq_len) a sequence; memory for the output in float32, and a few MiB.
+    Cost: O(query tokens * seq_len) per sequence; memory for the output in float32, and a few MiB.
     """
     _check_tensors(query, key_cache, value_cache)
     num_tokens = len(query)
     if scale is None:
         scale = query.shape[2] ** -0.5
     if sliding_window is not None and sliding_window < 1:
-        raise InvalidArgumentError(f"a sliding window of {sliding_window} tokens; None is no window")
+        raise InvalidArgumentError(f"sliding_window is {sliding_window}; it is 1 or more, or None for all")
     if query_start_loc is None:
         query_start_loc = np.arange(_count_rows(seq_lens) + 1)
     if not any(getattr(given, "is_cuda", False) for given in (block_tables, seq_lens, query_start_loc)):
@@ -101,38 +101,38 @@ def _to_host(given: Any) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(given)
     except ValueError as error:
-        raise InvalidArgumentError("block tables are rows of one length; pad short ones with 0") from error
+        raise InvalidArgumentError("rows of block_tables differ in length; pad short ones with 0") from error
     if array.size and array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"block ids and lengths are integers, not {array.dtype}")
+        raise InvalidArgumentError(f"block ids and lengths must be integers, not {array.dtype}")
     return array.astype(np.int64, copy=False)
 
 
 def _check_tensors(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     if key_cache is None or value_cache is None:
-        raise InvalidArgumentError("a latent cache has no values; paged_attention takes K and V")
+        raise InvalidArgumentError("a latent cache has no values; paged_attention needs K and V")
     if query.ndim != 3 or key_cache.ndim != 4 or key_cache.shape != value_cache.shape:
         raise InvalidArgumentError(
             f"query has shape {tuple(query.shape)}, the caches {tuple(key_cache.shape)} and "
-            f"{tuple(value_cache.shape)}; they are (num_tokens, num_heads, head_size) and twice "
+            f"{tuple(value_cache.shape)}; query must be (num_tokens, num_heads, head_size), each cache "
             "(num_blocks, block_size, num_kv_heads, head_size)"
         )
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
     if head_size != key_cache.shape[3] or num_heads % num_kv_heads:
         raise InvalidArgumentError(
-            f"{num_heads} query heads of {head_size} do not fit {num_kv_heads} KV heads of "
+            f"{num_heads} query heads of size {head_size} do not match {num_kv_heads} KV heads of size "
             f"{key_cache.shape[3]}"
         )
     if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
         raise InvalidArgumentError(
-            f"the elements of a head are {key_cache.stride(3)} and {value_cache.stride(3)} apart, not 1"
+            f"the elements of a head have strides {key_cache.stride(3)} and {value_cache.stride(3)}, not 1"
         )
     kinds = {(tensor.dtype, tensor.device) for tensor in (query, key_cache, value_cache)}
     if len(kinds) > 1 or not query.dtype.is_floating_point or query.dtype.itemsize < 2:
         raise InvalidArgumentError(
             f"query and caches are {query.dtype} on {query.device}, {key_cache.dtype} on {key_cache.device} "
-            f"and {value_cache.dtype} on {value_cache.device}; attention takes one floating type of 16 bits "
-            "or more on one device"
+            f"and {value_cache.dtype} on {value_cache.device}; all must have one floating-point type of at "
+            "least 16 bits, on one device"
         )
 
 
@@ -144,20 +144,20 @@ def _check_lengths(
 ) -> None:
     if tables.ndim != 2 or seq_lens.ndim != 1 or len(tables) != len(seq_lens):
         raise InvalidArgumentError(
-            f"block_tables has shape {tables.shape}, seq_lens {seq_lens.shape}; there is a row and a length "
-            "for each sequence"
+            f"block_tables has shape {tables.shape}, seq_lens {seq_lens.shape}; each sequence needs a row "
+            "and a length"
         )
     if starts.shape != (len(seq_lens) + 1,) or starts[0] != 0 or starts[-1] != num_tokens:
         raise InvalidArgumentError(
-            f"query_start_loc has shape {starts.shape} and ends at {starts[-1:].tolist()}; it goes from 0 to "
-            f"the {num_tokens} tokens of query in {len(seq_lens)} steps"
+            f"query_start_loc has shape {starts.shape} and ends at {starts[-1:].tolist()}; it must go from 0 "
+            f"to the {num_tokens} tokens of query in {len(seq_lens)} steps"
         )
     query_lens = np.diff(starts)
     wrong = np.flatnonzero((query_lens < 0) | (query_lens > seq_lens))
     if len(wrong):
         raise InvalidArgumentError(
             f"sequence {wrong[0]} has {query_lens[wrong[0]]} query tokens and a length of "
-            f"{seq_lens[wrong[0]]}; query tokens are the last ones of their sequence"
+            f"{seq_lens[wrong[0]]}; query tokens are the last tokens of their sequence"
         )
 
 
@@ -173,7 +173,7 @@ def _check_tables(
     short = np.flatnonzero(num_used > tables.shape[1])
     if len(short):
         raise InvalidArgumentError(
-            f"sequence {short[0]} has {seq_lens[short[0]]} tokens, which are not in a table of "
+            f"sequence {short[0]} has {seq_lens[short[0]]} tokens, too many for a table of "
             f"{tables.shape[1]} blocks of {block_size}"
         )
     columns = np.arange(tables.shape[1])

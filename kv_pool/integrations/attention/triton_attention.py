@@ -1,4 +1,4 @@
-"""Launches of the kernel in attention_kernel.py."""
+"""Compiles and launches the kernel of attention_kernel.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NUM_WARPS = 4
 
 
 def can_use_triton(query: torch.Tensor) -> bool:
-    """True on a GPU with triton installed, for the types that its matrix products take."""
+    """Return whether the query is on a GPU, in a type that Triton multiplies, and Triton is installed."""
     return query.is_cuda and query.dtype.itemsize in (2, 4) and _has_triton()
 
 
 @cache
 def _has_triton() -> bool:
     try:
-        import triton  # noqa: F401 # only whether it is there
+        import triton  # noqa: F401 # only tests whether it is installed
     except ImportError:
         return False
     return True
@@ -34,12 +34,12 @@ def _has_triton() -> bool:
 
 @cache
 def make_kernel() -> Any:
-    """The kernel, not yet compiled. In Triton's interpreter where TRITON_INTERPRET=1 is set."""
+    """Return the kernel, not yet compiled; for Triton's interpreter if TRITON_INTERPRET=1 is set."""
     import triton
 
     from kv_pool.integrations.attention.attention_kernel import attend_over_blocks
 
-    # Strides are specialized: multiples of 16 make wide loads.
+    # Strides are specialized, because multiples of 16 allow wide loads.
     counts = ["num_tokens", "columns", "sliding_window", "num_splits"]
     return triton.jit(attend_over_blocks, do_not_specialize=counts)
 
@@ -55,13 +55,13 @@ def attend_by_triton(
     sliding_window: int | None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """See `paged_attention`; arguments are checked.
+    """See `paged_attention`; the arguments are already checked.
 
     Args:
-        num_splits: parts of K and V that programs of their own attend over; None: as many as keep the GPU
-            busy.
+        num_splits: number of parts of K and V, each processed by its own programs; None: enough to keep the
+            GPU busy.
 
-    Queued on the current stream: one launch, and the merge of the splits.
+    Queues one launch and the merge of the splits on the current stream.
     """
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -80,7 +80,7 @@ def attend_by_triton(
     dtype = query.dtype if num_splits == 1 else torch.float32
     output = query.new_empty((num_splits, *query.shape), dtype=dtype)
     sum_logs = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
-    # -1: no device to switch to, where the interpreter runs on the CPU.
+    # -1: no device to switch to when the interpreter runs on the CPU.
     with torch.cuda.device(query.device if query.is_cuda else -1):
         make_kernel()[(len(lengths), num_tiles, num_kv_heads * num_splits)](
             query,
@@ -112,7 +112,7 @@ def attend_by_triton(
 def choose_constants(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, most_query_tokens: int
 ) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """Return the constants that the kernel is compiled for."""
     group = num_heads // num_kv_heads
     group_rows = _round_up_to_power(group)
     rows = max(_MIN_ROWS, min(_MAX_ROWS, group_rows * _round_up_to_power(most_query_tokens)), group_rows)
@@ -133,7 +133,7 @@ def _find_longest(query_start_loc: Any) -> int:
 
 
 def _choose_splits(device: torch.device, num_programs: int, num_tokens: int) -> int:
-    """Splits so that two programs a multiprocessor run, none of fewer than 512 tokens."""
+    """Choose splits for two programs per multiprocessor, of at least 512 tokens each."""
     if device.type == "cpu":
         return 1
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

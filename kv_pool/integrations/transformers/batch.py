@@ -1,4 +1,4 @@
-"""`PagedBatch`: requests that go through a model together, one row each, and their slots meanwhile."""
+"""`PagedBatch`: requests that go through a model together, one per row, and their slots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
+from kv_pool.ids import RequestId
 from kv_pool.integrations.attention.paged_attention import paged_attention
 from kv_pool.integrations.transformers.sequences import PagedSequences, pad_rows
 from kv_pool.manager.requests.request import Request
@@ -16,18 +17,18 @@ from kv_pool.storage.sharded_storage import ShardedStorage
 
 
 class PagedBatch:
-    """The rows of a model's input, and where the K and V of their tokens are.
+    """The rows of a model's input, and the slots of their K and V.
 
         row 0   |  computed  |  new  |            a prompt with a cached prefix
-        row 1   |       computed       |1|pad|    a sequence that decodes, padded to the width of the input
+        row 1   |       computed       |1|pad|    a decoding sequence, padded to the width of the input
 
     Args:
-        sequences: where the rows have their blocks.
-        requests: one a row, admitted.
-        num_new_tokens: new tokens of each row, where they differ or rows have different lengths; by default
-            the whole width of the input in every row.
-        num_beams: rows of each request, for beam search. Until the first `reorder` they are the request's
-            prompt, computed once for each beam and stored once.
+        sequences: the sequences that own the blocks of the rows.
+        requests: one per row, admitted.
+        num_new_tokens: number of new tokens per row; required if it differs or rows have different lengths.
+            By default every row has the whole width of the input.
+        num_beams: number of rows per request, for beam search. Until the first `reorder` all of them are the
+            request's prompt, computed once per beam and stored once.
     Raises:
         InvalidArgumentError: no rows, a row without new tokens, rows of different lengths without
             `num_new_tokens`, or beams with it.
@@ -43,14 +44,14 @@ class PagedBatch:
         lengths = [request.num_computed_tokens for request in requests]
         if not lengths or (num_new_tokens is None and len(set(lengths)) > 1):
             raise InvalidArgumentError(
-                f"rows have {lengths} computed tokens; a batch has rows, and where their lengths differ "
-                "num_new_tokens has to say how many tokens of the input are whose"
+                f"rows have {lengths} computed tokens; a batch needs at least one row, and num_new_tokens if "
+                "their lengths differ"
             )
         if num_new_tokens is not None and (len(num_new_tokens) != len(lengths) or min(num_new_tokens) < 1):
-            raise InvalidArgumentError(f"{len(lengths)} rows with {list(num_new_tokens)} new tokens")
+            raise InvalidArgumentError(f"{len(lengths)} rows have {list(num_new_tokens)} new tokens")
         if num_beams < 1 or (num_beams > 1 and num_new_tokens is not None):
             raise InvalidArgumentError(
-                f"{num_beams} beams; there is at least one, and several have no num_new_tokens"
+                f"num_beams is {num_beams}; it must be at least 1, and 1 with num_new_tokens"
             )
         self.sequences = sequences
         self.num_beams = num_beams
@@ -63,49 +64,49 @@ class PagedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the longest row has K and V of."""
+        """Number of computed tokens of the longest row."""
         return max(request.num_computed_tokens for request in self.requests)
 
     def count_new_tokens(self, width: int) -> list[int]:
-        """New tokens of each row of an input `width` tokens wide."""
+        """Return the number of new tokens per row of an input with `width` columns."""
         if self.num_new_tokens is None:
             return [width] * len(self.requests)
         return self.num_new_tokens
 
     def count_context(self, width: int) -> int:
-        """Tokens of the longest row after an input `width` tokens wide."""
+        """Return the number of tokens of the longest row after an input with `width` columns."""
         return max(
             request.num_computed_tokens + count
             for request, count in zip(self.requests, self.count_new_tokens(width), strict=True)
         )
 
     def begin(self, num_rows: int, width: int) -> None:
-        """Reserve and look up the slots of a run of the model: before its first layer.
+        """Reserve and look up the slots of a forward pass. Called before the first layer.
 
         Raises:
-            InvalidArgumentError: an input of another shape than the rows say, or several tokens of a row
+            InvalidArgumentError: the input does not have the shape of the rows, or a row has several tokens
                 that its request does not have. Nothing has changed.
-            OutOfBlocksError: the new tokens do not fit. Rows before may have got blocks, which they keep.
+            OutOfBlocksError: the new tokens do not fit. Earlier rows keep the blocks they got.
         """
         counts = self.count_new_tokens(width)
         if num_rows != len(self.requests) or max(counts) != width:
             raise InvalidArgumentError(
-                f"an input of {num_rows} rows of {width} tokens for rows with {counts} new tokens. With "
-                "generate() each row is a request: num_return_sequences takes one for each, "
-                "and beam search PagedCache(..., num_beams=...)"
+                f"the input has {num_rows} rows of {width} tokens, the batch rows with {counts} new tokens. "
+                "With generate() each row is a request: num_return_sequences needs one request per sequence, "
+                "and beam search needs PagedCache(..., num_beams=...)"
             )
         for request, count in zip(self.requests, counts, strict=True):
             if count > 1 and request.num_computed_tokens + count > request.num_tokens:
                 raise InvalidArgumentError(
-                    f"an input of {count} tokens after the {request.num_computed_tokens} computed ones of "
-                    f"request {request.request_id!r}, which has {request.num_tokens}. Are computed ones fed "
-                    "again? generate(use_cache=False) and assisted decoding do so"
+                    f"the input has {count} tokens after the {request.num_computed_tokens} computed ones of "
+                    f"request {request.request_id!r}, which has {request.num_tokens} tokens. Are computed "
+                    "tokens fed again? generate(use_cache=False) and assisted decoding do so"
                 )
         for request, count in zip(self.requests, counts, strict=True):
             if not self.sequences.reserve(request, count):
                 pool = self.sequences.manager.block_pool
                 raise OutOfBlocksError(
-                    f"request {request.request_id!r} needs room for {count} more tokens, and "
+                    f"request {request.request_id!r} needs blocks for {count} more tokens, and "
                     f"{pool.get_num_free_blocks()} blocks are free. Free a request, and admit it again later"
                 )
         self.sequences.begin_step()
@@ -117,7 +118,7 @@ class PagedBatch:
             self.sequences.get_slots(request, 0, end)
             for request, end in zip(self.requests, self._ends, strict=True)
         ]
-        # Beams of a prompt are one request until they part: the first one writes.
+        # Beams of a prompt are one request until they diverge: only the first one writes.
         self._writers = [
             row for row, request in enumerate(self.requests) if request not in self.requests[:row]
         ]
@@ -131,14 +132,14 @@ class PagedBatch:
         )
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store K and V of the new tokens: (num_rows, num_kv_heads, width, head_size), padding left out."""
+        """Store K and V of the new tokens, (num_rows, num_kv_heads, width, head_size), without padding."""
         key, value = (self._flatten(states, self._writers) for states in (key, value))
         self.sequences.storage.write(layer, self._new_slots, key, value)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all rows, gathered: (num_rows, num_kv_heads, longest, head_size), copies.
+        """Return copies of K and V of all rows, gathered: (num_rows, num_kv_heads, longest, head_size).
 
-        Short rows are filled up with their own first token; a mask has to hide it.
+        Short rows are padded with their own first token, which a mask must hide.
         """
         num_rows, longest = self._context_slots.shape
         key, value = (
@@ -148,9 +149,12 @@ class PagedBatch:
         return key, value
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Attention over the blocks: (num_rows, num_heads, width, head_size) to (num_rows, width, ...).
+        """Compute attention over the blocks.
 
-        What comes back for padding is zeros.
+        Args:
+            query: (num_rows, num_heads, width, head_size).
+        Returns:
+            (num_rows, width, num_heads, head_size); zeros for padding.
         """
         storage = self.sequences.storage
         flat = self._flatten(query, range(len(self.requests)))
@@ -159,7 +163,7 @@ class PagedBatch:
         else:
             shards, parts = [storage], [flat]
         starts = np.cumsum([0, *self._counts])
-        # All shards' work is queued before the first result is fetched.
+        # Queue the work of all shards before fetching the first result.
         found = [
             paged_attention(part, *shard.get_caches(layer), self._tables, self._ends, starts, scale=scale)
             for shard, part in zip(shards, parts, strict=True)
@@ -171,26 +175,27 @@ class PagedBatch:
         return output
 
     def end(self) -> None:
-        """All layers have been written: the tokens are computed."""
+        """Mark the new tokens as computed. Called after all layers are written."""
         for request, end in zip(self.requests, self._ends, strict=True):
             self.sequences.note_computed(request, end)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Let row i go on from where row `rows[i]` is, in the same blocks.
+        """Continue row i from row `rows[i]`, in the same blocks.
 
-        Rows share blocks; the first that writes to a shared block gets a copy of it. No K and V are copied
-        here. Rows that no other goes on from lose their blocks.
+        Rows share blocks; the first row that writes to a shared block gets a copy of it. This call copies no
+        K and V. Rows from which no row continues lose their blocks.
 
         Args:
-            rows: one a row, each a beam of the same request.
+            rows: one entry per row, each a beam of the same request.
         Raises:
-            InvalidArgumentError: made without `num_beams`, or a row of another request. Nothing has changed.
+            InvalidArgumentError: the batch has no `num_beams`, or a row is of another request. Nothing has
+                changed.
         """
         if self.num_beams == 1:
             raise InvalidArgumentError(
-                "beam search puts rows in the place of others: PagedCache(..., num_beams=...) as many as "
-                "generate() is called with. To let a request go on in two ways, "
-                "PagedSequences.fork() it"
+                "beam search replaces rows by others: use PagedCache(..., num_beams=...) with the num_beams "
+                "of generate(). To continue a request in two ways, "
+                "use PagedSequences.fork()"
             )
         if [row // self.num_beams for row in rows] != [
             row // self.num_beams for row in range(len(self.requests))
@@ -213,21 +218,21 @@ class PagedBatch:
         self.requests = placed
 
     def free(self) -> None:
-        """Release the blocks of all rows. The requests may be admitted again."""
+        """Release the blocks of all rows. The requests can be admitted again."""
         for request in list_distinct(self.requests):
             self.sequences.free(request)
 
     def _flatten(self, states: torch.Tensor, rows: Iterable[int]) -> torch.Tensor:
-        """(num_rows, heads, width, head_size) to (new tokens of these rows, heads, head_size)."""
+        """Reshape (num_rows, heads, width, head_size) to (new tokens of these rows, heads, head_size)."""
         states = states.transpose(1, 2)
         return torch.cat([states[row, : self._counts[row]] for row in rows])
 
 
 class Beam:
-    """A row of beam search beside the request's own: the request's prompt, and blocks under another id."""
+    """An additional row of a request in beam search: the same prompt, and blocks under another id."""
 
     def __init__(self, request: Request, number: int) -> None:
-        self.request_id = f"{request.request_id}, beam {number}"
+        self.request_id = RequestId(f"{request.request_id}, beam {number}")
         self.num_computed_tokens = 0
         self._request = request
 
@@ -236,5 +241,5 @@ class Beam:
 
 
 def list_distinct(requests: Sequence[Request]) -> list[Request]:
-    """Each request once, in order."""
+    """Return each request once, in order."""
     return list({id(request): request for request in requests}.values())

@@ -1,4 +1,4 @@
-"""`PagedCache`: a transformers cache whose keys and values are in the pool's blocks."""
+"""`PagedCache`: a transformers cache with keys and values in the pool's blocks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kv_pool.integrations.transformers.sequences import PagedSequences
 from kv_pool.manager.requests.request import Request
 
 ATTENTION_NAME = "kv_pool"
-"""The name under which transformers finds attention over blocks: `model.set_attn_implementation`."""
+"""Name of the attention over blocks in transformers, for `model.set_attn_implementation`."""
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no types where it is not installed
-    """One layer's keys and values of the rows of a batch."""
+    """The keys and values of one layer for the rows of a batch."""
 
     is_sliding = False
 
@@ -30,7 +30,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         self._gathers = gathers
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the storage has its memory."""
+        """Do nothing: the storage is already allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -40,7 +40,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         Args:
             key_states, value_states: (num_rows, num_kv_heads, width, head_size).
         Returns:
-            Those of all tokens, (num_rows, num_kv_heads, longest row, head_size); or the new ones where
+            K and V of all tokens, (num_rows, num_kv_heads, longest row, head_size); only the new ones if
             attention reads the blocks itself.
         """
         if self._layer == 0:
@@ -81,12 +81,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
 
     def _refuse(self, what: str) -> NoReturn:
         raise InvalidArgumentError(
-            f"{what}() is not for rows that share blocks: fork, free or migrate requests by PagedSequences"
+            f"{what}() is not supported for rows that share blocks: fork, free or migrate by PagedSequences"
         )
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Keys and values of requests in the pool's blocks, as `past_key_values` of an unchanged model.
+    """A cache with keys and values in the pool's blocks, for `past_key_values` of an unmodified model.
 
     With `generate`, for one request or several of equal length:
 
@@ -94,23 +94,23 @@ class PagedCache(Cache):  # type: ignore[misc]
         output = model.generate(torch.tensor([request.all_token_ids]),
                                 past_key_values=PagedCache(sequences, [request]))
         request.append_output_token_ids(output[0, request.num_prompt_tokens:].tolist())
-        sequences.note_computed(request, request.num_computed_tokens)    # others find what it generated
+        sequences.note_computed(request, request.num_computed_tokens)    # caches the generated tokens
 
-    In an engine's step, for rows of any lengths; a new one each step, since rows come and go:
+    In an engine's step, for rows of any lengths, with a new cache per step, since rows change:
 
         cache = PagedCache(sequences, requests, num_new_tokens)
         logits = model(**cache.make_inputs()).logits             # row i: its tokens, then padding
 
     Args:
         sequences, requests, num_new_tokens, num_beams: see `PagedBatch`.
-        gathers: True: any attention implementation works, on copies of the rows' K and V. False: the model's
-            attention is `ATTENTION_NAME`, which reads the blocks.
+        gathers: True supports any attention implementation, on copies of the rows' K and V. False requires
+            the model's attention to be `ATTENTION_NAME`, which reads the blocks.
 
-    Blocks may be moved, shared, evicted and migrated whenever no forward pass is running; a pass looks its
-    slots up in its first layer. Assisted decoding is refused, since it crops rows, and so is
-    `use_cache=False`: it feeds computed tokens again.
+    Blocks may be moved, shared, evicted and migrated while no forward pass is running; each pass looks up its
+    slots in its first layer. Assisted decoding is rejected because it crops rows, and `use_cache=False`
+    because it feeds computed tokens again.
 
-    Beam search, whose beams share blocks:
+    With beam search, whose beams share blocks:
 
         cache = PagedCache(sequences, [request], num_beams=4)
         output = model.generate(torch.tensor([request.all_token_ids]), past_key_values=cache, num_beams=4)
@@ -133,26 +133,26 @@ class PagedCache(Cache):  # type: ignore[misc]
         )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row i go on from where row `beam_idx[i]` is: see `PagedBatch.reorder`."""
+        """Continue row i from row `beam_idx[i]`: see `PagedBatch.reorder`."""
         self.batch.reorder(beam_idx.tolist())
 
     def free(self) -> None:
-        """Release the blocks of all rows, those of beams included. The requests may be admitted again."""
+        """Release the blocks of all rows, including beams. The requests can be admitted again."""
         self.batch.free()
 
     def make_inputs(self) -> dict[str, Any]:
-        """What the model is called with to compute the next `num_new_tokens` tokens of each row.
+        """Return the model's arguments to compute the next `num_new_tokens` tokens of each row.
 
         Returns:
             input_ids, position_ids: (num_rows, width), int64; short rows are padded with their last token.
-            attention_mask: (num_rows, 1, width, longest row), the storage's dtype: 0 where a token is seen.
-            past_key_values: this cache; and paged_cache where attention reads the blocks.
+            attention_mask: (num_rows, 1, width, longest row), the storage's dtype: 0 for visible tokens.
+            past_key_values: this cache; also paged_cache if attention reads the blocks.
         Raises:
-            InvalidArgumentError: made without `num_new_tokens`, or a row does not have so many tokens.
+            InvalidArgumentError: the cache has no `num_new_tokens`, or a row has fewer tokens.
         """
         counts = self.batch.num_new_tokens
         if counts is None:
-            raise InvalidArgumentError("say num_new_tokens for each row: generate() makes its own inputs")
+            raise InvalidArgumentError("pass num_new_tokens to make inputs: generate() makes its own")
         storage = self.batch.sequences.storage
         dtype = getattr(torch, storage.dtype)
         width = max(counts)
@@ -162,7 +162,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             if start + count > request.num_tokens:
                 raise InvalidArgumentError(
                     f"request {request.request_id!r} has {request.num_tokens} tokens, {start} of them "
-                    f"computed: it has no {count} new ones"
+                    f"computed: fewer than {count} are new"
                 )
             padding = width - count
             token_ids = request.all_token_ids[start : start + count]
@@ -192,13 +192,14 @@ def attend_over_blocks(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function over `paged_cache`: what the model's call was given by that name.
+    """Compute attention over `paged_cache`, an argument of the model's call. For transformers.
+
+    `key` and `value` are ignored: they are in the blocks already. The mask is always the causal one.
 
     Returns:
-        (num_rows, width, num_heads, head_size), and no weights. `key`, `value` are in the blocks already, and
-        the mask is the causal one.
+        (num_rows, width, num_heads, head_size), and None for the weights.
     Raises:
-        InvalidArgumentError: called without such a cache, or with one that gathers.
+        InvalidArgumentError: there is no such cache, or it gathers.
     """
     if paged_cache is None or paged_cache.gathers:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""`PagedSequences`: requests whose K and V are in the blocks of one pool and the bytes of one storage."""
+"""`PagedSequences`: requests with K and V in the blocks of one pool and one storage."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockMove, NodeName, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.positions import list_slots
 from kv_pool.manager.requests.request import Request
-from kv_pool.manager.requests.request_state import dump_request, load_request
+from kv_pool.manager.requests.serialized_request import dump_request, load_request
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.storage.move_plan import Moves
 from kv_pool.storage.sharded_storage import ShardedStorage
-from kv_pool.tiers.read_back import TierReadBack
+from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
 def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str = "NHD") -> KVStorage:
-    """A storage for the K and V of a transformers model: its heads and layers, its dtype and device.
+    """Allocate a storage for a transformers model, with its heads, layers, dtype and device.
 
     Args:
         model: a `PreTrainedModel` with full attention in all layers.
-        num_blocks: those of the pool, the null block included.
+        num_blocks: number of blocks of the pool, including the null block.
         layout: see `KVStorage.allocate`.
     """
     return _allocate(model, num_blocks, block_size, layout, str(model.device), 1)
@@ -45,14 +45,16 @@ def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str =
 def allocate_shards(
     model: Any, num_blocks: int, block_size: int, devices: Sequence[str], layout: str = "NHD"
 ) -> ShardedStorage:
-    """The same with an equal part of the KV heads on each of these devices; one may occur several times.
+    """Allocate a storage with an equal part of the KV heads on each device.
 
+    Args:
+        devices: a device may occur several times.
     Raises:
-        InvalidArgumentError: no devices, or a number of KV heads that is no multiple of theirs.
+        InvalidArgumentError: no devices, or the number of KV heads is not a multiple of their number.
     """
     num_kv_heads = model.config.get_text_config().num_key_value_heads
     if not devices or num_kv_heads % len(devices):
-        raise InvalidArgumentError(f"{num_kv_heads} KV heads do not go in equal parts to {list(devices)}")
+        raise InvalidArgumentError(f"{num_kv_heads} KV heads cannot be divided equally over {list(devices)}")
     return ShardedStorage(
         [_allocate(model, num_blocks, block_size, layout, device, len(devices)) for device in devices]
     )
@@ -77,27 +79,27 @@ def _allocate(
 
 
 class PagedSequences:
-    """Requests of one pool with their K and V: admitted, grown, freed, forked, and migrated to another pool.
+    """The requests of one pool with their K and V: admit, grow, free, fork, and migrate to another pool.
 
-    It keeps no block ids: they are asked of the manager whenever the model runs. So blocks may be moved at
-    any time between two runs, as long as bytes and ids are moved together; `defragment` does that, and so
-    does a `Defragmenter`, to which this is a pool.
+    No block ids are kept: each forward pass asks the manager for them. Blocks may therefore be moved between
+    two passes, as long as bytes and ids move together; `defragment` does this, and so does a `Defragmenter`,
+    which accepts this object as its pool.
 
         sequences = PagedSequences(KVCacheManager(pool), allocate_storage(model, pool.num_gpu_blocks, 16))
         sequences.admit(request)
         model.generate(token_ids, past_key_values=PagedCache(sequences, [request]))
 
     Args:
-        manager: of the pool that the blocks come from.
-        storage: torch tensors with a block for each of the pool's and the manager's block size; several
-            devices', each with some of the heads, as a `ShardedStorage`.
-        run_length: what `get_fragmentation_rate` is about.
-        tiers: colder homes of the pool's blocks; `admit` reads back what they have of a request.
+        manager: the manager of the pool.
+        storage: torch tensors with a block per block of the pool and the manager's block size; a
+            `ShardedStorage` for several devices, each with some of the heads.
+        run_length: in blocks, for `get_fragmentation_rate`.
+        tiers: lower tiers of the pool; `admit` onboards a request's blocks from them.
     Raises:
         InvalidArgumentError: a storage that does not fit, or tiers of another pool or storage.
 
-    `request.num_computed_tokens` is kept here: it says how many tokens have K and V in every layer. A block
-    becomes findable when its last layer has been written, never before.
+    This class updates `request.num_computed_tokens`, the number of tokens with K and V in every layer.
+    A block is cached only after its last layer has been written.
     """
 
     def __init__(
@@ -115,32 +117,32 @@ class PagedSequences:
             )
         if not isinstance(storage.tensors[0], torch.Tensor) or not storage.has_values:
             raise InvalidArgumentError(
-                "a model needs K and V in torch tensors; KVStorage.allocate(..., library='torch')"
+                "a model needs K and V in torch tensors; use KVStorage.allocate(..., library='torch')"
             )
         if tiers is not None and (tiers.block_pool is not manager.block_pool or tiers.storage is not storage):
-            raise InvalidArgumentError("the tiers are below another pool, or another storage")
+            raise InvalidArgumentError("the tiers belong to another pool or another storage")
         self.manager = manager
         self.storage = storage
         self.run_length = run_length
         self.tiers = tiers
-        self.read_back = None if tiers is None else TierReadBack(manager, tiers)
+        self.onboarder = None if tiers is None else TierOnboarder(manager, tiers)
 
     def admit(self, request: Request, max_prefix_tokens: int | None = None) -> int | None:
         """Give a request blocks for all its tokens: those of its longest cached prefix, and new ones.
 
-        What colder tiers have of it beyond the device's own is read back.
+        Blocks of the prefix that only lower tiers have are onboarded.
 
         Args:
-            request: without blocks: new, or freed before.
-            max_prefix_tokens: reuse no more than this; all but the last token by default.
+            request: a request without blocks: new, or freed before.
+            max_prefix_tokens: maximum number of tokens to reuse; by default all but the last token.
         Returns:
-            How many tokens need not be computed, also in `request.num_computed_tokens`; None where the
-            blocks do not fit, with nothing changed.
+            The number of tokens that need not be computed, also in `request.num_computed_tokens`; None if the
+            blocks do not fit, and nothing has changed.
         Raises:
-            CopyFailedError: the device did not take what was read back. The request has no blocks.
+            CopyFailedError: onboarded blocks could not be copied to the device. The request has no blocks.
         """
-        if self.read_back is not None:
-            found = self.read_back.admit(
+        if self.onboarder is not None:
+            found = self.onboarder.admit(
                 request, max_prefix_tokens=max_prefix_tokens, delay_cache_blocks=True
             )
             return None if found is None else request.num_computed_tokens
@@ -152,51 +154,53 @@ class PagedSequences:
         return prefix.num_tokens
 
     def reserve(self, request: Request, num_new_tokens: int) -> bool:
-        """Slots for so many tokens after the computed ones; False where they do not fit, nothing changed."""
+        """Reserve slots for new tokens after the computed ones; return False if they do not fit.
+
+        Nothing has changed then.
+        """
         return self.manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=True) is not None
 
     def begin_step(self) -> None:
-        """All slots of a step are reserved, and none is written yet.
+        """Prepare reserved slots for writing. Call after all reservations of a step, before the first write.
 
-        What was in them goes to the tiers, and blocks that replace shared ones get their bytes.
+        Flushes evicted blocks to the lower tiers, and copies shared blocks to their replacements.
         """
         if self.tiers is not None:
             self.tiers.flush()
         self.storage.apply_moves(self.manager.take_block_copies())
 
     def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Slots of the request's positions `[start, stop)` right now: (stop - start,), int64."""
+        """Return the current slots of the request's positions `[start, stop)`: (stop - start,), int64."""
         block_ids = self.manager.get_block_ids(request.request_id)
         return list_slots(block_ids, start, stop, self.manager.block_size)
 
     def note_computed(self, request: Request, num_tokens: int) -> None:
-        """K and V of the first `num_tokens` tokens are written in every layer.
+        """Record that K and V of the first `num_tokens` tokens are written in every layer.
 
-        Full blocks among those whose tokens the request knows become findable. Call it again when tokens
-        that were computed before are appended, as after `generate`.
+        Caches the full blocks among them whose tokens the request knows. Call this again after appending
+        tokens that were already computed, for example after `generate`.
         """
         request.num_computed_tokens = num_tokens
         self.manager.cache_blocks(request, min(num_tokens, request.num_tokens))
 
     def free(self, request: Request) -> None:
-        """Give its blocks back. It may be admitted again: what is still cached then is not computed anew."""
+        """Release a request's blocks. When it is admitted again, tokens still cached are not recomputed."""
         self.manager.free(request)
         request.num_computed_tokens = 0
 
     def fork(self, request: Request, child: Request) -> bool:
-        """Let `child` go on from where `request` is, in the same blocks.
+        """Continue `child` from the computed tokens of `request`.
 
-        Full blocks that are cached are shared, by one more reference. The last block, which both will write
-        to, is copied, and so is any that is not cached.
+        Full cached blocks are shared, with one more reference each. The last block, to which both requests
+        will write, and blocks that are not cached are copied.
 
         Args:
-            child: without blocks, with the tokens of `request` that have been computed, and at least one
-                more.
+            child: a request without blocks, with the computed tokens of `request` and at least one more.
         Returns:
-            False where the blocks do not fit, with nothing changed.
+            False if the blocks do not fit, and nothing has changed.
         Raises:
-            InvalidArgumentError: other tokens. Nothing has changed.
-            CopyFailedError: the child has no blocks.
+            InvalidArgumentError: `child` has other tokens. Nothing has changed.
+            CopyFailedError: the copy failed. The child has no blocks.
         """
         num_tokens = request.num_computed_tokens
         if (
@@ -204,7 +208,7 @@ class PagedSequences:
             or child.all_token_ids[:num_tokens] != request.all_token_ids[:num_tokens]
         ):
             raise InvalidArgumentError(
-                f"request {child.request_id!r} does not go on from the {num_tokens} computed tokens of "
+                f"request {child.request_id!r} does not continue the {num_tokens} computed tokens of "
                 f"{request.request_id!r}"
             )
         return self._copy_to(request, self, child)
@@ -212,17 +216,17 @@ class PagedSequences:
     def migrate(self, request: Request, target: PagedSequences) -> bool:
         """Move a request with its K and V to another pool and storage, such as those of another device.
 
-        What the target has cached of it is not copied. Here its blocks become free, and stay cached.
+        Blocks that the target has cached are not copied. The blocks in this pool become free but stay cached.
 
         Args:
-            target: with the same hashes, block size and block format; another layout will do.
+            target: must have the same hashes, block size and block format; the layout may differ.
         Returns:
-            False where the target has no room, with nothing changed.
+            False if the blocks do not fit in the target, and nothing has changed.
         Raises:
-            CopyFailedError, InvalidArgumentError: the request is still here, and nowhere else.
+            CopyFailedError, InvalidArgumentError: the request is still in this pool only.
         """
         if target is self:
-            raise InvalidArgumentError(f"request {request.request_id!r} is there already")
+            raise InvalidArgumentError(f"request {request.request_id!r} is already in the target pool")
         num_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         try:
@@ -238,27 +242,27 @@ class PagedSequences:
     def make_site(
         self,
         hasher: BlockHasher,
-        requests: MutableMapping[str, Request],
+        requests: MutableMapping[RequestId, Request],
         lock: AbstractContextManager[object] | None = None,
     ) -> PoolSite:
-        """This pool for a `Migrator`: requests and prefixes come from other processes, and go there.
+        """Return a site for a `Migrator`, to exchange requests and prefixes with other processes.
 
         Args:
-            hasher: of the requests.
-            requests: those that may be asked for, by id. One that moves away leaves it, and one that arrives
-                is put into it, with its tokens, and goes on as it would have where it was.
-            lock: held by whoever admits, runs or frees requests, for all of a forward pass; reentrant. None
-                for a new one: the site's `lock`.
+            hasher: the hasher of the requests.
+            requests: requests that may migrate, by id. A request that migrates away is removed; one that
+                arrives is added with its tokens, and can continue.
+            lock: a reentrant lock that the caller holds while it admits or frees requests, and during each
+                forward pass. None for a new one: the site's `lock`.
 
         Raises:
             InvalidArgumentError: a `ShardedStorage`, whose blocks are on several devices.
 
-        Do not run a request of the site's `list_frozen()`: it is on its way.
+        Do not run requests in the site's `list_frozen()`: they are migrating.
         """
         if isinstance(self.storage, ShardedStorage):
             raise InvalidArgumentError(
-                f"blocks in {len(self.storage.shards)} shards do not go to other processes; migrate() takes "
-                "them to another pool of this one"
+                f"blocks in {len(self.storage.shards)} shards cannot migrate to other processes; use "
+                "migrate() for another pool of this process"
             )
         sequences = ManagerSequences(self.manager, self.storage, lock)
         return PoolSite(sequences, hasher=hasher, owner=_RequestOwner(requests, hasher))
@@ -266,20 +270,20 @@ class PagedSequences:
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
     ) -> int:
-        """Bring the blocks in use together, with their K and V. Not while the model runs.
+        """Compact the blocks in use, with their K and V. Do not call this while the model runs.
 
         Args:
-            max_evictions: cached blocks that may be lost where too little is empty; the others there change
-                places with blocks in use.
-            max_moves: stop after this many; the next call continues. Two blocks that change places are
-                two moves.
-            goal: the fragmentation rate to come down to with few moves; None: to the lowest ids with them.
+            max_evictions: maximum number of cached blocks to evict if too few blocks are empty; further
+                cached blocks are exchanged with blocks in use.
+            max_moves: stop after this many moves; the next call continues. An exchange of two blocks is two
+                moves.
+            goal: the fragmentation rate to reach with few moves; None compacts all blocks to the lowest ids.
         Returns:
-            How many blocks changed their id. What a request has cached is cached, and found, as before.
+            The number of blocks whose id changed. Cached blocks of requests stay cached.
         Raises:
-            InvalidArgumentError: the pool is no `RunBlockPool`.
-            CopyFailedError: a round of moves broke off, see `compaction.apply_moves`. Requests have their
-                bytes; of blocks that were changing places the cached ones may be evicted.
+            InvalidArgumentError: the pool is not a `RunBlockPool`.
+            CopyFailedError: a round of moves failed, see `compaction.apply_moves`. Requests keep their bytes;
+                cached blocks that were being exchanged may be evicted.
         """
         return compaction.compact(
             self._get_run_pool(),
@@ -292,37 +296,37 @@ class PagedSequences:
         )
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
-        """Take blocks with consecutive ids, as for a transfer; requests make way with their K and V.
+        """Take blocks with consecutive ids, for example for a transfer. Blocks of requests are moved away.
 
         Returns:
-            Blocks of the manager's pool, to be given back there; None where no run can be made. A later
-            `defragment` moves them as well, unless they are held: `pool.hold(blocks, "sent to ...")`.
+            Blocks of the manager's pool, to be freed there; None if no run can be made. A later `defragment`
+            moves them, too, unless they are held: `pool.hold(blocks, "sent to ...")`.
         Raises:
-            InvalidArgumentError: the pool is no `RunBlockPool`.
-            OutOfBlocksError: fewer blocks are free. In both cases nothing has changed.
+            InvalidArgumentError: the pool is not a `RunBlockPool`. Nothing has changed.
+            OutOfBlocksError: too few blocks are free. Nothing has changed.
             CopyFailedError: no block has moved, and none is taken.
         """
         pool = self._get_run_pool()
         run = compaction.take_run(pool, num_blocks, self.storage.apply_moves, lambda relocation: None)
-        pool.store_pending()  # what was in the run: its taker writes when he likes
+        pool.flush_evicted()  # flush the run's old contents before the caller writes to it
         return run
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the possible runs of `run_length` that is lost to scattering, 0 to 1. O(number of blocks).
+        """Return the fraction of possible runs that is lost to fragmentation, 0 to 1. O(blocks).
 
         Raises:
-            InvalidArgumentError: the pool is no `RunBlockPool`.
+            InvalidArgumentError: the pool is not a `RunBlockPool`.
         """
         return self._get_run_pool().get_fragmentation_rate(self.run_length)
 
     def _get_run_pool(self) -> RunBlockPool:
         pool = self.manager.block_pool
         if not isinstance(pool, RunBlockPool):
-            raise InvalidArgumentError(f"a {type(pool).__name__} does not know its runs; use a RunBlockPool")
+            raise InvalidArgumentError(f"a {type(pool).__name__} has no index of runs; use a RunBlockPool")
         return pool
 
     def _find_copy(self, target: PagedSequences) -> Callable[[Moves], None]:
-        """How blocks are copied to a target's storage."""
+        """Return the function that copies blocks to a target's storage."""
         if isinstance(self.storage, ShardedStorage) and isinstance(target.storage, ShardedStorage):
             return partial(self.storage.copy_to, target.storage)
         if isinstance(self.storage, KVStorage) and isinstance(target.storage, KVStorage):
@@ -334,7 +338,7 @@ class PagedSequences:
     ) -> bool:
         """Give `copy` blocks in `target` with the K and V of `request`.
 
-        |<-- found in the target's cache -->|<-- get new blocks, and the bytes of these -->|
+        |<-- cached in the target -->|<-- new blocks, copied from the request's -->|
         """
         num_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         manager = target.manager
@@ -347,7 +351,7 @@ class PagedSequences:
         targets = manager.get_block_ids(copy.request_id)
         first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
-        manager.block_pool.store_pending()
+        manager.block_pool.flush_evicted()
         try:
             copy_blocks(moves)
         except BaseException:
@@ -358,7 +362,10 @@ class PagedSequences:
 
 
 def pad_rows(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """(num_rows, longest) slots or block ids; short rows repeat their first, whose K and V are written."""
+    """Pad rows of slots or block ids to (num_rows, longest) by repeating the first entry of short rows.
+
+    The first entry always has valid K and V.
+    """
     padded = np.empty((len(rows), max(len(row) for row in rows)), np.int64)
     for place, row in zip(padded, rows, strict=True):
         place[: len(row)] = row
@@ -366,20 +373,20 @@ def pad_rows(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return padded
 
 
-class _RequestOwner(SequenceOwner[str]):
-    """The requests that migrate, by id."""
+class _RequestOwner(SequenceOwner[RequestId]):
+    """The requests that may migrate, by id."""
 
-    def __init__(self, requests: MutableMapping[str, Request], hasher: BlockHasher) -> None:
+    def __init__(self, requests: MutableMapping[RequestId, Request], hasher: BlockHasher) -> None:
         self._requests = requests
         self._hasher = hasher
 
-    def describe(self, sequence_id: str, /) -> bytes:
+    def describe(self, sequence_id: RequestId, /) -> bytes:
         if sequence_id not in self._requests:
-            raise UnknownSequenceError(f"request {sequence_id!r} is not among those that may be asked for")
+            raise UnknownSequenceError(f"request {sequence_id!r} is not among the requests of this site")
         return dump_request(self._requests[sequence_id])
 
-    def take_over(self, sequence_id: str, state: bytes, /) -> None:
+    def on_arrived(self, sequence_id: RequestId, state: bytes, /) -> None:
         self._requests[sequence_id] = load_request(state, self._hasher)
 
-    def give_up(self, sequence_id: str, target: str, /) -> None:
+    def on_departed(self, sequence_id: RequestId, target: NodeName, /) -> None:
         self._requests.pop(sequence_id, None)

@@ -1,4 +1,4 @@
-"""vLLM with kv_pool's classes in place of its own; `register` is the entry point that vLLM calls."""
+"""vLLM with kv_pool's classes instead of its own; `register` is the entry point that vLLM calls."""
 
 from kv_pool.integrations.vllm.plugin import register
 

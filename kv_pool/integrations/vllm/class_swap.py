@@ -1,12 +1,12 @@
-"""Put classes in the place of others after modules have imported them.
+"""Replace classes after modules have imported them.
 
-Before vLLM loads plugins its engine process has imported the scheduler, and with it every module that says
-`from vllm.v1.core.block_pool import BlockPool`. So the names are bound anew in all loaded modules:
+Before vLLM loads plugins, its engine process has imported the scheduler, and with it every module with
+`from vllm.v1.core.block_pool import BlockPool`. Therefore the names are rebound in all loaded modules:
 
     module                       before              after
-    where it is defined          BlockPool -> old    BlockPool -> new
-    whoever imported it          BlockPool -> old    BlockPool -> new
-    whoever derived from it      class Shared(old)   the module is run again: class Shared(new)
+    defines the class            BlockPool -> old    BlockPool -> new
+    imported the class           BlockPool -> old    BlockPool -> new
+    derived from the class       class Shared(old)   the module is reloaded: class Shared(new)
     loaded later                                     imports new
 """
 
@@ -18,10 +18,10 @@ from types import FunctionType, ModuleType
 
 
 def find_obstacles(old_classes: Iterable[type]) -> list[str]:
-    """Why it is too late to swap these classes: one clause each, [] when it is not. Only looks.
+    """Return the reasons why these classes can no longer be replaced, one clause each; [] if they can.
 
-    An instance of an old class would go on with old methods that meet new blocks. A subclass is no obstacle
-    where its module has nothing else to lose by being run again.
+    Changes nothing. An existing instance is an obstacle: its old methods would meet new blocks. A subclass is
+    an obstacle only if its module defines anything else, which a reload would replace.
     """
     old = list(old_classes)
     subclasses = _find_subclasses(old)
@@ -34,21 +34,21 @@ def find_obstacles(old_classes: Iterable[type]) -> list[str]:
 
 
 def swap_classes(replacements: Mapping[type, type]) -> int:
-    """Bind each new class wherever a loaded module has bound the old one; how many names that were.
+    """Rebind each old class to the new one in all loaded modules; return the number of names rebound.
 
-    Modules that derive from an old class are run again. Call it only where `find_obstacles` finds none.
+    Modules that derive from an old class are reloaded. Call this only if `find_obstacles` returns [].
     """
     subclasses = _find_subclasses(replacements)
-    num_bound = _bind_anew(replacements)
+    num_bound = _rebind(replacements)
     for module_name in dict.fromkeys(cls.__module__ for cls in subclasses):
         module = importlib.reload(sys.modules[module_name])
         derived = [cls for cls in subclasses if cls.__module__ == module_name]
-        num_bound += _bind_anew({cls: getattr(module, cls.__name__) for cls in derived})
+        num_bound += _rebind({cls: getattr(module, cls.__name__) for cls in derived})
     return num_bound
 
 
 def _find_subclasses(classes: Iterable[type]) -> list[type]:
-    """All classes derived from these, a base before what derives from it."""
+    """Return all classes derived from these, bases before subclasses."""
     found: list[type] = []
     waiting = list(classes)
     while waiting:
@@ -59,7 +59,7 @@ def _find_subclasses(classes: Iterable[type]) -> list[type]:
 
 
 def _may_run_again(module: ModuleType | None, subclasses: list[type]) -> bool:
-    """Does the module define these subclasses and no other class or function?"""
+    """Return True if the module defines some of these subclasses and no other class or function."""
     if module is None:
         return False
     defined = [
@@ -70,8 +70,8 @@ def _may_run_again(module: ModuleType | None, subclasses: list[type]) -> bool:
     return bool(defined) and all(thing in subclasses for thing in defined)
 
 
-def _bind_anew(replacements: Mapping[type, type]) -> int:
-    # By identity: comparing or classifying what modules hold would wake lazy proxies.
+def _rebind(replacements: Mapping[type, type]) -> int:
+    # Compare by identity: equality or isinstance checks would trigger lazy proxies in modules.
     new_of = {id(old): new for old, new in replacements.items()}
     num_bound = 0
     for module in list(sys.modules.values()):

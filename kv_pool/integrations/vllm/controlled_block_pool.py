@@ -10,9 +10,9 @@ from kv_pool.integrations.vllm.pool_control import PoolControl, open_socket
 
 
 class ControlledBlockPool(BlockPool):
-    """`BlockPool` that answers `kv-pool stats`, `layout` and `sequences --holds` from a thread.
+    """A `BlockPool` that answers `kv-pool stats`, `layout` and `sequences --holds` from a thread.
 
-    Each call of vLLM's that changes the pool takes a lock, so that an answer is of one moment.
+    Each vLLM call that changes the pool takes a lock, so that answers are consistent.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,5 +31,5 @@ class ControlledBlockPool(BlockPool):
     @locked
     def take_events(self) -> list[KVCacheEvent]:
         events = super().take_events()
-        self.control.count_events(events)
+        self.control.note_taken_events(events)
         return events

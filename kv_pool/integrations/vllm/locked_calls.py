@@ -1,4 +1,4 @@
-"""`locked`: methods of a pool with a control socket, each under the lock that the socket's answers take."""
+"""`locked`: makes a pool's methods take the lock that the control socket's answers take."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def locked(method: Method) -> Method:
-    """Return the method with `self.control.lock` held during each call."""
+    """Return a method that holds `self.control.lock` during each call."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`register`: puts kv_pool's classes in the place of vLLM's, if asked to and if the version was checked."""
+"""`register`: replaces vLLM's classes by kv_pool's, if enabled and if the vLLM version was tested."""
 
 import importlib
 import logging
@@ -9,10 +9,10 @@ from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
 from kv_pool.integrations.vllm.class_swap import find_obstacles, swap_classes
 from kv_pool.version import __version__
 
-# Below vLLM's own, which is the one that vLLM configures.
+# A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
 
-# Where vLLM defines what is replaced.
+# The replaced classes, by the vLLM module that defines them.
 REPLACED = {
     "vllm.v1.core.block_pool": ("BlockPool", "BlockHashToBlockMap"),
     "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
@@ -21,18 +21,19 @@ REPLACED = {
 
 
 def register() -> None:
-    """Make vLLM use kv_pool in this process. Called by vLLM, in each process, before there is a pool.
+    """Make vLLM use kv_pool in this process. Called by vLLM in each process, before a pool is created.
 
-    Does nothing unless the environment variable VLLM_PLUGINS names kv_pool (vLLM calls every installed plugin
-    when it is unset), nor where vLLM's version is not in `CHECKED_VERSIONS`, unless KV_POOL_VLLM_FORCE is 1,
-    nor where it is too late; the last two are logged as warnings. All or nothing, and a second call changes
-    nothing.
+    Does nothing in these cases; the last two are logged as warnings:
 
-    With KV_POOL_VLLM_CONTROL set to 1, or to the path of a socket, each pool opens a control socket: see
-    `pool_control`.
+    - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
+    - vLLM's version is not in `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
+    - It is too late to replace the classes, see `find_obstacles`.
+
+    Replaces all classes or none; a second call changes nothing. If KV_POOL_VLLM_CONTROL is 1 or the path of
+    a socket, each pool opens a control socket: see `pool_control`.
     """
     if "kv_pool" not in os.environ.get("VLLM_PLUGINS", "").split(","):
-        logger.debug("kv_pool is installed but not asked for: VLLM_PLUGINS does not name it")
+        logger.debug("kv_pool is installed but not enabled: VLLM_PLUGINS does not name it")
         return
     import vllm
 
@@ -42,7 +43,7 @@ def register() -> None:
         if os.environ.get("KV_POOL_VLLM_FORCE") != "1":
             logger.warning(
                 "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
-                "KV_POOL_VLLM_FORCE=1 makes vLLM use it all the same.",
+                "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
                 version,
                 checked,
             )
@@ -53,19 +54,19 @@ def register() -> None:
     try:
         replacements = _find_replacements()
     except (ImportError, AttributeError) as error:
-        logger.warning("kv_pool is not used: vLLM %s lacks what it replaces (%s)", version, error)
+        logger.warning("kv_pool is not used: vLLM %s lacks a class that it replaces (%s)", version, error)
         return
     if not replacements:
         return
     obstacles = find_obstacles(replacements)
     if obstacles:
         logger.warning(
-            "kv_pool is not used: %s. It has to be registered before an engine is made.", "; ".join(obstacles)
+            "kv_pool is not used: %s. Register it before an engine is created.", "; ".join(obstacles)
         )
         return
     num_names = swap_classes(replacements)
     logger.info(
-        "kv_pool %s (%s) takes the place of vLLM %s's block pool: %d classes, bound anew in %d places",
+        "kv_pool %s (%s) replaces the block pool of vLLM %s: %d classes, rebound in %d places",
         __version__,
         "compiled" if COMPILED else "plain Python",
         version,
@@ -75,7 +76,7 @@ def register() -> None:
 
 
 def _find_replacements() -> dict[type, type]:
-    """Ours by vLLM's, for what has not been replaced yet."""
+    """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
     from kv_pool.integrations.vllm import pool_classes
 
     new_classes = vars(pool_classes)

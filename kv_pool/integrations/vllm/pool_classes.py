@@ -1,6 +1,6 @@
-"""kv_pool's classes as vLLM's code calls them: by vLLM's names, with vLLM's event classes.
+"""kv_pool's classes with vLLM's names and vLLM's event classes.
 
-Imports vLLM, so only `register` imports it. The names are those of `plugin.REPLACED`.
+Only `register` imports this module, since it imports vLLM. The names are those of `plugin.REPLACED`.
 """
 
 import logging
@@ -36,7 +36,7 @@ EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=All
 
 
 class BlockPool(block_pool.BlockPool):
-    """`kv_pool.BlockPool` whose events are vLLM's, with block hashes as vLLM is set to send them."""
+    """A `kv_pool.BlockPool` with vLLM's event classes, and block hashes as configured in vLLM."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class BlockPool(block_pool.BlockPool):
             use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
         )
         self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]
-        # Here rather than in `register`: an engine process that was forked off inherits the classes without
-        # calling that, and what is logged before vLLM has read its logging options is lost.
+        # Log here rather than in `register`: a forked engine process inherits the classes without calling
+        # `register`, and messages logged before vLLM has read its logging options are lost.
         logger.info(
             "kv_pool %s (%s) manages %d KV blocks, medium %s",
             __version__,
@@ -70,8 +70,8 @@ class BlockPool(block_pool.BlockPool):
             medium,
         )
 
-    # A list, as vLLM's is: its callers may slice and compare it. Seen from Python only; compiled, the core
-    # reads the tuple in its own field and does not come here.
+    # A list, as in vLLM, whose callers may slice and compare it. For Python callers only: the compiled core
+    # reads the tuple in its own field.
     @property  # type: ignore[override]
     def blocks(self) -> list[KVCacheBlock]:
         return self._listed_blocks
@@ -82,7 +82,7 @@ class BlockPool(block_pool.BlockPool):
 
 
 class KVCacheMetricsCollector(residency.KVCacheMetricsCollector):
-    """`kv_pool.KVCacheMetricsCollector` whose samples are vLLM's, as the scheduler's statistics need."""
+    """A `kv_pool.KVCacheMetricsCollector` with vLLM's sample class, as the scheduler's statistics require."""
 
     def __init__(self, sample_rate: float = 0.01) -> None:
         super().__init__(sample_rate, KVCacheEvictionEvent)

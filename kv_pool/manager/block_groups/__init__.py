@@ -1,1 +1,1 @@
-"""How each kind of attention uses blocks: what it keeps, what a hit needs, what is worth caching."""
+"""How each kind of attention uses blocks: what it keeps, what a hit needs, what to cache."""

@@ -3,25 +3,26 @@
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockId
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class BlockTable:
     """The blocks of one request in one group: block i holds tokens `[i * block_size, (i + 1) * block_size)`.
 
-    Full blocks are immutable, the last one is written. An id stays at its place until the request is freed,
-    but for three things, which `num_edits` counts: a block that left the window becomes the null block, a
+    Full blocks are immutable; the last one is written. An entry keeps its block until the request is freed,
+    with three exceptions, which `num_edits` counts: a block that left the window becomes the null block, a
     shared block is replaced before it is written, and a swapped request comes back in other blocks. (A
-    compaction exchanges the ids of block objects; the table does not notice, and the pool's epoch tells.)
+    compaction exchanges the ids of block objects: the table stays as it is, and the pool's epoch advances.)
 
     Attributes:
         blocks: head first.
-        num_cached_blocks: how many from the head have been registered in the prefix map.
-        num_null_blocks: how many from the head have left the window and are the null block.
-        num_edits: how often entries that were there already have changed.
+        num_cached_blocks: leading blocks that are registered in the prefix map.
+        num_null_blocks: leading blocks that left the window and are now the null block.
+        num_edits: how often existing entries were changed.
         is_forked: the last blocks may be shared with another request that will write them.
-        num_settled, num_settled_cached: how many blocks there were, and how many were cached, before the call
-            that is under way. What comes behind is given back if the call is interrupted.
+        num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
+            Later ones are released if the call is interrupted.
     """
 
     __slots__ = (
@@ -48,6 +49,6 @@ class BlockTable:
         more = " ..." if len(self.blocks) > 8 else ""
         return f"<BlockTable of {len(self.blocks)} blocks: {ids}{more}>"
 
-    def list_ids(self) -> list[int]:
-        """Block ids, head first; the null block's where nothing is kept."""
+    def list_ids(self) -> list[BlockId]:
+        """Return the block ids, head first; the null block's id for an entry without a block."""
         return [block.block_id for block in self.blocks]

@@ -1,10 +1,10 @@
-"""`ChunkedLocalGroup`: keeps the blocks of the chunk that the next token is in."""
+"""`ChunkedLocalGroup`: keeps the blocks of the chunk that contains the next token."""
 
 from typing import Final
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 
 
@@ -12,7 +12,7 @@ class ChunkedLocalGroup(BlockGroup):
     """A token attends to the tokens before it in its own chunk. See `BlockGroup`."""
 
     def __init__(
-        self, pool: BlockPoolCore, group_id: int, block_size: int, alignment: int, chunk_size: int
+        self, pool: BlockPoolCore, group_id: GroupId, block_size: int, alignment: int, chunk_size: int
     ) -> None:
         super().__init__(pool, group_id, block_size, alignment)
         self.chunk_size: Final = chunk_size
@@ -22,12 +22,12 @@ class ChunkedLocalGroup(BlockGroup):
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
     ) -> tuple[list[KVCacheBlock], int]:
-        """As in `BlockGroup`: earlier chunks need no blocks, the last one all from its start."""
+        """As in `BlockGroup`: earlier chunks need no blocks, the last chunk all blocks from its start."""
         pool = self.pool
         block_size = self.block_size
         num_tokens = min(max_num_tokens, len(block_hashes) * block_size)
         while True:
-            # A shorter prefix ends in another chunk, perhaps, of which other blocks are needed.
+            # A shorter prefix may end in another chunk, which needs other blocks.
             num_tokens -= num_tokens % self.alignment
             num_blocks = num_tokens // block_size
             num_skipped = self.count_skipped_tokens(num_tokens) // block_size
@@ -42,7 +42,7 @@ class ChunkedLocalGroup(BlockGroup):
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size
 
-    def count_most_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
+    def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
         num_blocks = self.count_table_blocks(num_tokens)
         if not max_in_flight_tokens:
             return num_blocks

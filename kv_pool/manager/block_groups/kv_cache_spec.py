@@ -1,4 +1,4 @@
-"""What the layers of one KV cache group keep: all tokens, a window, a chunk, a state, the encoder's, none."""
+"""`KVCacheSpec`: what the layers of a KV cache group keep: all tokens, a window, a chunk, a state, none."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,11 +8,11 @@ from kv_pool.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """A KV cache group: layers of one kind, which share block ids.
+    """A KV cache group: layers of one kind that share block ids.
 
     Attributes:
         block_size: tokens per block.
-        kind: what events call the group, vLLM's names.
+        kind: the name of the group's kind in events, as in vLLM.
     """
 
     kind: ClassVar[str] = "unknown"
@@ -26,7 +26,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec(KVCacheSpec):
-    """Each token attends to all before it: nothing is given up before the request ends."""
+    """Each token attends to all tokens before it: no block is released before the request ends."""
 
     kind: ClassVar[str] = "full_attention"
 
@@ -59,10 +59,10 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """One state per request, in one block; a copy at a block's end is kept for whoever goes on from there.
+    """One state per request, in one block; copies at block ends are kept for requests that continue there.
 
     The state after token n is in the block that holds token n. A step that ends in a later block than the
-    one before it reads the state there and writes it here; only steps that end at a block's end can be hit.
+    previous step reads that step's state and writes a new one; only a state at a block's end can be hit.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -70,7 +70,7 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(KVCacheSpec):
-    """Tokens attend to the encoder's output: blocks for `num_encoder_tokens`, taken once, never shared."""
+    """Tokens attend to the encoder's output: blocks for `num_encoder_tokens`, taken at once, never shared."""
 
     kind: ClassVar[str] = "cross_attention"
     is_cacheable: ClassVar[bool] = False

@@ -1,7 +1,8 @@
-"""From a spec to its `BlockGroup`."""
+"""`make_group`: create the `BlockGroup` for a spec."""
 
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidTypeError
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
 from kv_pool.manager.block_groups.kv_cache_spec import (
@@ -18,8 +19,8 @@ from kv_pool.manager.block_groups.scratch_group import CrossAttentionGroup, Enco
 from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
 
 
-def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: int, alignment: int) -> BlockGroup:
-    """The group that a spec describes. Raises InvalidTypeError for a spec of another kind."""
+def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+    """Return the group that a spec describes. Raise InvalidTypeError for any other spec."""
     block_size = spec.block_size
     if isinstance(spec, FullAttentionSpec):
         return BlockGroup(pool, group_id, block_size, alignment)

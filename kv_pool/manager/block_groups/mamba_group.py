@@ -1,21 +1,21 @@
-"""`MambaGroup`: one state per request, and its copies at the ends of blocks."""
+"""`MambaGroup`: one state per request, and copies of it at block ends."""
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 
 
 class MambaGroup(BlockGroup):
-    """The state after token n is in the block of token n; all blocks before it are null. See `BlockGroup`.
+    """The state after token n is in the block of token n; all earlier entries are null. See `BlockGroup`.
 
     block size 4, 6 tokens computed, the next step ends after 12
     tokens  0 1 2 3 | 4 5 6 7 | 8 9 10 11
     table   null    | read    | written
     """
 
-    def __init__(self, pool: BlockPoolCore, group_id: int, block_size: int, alignment: int) -> None:
+    def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int, alignment: int) -> None:
         super().__init__(pool, group_id, block_size, alignment)
         self.forgets = True
         self.is_downward_closed = False
@@ -25,7 +25,7 @@ class MambaGroup(BlockGroup):
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
     ) -> tuple[list[KVCacheBlock], int]:
-        """As in `BlockGroup`: the last state that is cached, alone."""
+        """As in `BlockGroup`: the last cached state only."""
         pool = self.pool
         group_ids = [self.group_id]
         index = min(max_num_tokens // self.block_size, len(block_hashes)) - 1
@@ -43,22 +43,22 @@ class MambaGroup(BlockGroup):
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
     ) -> int:
-        # A state for tokens that may be rejected would stand where the one of the accepted tokens belongs.
+        # A state after speculative tokens would take the place of the state after the accepted ones.
         return -(-num_tokens // self.block_size)
 
     def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
         return 1 if num_blocks > num_entries else 0
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
-        # The last entry; but a state at the end of its block is only read.
+        # The last entry, except that a state at the end of its block is only read.
         return max(num_blocks - 1, num_computed_tokens // self.block_size)
 
-    def count_most_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """The state that is read and the one that is written."""
+    def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Count the state that is read and the state that is written."""
         return min(2, self.count_table_blocks(num_tokens))
 
     def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Only a state at a block's end; one in mid-block is of fewer tokens than the block's hash covers."""
+        """Select only a state at a block's end; an earlier one covers fewer tokens than the block's hash."""
         mask = [False] * (end - first)
         if end > first and end * self.block_size == num_tokens:
             mask[-1] = True

@@ -1,15 +1,15 @@
-"""`CrossAttentionGroup` and `EncoderOnlyGroup`: blocks that no prefix is found in."""
+"""`CrossAttentionGroup` and `EncoderOnlyGroup`: groups whose blocks are never hit."""
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 
 
 class CrossAttentionGroup(BlockGroup):
-    """Blocks for the encoder's tokens, taken at once and kept to the end. See `BlockGroup`."""
+    """Blocks for the encoder's tokens, taken at once and kept until the request ends. See `BlockGroup`."""
 
-    def __init__(self, pool: BlockPoolCore, group_id: int, block_size: int) -> None:
+    def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int) -> None:
         super().__init__(pool, group_id, block_size, block_size)
         self.is_cacheable = False
 
@@ -25,7 +25,7 @@ class CrossAttentionGroup(BlockGroup):
 
 
 class EncoderOnlyGroup(CrossAttentionGroup):
-    """No blocks at all: everything is computed in one step, and nothing is kept."""
+    """No blocks: everything is computed in one step, and nothing is kept."""
 
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0

@@ -1,10 +1,10 @@
-"""`SlidingWindowGroup`: keeps the blocks that the next token's window reaches into."""
+"""`SlidingWindowGroup`: keeps the blocks that the next token's window covers."""
 
 from typing import Final
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 
 
@@ -17,11 +17,11 @@ class SlidingWindowGroup(BlockGroup):
     """
 
     def __init__(
-        self, pool: BlockPoolCore, group_id: int, block_size: int, alignment: int, window: int
+        self, pool: BlockPoolCore, group_id: GroupId, block_size: int, alignment: int, window: int
     ) -> None:
         super().__init__(pool, group_id, block_size, alignment)
         self.window: Final = window
-        # Blocks in a row before a boundary, from which the next token can be computed.
+        # Consecutive blocks before a boundary that are enough to compute the next token.
         self.num_hit_blocks: Final = max(1, -(-(window - 1) // block_size))
         self.forgets = True
         self.is_downward_closed = False
@@ -29,9 +29,9 @@ class SlidingWindowGroup(BlockGroup):
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
     ) -> tuple[list[KVCacheBlock], int]:
-        """As in `BlockGroup`: `num_hit_blocks` in a row before the boundary, or all from the head on.
+        """As in `BlockGroup`: `num_hit_blocks` consecutive blocks before the boundary, or all from the head.
 
-        Cost: O(blocks of the prefix) look-ups, from the right.
+        Cost: O(blocks of the prefix) look-ups, last block first.
         """
         pool = self.pool
         group_ids = [self.group_id]
@@ -57,8 +57,8 @@ class SlidingWindowGroup(BlockGroup):
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.window + 1)
 
-    def count_most_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """As in `BlockGroup`; a window may begin anywhere in a block, hence one block more."""
+    def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """As in `BlockGroup`; one block more, because a window may begin anywhere in a block."""
         num_blocks = self.count_table_blocks(num_tokens)
         if not max_in_flight_tokens:
             return num_blocks
@@ -68,7 +68,7 @@ class SlidingWindowGroup(BlockGroup):
         return min(num_blocks, -(-num_kept // self.block_size) + 1)
 
     def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """The last `num_hit_blocks` before each boundary; other blocks can serve no hit."""
+        """Select the last `num_hit_blocks` before each boundary; other blocks cannot serve a hit."""
         per_segment = self.alignment // self.block_size
         if self.num_hit_blocks >= per_segment:
             return None

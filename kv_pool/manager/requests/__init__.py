@@ -1,1 +1,1 @@
-"""What is scheduled: a request's tokens and the hashes of its blocks, its state as bytes, its checks."""
+"""The scheduled object: a request's tokens and block hashes, its serialized state, its checks."""

@@ -8,16 +8,16 @@ from kv_pool.core.arguments import as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.ids import BlockHash, TokenIds
+from kv_pool.ids import BlockHash, RequestId, TokenIds
 
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter a request runs with. Its name and path keep its KV apart from other adapters'.
+    """The adapter of a request. Its name and path keep its KV apart from that of other adapters.
 
     Raises:
-        InvalidTypeError: an id that is no int, a name or path that is no string. The order of the arguments
-            is not that of vLLM's class, whose name comes first.
+        InvalidTypeError: an id that is not an int, or a name or path that is not a string. The arguments are
+            not in the order of vLLM's class, whose first argument is the name.
     """
 
     adapter_id: int
@@ -33,7 +33,7 @@ class LoRARequest:
             if not isinstance(value, wanted):
                 raise InvalidTypeError(
                     f"{field} is a {type(value).__name__}: {value!r}; LoRARequest takes adapter_id (int), "
-                    "name and path (str) in this order, vLLM's class the name first"
+                    "name and path (str) in this order; vLLM's class takes the name first"
                 )
 
     @property
@@ -62,11 +62,11 @@ class MultiModalFeature:
 
 
 class SchedulableRequest(CacheableRequest, Protocol):
-    """What `KVCacheManager` reads of a request; `Request` is one, an engine's own class may be another."""
+    """The attributes of a request that `KVCacheManager` reads; an engine may pass a class of its own."""
 
     @property
-    def request_id(self) -> str:
-        """Names the block table; unique among the requests that hold blocks."""
+    def request_id(self) -> RequestId:
+        """The key of the block table; unique among the requests that hold blocks."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +74,7 @@ class SchedulableRequest(CacheableRequest, Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in the blocks; the scheduler counts it up after each step."""
+        """Tokens whose KV is in the blocks; the scheduler increases it after each step."""
 
 
 class Request:
@@ -92,8 +92,8 @@ class Request:
         request_id: unique among the requests that hold blocks.
         prompt_token_ids: at least one token id, each in 0..2**64-1.
         hasher: its block size is the pool's `hash_block_size`.
-        lora_request, mm_features, cache_salt: part of the hashes, see `core/extra_keys.py`.
-        session_id: goes into events.
+        lora_request, mm_features, cache_salt: part of the hashes; see `core/extra_keys.py`.
+        session_id: included in events.
 
     Attributes:
         num_computed_tokens: tokens whose KV is in the blocks. The scheduler sets it.
@@ -101,7 +101,7 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: TokenIds,
         hasher: BlockHasher,
         *,
@@ -141,10 +141,10 @@ class Request:
         return len(self.all_token_ids)
 
     def append_output_token_ids(self, token_ids: TokenIds) -> None:
-        """Append generated tokens, and the hashes of the blocks they fill.
+        """Append generated tokens, and the hashes of the blocks that become full.
 
         Raises:
-            InvalidArgumentError, InvalidTypeError: not token ids; nothing has changed.
+            InvalidArgumentError, InvalidTypeError: not token ids. Nothing has changed.
         """
         appended = _to_list("token_ids", token_ids)
         num_tokens = len(self.all_token_ids)
@@ -157,7 +157,7 @@ class Request:
 
 
 def _to_list(name: str, token_ids: TokenIds) -> list[int]:
-    """A new list of Python ints, of a NumPy array too: NumPy's own cannot go into events."""
+    """Return a new list of Python ints, also for a NumPy array: events cannot carry NumPy integers."""
     if isinstance(token_ids, list):
         return token_ids.copy()
     if isinstance(token_ids, str):

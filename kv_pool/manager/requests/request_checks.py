@@ -5,11 +5,12 @@ from typing import Any, SupportsIndex
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import RequestId
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
-def get_request_id(name: str, request: SchedulableRequest) -> str:
-    """Return the id of a request. Raise InvalidTypeError for what is not a request."""
+def get_request_id(name: str, request: SchedulableRequest) -> RequestId:
+    """Return the id of a request. Raise InvalidTypeError if `request` is not a request."""
     unchecked: Any = request
     try:
         request_id = unchecked.request_id
@@ -17,11 +18,11 @@ def get_request_id(name: str, request: SchedulableRequest) -> str:
         refuse_type(name, request, "a request")
     if not isinstance(request_id, str):
         refuse_type(f"{name}.request_id", request_id, "str")
-    return request_id
+    return RequestId(request_id)
 
 
 def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None) -> int:
-    """A group's block size, a multiple of the pool's `hash_block_size`, which is the default."""
+    """Return a group's block size: a multiple of the pool's `hash_block_size`, which is the default."""
     if block_size is None:
         return block_pool.hash_block_size
     checked = as_int("block_size", block_size)
@@ -34,7 +35,7 @@ def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None
 
 
 def check_bound(name: str, value: SupportsIndex | None) -> int:
-    """The bound, 0 for None."""
+    """Return the bound; 0 for None."""
     if value is None:
         return 0
     bound = as_int(name, value)

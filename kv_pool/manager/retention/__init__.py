@@ -1,1 +1,1 @@
-"""Which cached blocks are kept longer than others, until when, and which of them go first."""
+"""Retention: which cached blocks are kept longer than others, until when, and which are evicted first."""

@@ -1,4 +1,4 @@
-"""`BlockRetention`: which cached blocks are reused before or after others, and until when."""
+"""`BlockRetention`: which cached blocks are evicted before or after others, and until when."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, SupportsIndex
@@ -10,13 +10,14 @@ from kv_pool.core.eviction_order import EMPTY_BAND
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim, is_pin
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.pins import Pins
+from kv_pool.manager.retention.pins import PinLedger
 from kv_pool.manager.retention.placed_claims import PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
 from kv_pool.manager.retention.segments import find_cached, find_in_tables
@@ -24,7 +25,7 @@ from kv_pool.manager.retention.sessions import Session, Sessions
 
 
 class BlockRetention:
-    """Keeps cached blocks that directives, pins or sessions cover longer than others, or less long.
+    """The retention of cached blocks: directives, pins and sessions decide how long each is kept.
 
         >>> from kv_pool import BlockPool
         >>> from kv_pool.manager.retention.block_retention import BlockRetention
@@ -32,31 +33,31 @@ class BlockRetention:
         >>> pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=4)
         >>> retention = BlockRetention(pool, clock=lambda: 0.0, max_pinned_blocks=2)
         >>> retention.set_directives("chat", [RetentionDirective(0, 8, priority=90)])
-        >>> retention.is_active, retention.num_kept
+        >>> retention.is_active, retention.num_retained
         (True, 0)
 
-    Give it to the manager (`KVCacheManager(pool, retention=retention)`), which calls what is listed under
-    "for the manager"; the scheduler calls the rest. A kept block is free as any other, in another band of the
-    pool's eviction order. Free blocks are reused in this order:
+    Pass it to the manager (`KVCacheManager(pool, retention=retention)`), which calls the methods listed under
+    "for the manager"; the scheduler calls the others. A kept block is free like any other, but in another
+    band of the pool's eviction order. Free blocks are reused in this order:
 
-        1  those without content
-        2  those whose time is up, in the order in which it ran out
-        3  those with a priority below 35, lowest first
-        4  those without a directive, least recently freed first
-        5  those with a priority of 35 and above, lowest first
+        1  blocks without content
+        2  blocks whose directives and sessions have ended, in the order of the ends
+        3  blocks with a priority below 35, lowest first
+        4  blocks without a directive, least recently freed first
+        5  blocks with a priority of 35 and above, lowest first
 
-    Within 3 and 5, of equal ones the one that has had its priority longest. Pinned blocks are not free: they
-    are held, up to `max_pinned_blocks`.
+    Within 3 and 5, of equal priority, the block that has had it longest comes first. Pinned blocks are not
+    free: they are held, up to `max_pinned_blocks`.
 
     Args:
-        block_pool: the manager's pool; it can have one retention.
-        clock: the time in seconds, never falling. A replay of a trace passes a virtual one.
-        max_pinned_blocks: how many blocks may be pinned, free or in use, those included that running requests
-            may yet pin.
-        max_sessions: how many sessions are kept at most; one more ends the one that would have ended first.
+        block_pool: the manager's pool; a pool can have one retention.
+        clock: returns the time in seconds and never goes backwards. A trace replay passes a virtual clock.
+        max_pinned_blocks: maximum number of pinned blocks, free or in use, including blocks that running
+            requests may still pin.
+        max_sessions: maximum number of sessions; one more ends the session with the earliest deadline.
 
-    What it remembers is bounded by the number of blocks, sessions and of requests with directives that hold
-    blocks or wait. As the pool, it belongs to one thread.
+    Memory is bounded by the number of blocks, of sessions, and of requests with directives that hold blocks
+    or wait. Not thread-safe: use it from the thread that uses the pool.
     """
 
     def __init__(
@@ -84,25 +85,25 @@ class BlockRetention:
         self._placed: PlacedClaims = PlacedClaims(block_pool, clock, max_pinned_blocks)
         self._records: ClaimRecords = self._placed.records
         self._deadlines: Deadlines = self._placed.deadlines
-        self._pins: Pins = self._placed.pins
+        self._pins: PinLedger = self._placed.pins
         self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size, self._pins)
-        self._tables: dict[str, list[BlockTable]] = {}
+        self._tables: dict[RequestId, list[BlockTable]] = {}
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
         return (
-            f"<BlockRetention: {self.num_kept} blocks kept, {self._pins.count()} of "
+            f"<BlockRetention: {self.num_retained} blocks kept, {self._pins.count()} of "
             f"{self._pins.max_pinned_blocks} pins, {len(self._sessions.by_id)} sessions>"
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(self)
 
-    # ---- what a scheduler says and asks ------------------------------------------------------------
+    # ---- for the scheduler -------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
-        """Whether there are claims, directives or sessions."""
+        """True if there are claims, directives or sessions."""
         return (
             self._records.num_blocks > 0
             or len(self._directives.by_request) > 0
@@ -111,55 +112,51 @@ class BlockRetention:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether pinned blocks are held: time and hits change the number of free ones."""
+        """True if pinned blocks are held; then time and hits change the number of free blocks."""
         return self._placed.held.has_blocks
 
     @property
-    def num_kept(self) -> int:
-        """Free blocks with claims in force, pinned ones not included. O(blocks of the pool)."""
+    def num_retained(self) -> int:
+        """Number of free blocks with claims in force, without pinned ones. O(blocks of the pool)."""
         self.expire()
-        return sum(
-            [
-                block.next_free_block is not None and bool(self._records.get_claims(block))
-                for block in self.block_pool.blocks
-            ]
-        )
+        free = [block for block in self.block_pool.blocks if block.next_free_block is not None]
+        return sum([bool(self._records.get_claims(block)) for block in free])
 
     @property
     def num_pinned(self) -> int:
-        """Pinned blocks that no request uses: neither in use nor free. O(these)."""
+        """Number of pinned blocks that no request uses: neither in use nor free. O(these blocks)."""
         self.expire()
         return self._placed.count_held()
 
     @property
     def max_pinned_blocks(self) -> int:
-        """How many pins there may be."""
+        """Maximum number of pins."""
         return self._pins.max_pinned_blocks
 
     @property
     def num_pins(self) -> int:
-        """What counts against `max_pinned_blocks`: pinned blocks, free or in use, and promised ones."""
+        """Pins that count against `max_pinned_blocks`: pinned blocks, free or in use, and promised ones."""
         self.expire()
         return self._pins.count()
 
     @property
     def max_sessions(self) -> int:
-        """How many sessions are kept at most."""
+        """Maximum number of sessions."""
         return self._sessions.max_sessions
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are kept."""
+        """Number of sessions that are kept."""
         self.expire()
         return len(self._sessions.by_id)
 
-    def set_directives(self, request_id: str, directives: Sequence[RetentionDirective]) -> None:
-        """From now on these, and no others, say what the blocks of this request will be worth.
+    def set_directives(self, request_id: RequestId, directives: Sequence[RetentionDirective]) -> None:
+        """Set the directives for the blocks of this request, replacing any earlier ones.
 
-        Any time before the request is freed, also before it is scheduled. They are applied to its cached
-        blocks when it gives them back, and forgotten then; a request that was preempted needs them again.
-        Empty: none (also for a request that was given up before it had blocks). For blocks of requests that
-        are gone there is `change_directives`.
+        Call it any time before the request is freed, also before it is scheduled. The directives are applied
+        to the request's cached blocks when they are freed, and then removed; set them again for a preempted
+        request. An empty list removes them (also for a request that is aborted before it has blocks). For
+        blocks of requests that have ended, use `change_directives`.
 
         Raises:
             PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
@@ -182,16 +179,16 @@ class BlockRetention:
             raise
 
     def change_directives(self, request: SchedulableRequest, directives: Sequence[RetentionDirective]) -> int:
-        """Change what the cached blocks of this prefix are worth, whichever request they are from.
+        """Replace the directives on the cached blocks of this prefix, from whichever request they come.
 
         Free blocks change at once, blocks in use when they become free. On each cached block in the ranges,
-        the directives in force are replaced by these; sessions stay. To remove directives, pass one that says
-        nothing: `RetentionDirective(0, 1000)`. Durations of free blocks count from this call.
+        these directives replace those in force; sessions stay. To remove directives, pass one without effect:
+        `RetentionDirective(0, 1000)`. Durations of free blocks count from this call.
 
         Args:
             request: its hashes find the blocks; it need not hold any.
         Returns:
-            How many blocks were found.
+            The number of blocks found.
         Raises:
             PinLimitError: more than `max_pinned_blocks` blocks would be pinned. Nothing has changed.
         Cost: O(blocks in the ranges).
@@ -203,7 +200,7 @@ class BlockRetention:
         changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
         for group_id, block_size in enumerate(self._directives.block_sizes):
             for start, end, claim, is_none in ranges:
-                for block in find_cached(self.block_pool, request, group_id, block_size, start, end):
+                for block in find_cached(self.block_pool, request, GroupId(group_id), block_size, start, end):
                     claims = changes.get(block)
                     if claims is None:
                         claims = tuple(old for old in self._records.get_claims(block) if old.is_session)
@@ -220,15 +217,15 @@ class BlockRetention:
     ) -> int:
         """Keep the cached blocks of this request for the next turn of its conversation.
 
-        Just before or after the request is freed; again for the same session: the old hold ends. The hold
-        ends by itself when a request whose `session_id` is this one took its hits, see `note_admitted`.
+        Call it just before or after the request is freed. A second call for the same session replaces the
+        first. The session also ends when a request with this `session_id` takes its hits: `note_admitted`.
 
         Args:
-            until: a time of the clock. From then on the blocks that nothing else keeps go first.
+            until: a time of the clock. After it, blocks without other claims are evicted first.
         Returns:
-            How many blocks were found.
+            The number of blocks found.
         Raises:
-            InvalidArgumentError: `until` is not in the future, or no such priority. Nothing has changed.
+            InvalidArgumentError: `until` is not in the future, or an invalid priority. Nothing has changed.
         Cost: O(blocks of the request).
         """
         if not isinstance(session_id, str):
@@ -240,9 +237,9 @@ class BlockRetention:
         now = self._clock()
         self.expire()
         if not now < until < NEVER:
-            raise InvalidArgumentError(f"a session can not be kept until {until}: it is {now} now")
+            raise InvalidArgumentError(f"a session cannot be kept until {until}: it is {now} now")
         if not 0 <= priority <= MAX_PRIORITY:
-            raise InvalidArgumentError(f"the priority is {priority}; it goes from 0 to {MAX_PRIORITY}")
+            raise InvalidArgumentError(f"the priority is {priority}; it must be 0 to {MAX_PRIORITY}")
         block_sizes = self._directives.block_sizes
         tables = self._tables.get(request.request_id)
         blocks = None if tables is None else find_in_tables(self.block_pool, request, tables, block_sizes)
@@ -250,8 +247,8 @@ class BlockRetention:
         if blocks is None:
             blocks = []
             for group_id, block_size in enumerate(block_sizes):
-                blocks += find_cached(self.block_pool, request, group_id, block_size, 0, None)
-            if self.block_pool.cached_block_hashes_by_block:  # one may be found under several keys
+                blocks += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
+            if self.block_pool.cached_block_hashes_by_block:  # a block may be found under several keys
                 blocks = list(dict.fromkeys(blocks))
         session = Session(session_id, until, priority, blocks)
         try:
@@ -275,7 +272,7 @@ class BlockRetention:
         """End a session. Its free blocks without other claims are reused as if they became free now.
 
         Returns:
-            False: there is no such session (its time was up, say). Nothing has changed.
+            False if there is no such session, such as after its deadline. Nothing has changed then.
         """
         if not isinstance(session_id, str):
             refuse_type("session_id", session_id, "str")
@@ -304,14 +301,14 @@ class BlockRetention:
         return True
 
     def list_sessions(self) -> list[tuple[str, float]]:
-        """The sessions that are kept, and until when; the next to end first."""
+        """Return the sessions with their deadlines; the next to end comes first."""
         self.expire()
         return self._sessions.list_deadlines()
 
-    def claim_blocks(self, blocks: list[KVCacheBlock], priority: int) -> None:
-        """Give the cached ones of these blocks, which are in use, a priority for when they become free.
+    def set_priority(self, blocks: list[KVCacheBlock], priority: int) -> None:
+        """Set the priority that cached blocks in use get when they become free; skips other blocks.
 
-        A block that has a higher priority already keeps it. O(len(blocks)).
+        A block with a higher priority keeps it. O(len(blocks)).
         """
         blocks = as_list_of("blocks", blocks, KVCacheBlock)
         if not isinstance(priority, int):
@@ -325,19 +322,19 @@ class BlockRetention:
 
     # ---- for the manager ---------------------------------------------------------------------------
 
-    def attach(self, block_sizes: Sequence[int], tables: dict[str, list[BlockTable]]) -> None:
+    def attach(self, block_sizes: Sequence[int], tables: dict[RequestId, list[BlockTable]]) -> None:
         """Set the block size of each group of the manager, in tokens; 0 for a group that is not cached.
 
         Called once, before there are directives.
 
         Args:
-            tables: those of the manager's requests, by request id and group; live.
+            tables: the tables of the manager's requests, by request id and group; live.
         """
         self._directives.block_sizes = tuple(block_sizes)
         self._tables = tables
 
     def note_admitted(self, request: SchedulableRequest) -> None:
-        """A request has got its first blocks, hits included: its session needs no keeping any more."""
+        """End the session of a request that has just got its first blocks, hits included."""
         if self._sessions.by_id:
             session_id: str | None = getattr(request, "session_id", None)
             if session_id is not None and session_id in self._sessions.by_id:
@@ -368,12 +365,14 @@ class BlockRetention:
         """Release pins of these blocks, to which a request has just taken references; their claims stay."""
         self._placed.note_taken(blocks)
 
-    def label_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
+    def label_table(
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+    ) -> None:
         """Put the claims of a request's directives on blocks that it is about to free.
 
         Args:
-            first: the place of the first block in the request's table.
-            blocks: listed head first.
+            first: the table index of the first block.
+            blocks: head first.
         """
         segments = self._directives.cut(request_id, group_id, first, len(blocks))
         try:
@@ -391,11 +390,11 @@ class BlockRetention:
             self._recover()
             raise
 
-    def will_pin(self, request_id: str, group_id: int, index: int, block: KVCacheBlock) -> bool:
-        """Would the block be pinned, not free, if this request, its last holder, gave it back now?
+    def will_pin(self, request_id: RequestId, group_id: GroupId, index: int, block: KVCacheBlock) -> bool:
+        """Return True if the block would be pinned, not free, if its last holder, this request, freed it now.
 
         Args:
-            index: its place in the request's table.
+            index: the block's index in the request's table.
         """
         if block.key is None:
             return False
@@ -403,8 +402,8 @@ class BlockRetention:
             return True
         return self._directives.pins(request_id, group_id, index)
 
-    def forget_request(self, request_id: str) -> None:
-        """The request has given all its blocks back. Its directives live on in the blocks they cover."""
+    def forget_request(self, request_id: RequestId) -> None:
+        """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""
         try:
             self._directives.forget(request_id)
         except BaseException:
@@ -438,7 +437,7 @@ class BlockRetention:
     # ---- claims ------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Complete a call that was interrupted."""
+        """Complete an interrupted call."""
         self._placed.recover()
         for session in self._sessions.by_id.values():
             session.changes_at = session.claim.until

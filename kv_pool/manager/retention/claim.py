@@ -1,4 +1,4 @@
-"""`Claim`: why a block is kept, how strongly and until when."""
+"""`Claim`: the reason to keep a block, with its strength and its end."""
 
 from typing import Final
 
@@ -7,11 +7,11 @@ EXPIRED: Final = -1
 
 
 class Claim:
-    """Why a block is kept: a directive without its range, or a session.
+    """A reason to keep a block: a directive without its range, or a session.
 
     Attributes:
         strength: the priority, or PINNED.
-        duration_s: after the block became free; inf for a session.
+        duration_s: seconds after the block becomes free; inf for a session.
         until: a session's deadline; inf for a directive.
     """
 
@@ -22,11 +22,11 @@ class Claim:
         self.duration_s: float = duration_s
         self.until: float = until
         self.is_session: bool = is_session
-        # What the block has that nobody else claims; one tuple, so that such blocks are recognised by it.
+        # The claims of a block that has this one only; always the same tuple, so it is compared by identity.
         self.alone: tuple[Claim, ...] = (self,)
 
     def find_end(self, freed_at: float) -> float:
-        """When it is over for a block that became free then. In force before, not at that moment."""
+        """Return the end of the claim for a block that became free at `freed_at`. Not in force at the end."""
         return self.until if self.is_session else freed_at + self.duration_s
 
 
@@ -34,10 +34,10 @@ NO_CLAIMS: Final[tuple[Claim, ...]] = ()
 
 
 def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
-    """These claims and one more, without those of directives that another outlives and outranks.
+    """Return these claims and one more, without directives' claims that another outlives and outranks.
 
-    So a block that thousands of requests shared has at most one claim for each strength. The same object if
-    nothing is added.
+    So a block shared by thousands of requests has at most one such claim for each strength. Returns the same
+    object if nothing is added.
     """
     left: list[Claim] = []
     for old in claims:
@@ -55,7 +55,7 @@ def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
 
 
 def is_pin(claims: tuple[Claim, ...]) -> bool:
-    """Is one of the claims a pin?"""
+    """Return True if one of the claims is a pin."""
     for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
         if claim.strength == PINNED:
             return True
@@ -63,7 +63,7 @@ def is_pin(claims: tuple[Claim, ...]) -> bool:
 
 
 def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[Claim, ...]:
-    """Those in force now on a block that became free then; the same object if all are."""
+    """Return the claims in force now on a block freed at `freed_at`; the same object if all are."""
     for claim in claims:
         if claim.find_end(freed_at) <= now:
             return tuple(claim for claim in claims if claim.find_end(freed_at) > now)

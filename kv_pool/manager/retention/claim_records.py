@@ -1,24 +1,24 @@
-"""`ClaimRecords`: which claims are on which blocks, a number on each block."""
+"""`ClaimRecords`: the claims on blocks, stored as a number on each block."""
 
 from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.deadlines import NEVER, Ending
+from kv_pool.core.deadlines import NEVER, TimedItem
 from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claim
 
 
-class Record(Ending):
-    """The claims on any number of blocks.
+class Record(TimedItem):
+    """The claims that a set of blocks share.
 
     Attributes:
         claims: never empty.
-        strength: of the strongest.
-        is_lasting: no claim ends before the blocks lose their content.
-        is_shared: one record for all blocks with these claims. Otherwise the record is about blocks that
-            became free together.
-        freed_at: when these became free.
-        blocks: these blocks, in that order; those with another number by now are listed still.
-        num_blocks: blocks with its number, or with that of the opposite sign, whose claims are void.
+        strength: the strength of the strongest claim.
+        is_lasting: True if no claim ends before the blocks lose their content.
+        is_shared: True for the one record of all blocks with these claims. Otherwise the record is for blocks
+            that became free together.
+        freed_at: when these blocks became free.
+        blocks: these blocks, in that order; blocks that now have another number are still listed.
+        num_blocks: number of blocks with its number, or with its negative, which marks void claims.
         changes_at: when the next claim ends for free blocks; NEVER for a shared record.
     """
 
@@ -50,14 +50,14 @@ class Record(Ending):
         self.retention_id: int = 0
 
     def be_about(self, blocks: list[KVCacheBlock], freed_at: float) -> None:
-        """From now on the record is about these blocks alone, which became free together at that time."""
+        """Make this the record of these blocks alone, which became free together at `freed_at`."""
         self.blocks = blocks
         self.freed_at = freed_at
         self.is_shared = False
         self.changes_at = self.find_next_end()
 
     def find_next_end(self) -> float:
-        """Return when the next of the claims ends; NEVER for a shared record."""
+        """Return when the next claim ends; NEVER for a shared record."""
         next_end = NEVER
         if not self.is_shared:
             for claim in self.claims:
@@ -66,15 +66,14 @@ class Record(Ending):
 
 
 class ClaimRecords:
-    """Numbers from 1 on, each for a record, reused when no block has the number any more.
+    """Numbers from 1 on, one for each record; a number is reused when no block has it any more.
 
-    A block has its number in `retention_id`, where a reference would make it part of a cycle, and an entry
-    in a dict would cost what a look at four bytes does not. 0: no claims. Below 0: the claims were on what
-    the block held before it got another hash.
+    A block stores its number in `retention_id`: a reference would make it part of a cycle, and a dict entry
+    would be slower to read. 0: no claims. Below 0: the claims are void, because they were on the
+    content that the block had before it got another hash.
 
     Attributes:
-        num_blocks: blocks with a number, void or not.
-        num_made: records that have been made; says whether it is still the same record.
+        num_blocks: number of blocks with a number, void or not.
     """
 
     def __init__(self) -> None:
@@ -84,23 +83,23 @@ class ClaimRecords:
         self.num_blocks: int = 0
 
     def list_records(self) -> list[Record]:
-        """The records that blocks refer to."""
+        """Return the records that blocks refer to."""
         return [record for record in self._records if record is not None]
 
     def find(self, block: KVCacheBlock) -> Record | None:
-        """Return the record that the block's number stands for, void or not."""
+        """Return the record of the block's number, void or not."""
         retention_id = block.retention_id
         return self._records[-retention_id if retention_id < 0 else retention_id]
 
     def get_claims(self, block: KVCacheBlock) -> tuple[Claim, ...]:
-        """Return the claims on what the block holds; for a free block those in force."""
+        """Return the claims on the block's content; for a free block, those in force."""
         if block.retention_id <= 0 or block.key is None:
             return NO_CLAIMS
         record = self._records[block.retention_id]
         return NO_CLAIMS if record is None else record.claims
 
     def share(self, claims: tuple[Claim, ...]) -> Record:
-        """Return the one record for blocks with these claims, at least one. Blocks are put under it next."""
+        """Return the shared record of these claims (at least one), for blocks to be assigned to it next."""
         record = self._shared.get(claims)
         if record is None:
             record = Record(claims)
@@ -109,7 +108,7 @@ class ClaimRecords:
         return record
 
     def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
-        """Put blocks that became free together, at that time, under a record of their own."""
+        """Assign blocks that became free together at `freed_at` to a new record of their own."""
         record = Record(claims)
         record.be_about(blocks, freed_at)
         self._add(record)
@@ -117,10 +116,10 @@ class ClaimRecords:
         return record
 
     def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
-        """As `make`, with the shared record that the blocks have; False if it is not shared.
+        """Make the blocks' shared record their own, instead of a new one; False if it is not shared.
 
-        Claims of this record end, so that no other free block has it. Blocks in use keep its number, and get
-        a record of their own when they become free.
+        Claims of this record end, so no other free block has it. Blocks in use keep its number and get a
+        record of their own when they become free.
         """
         if not record.is_shared:
             return False
@@ -142,7 +141,7 @@ class ClaimRecords:
             self._drop_count(old, 1)
 
     def put_all(self, blocks: list[KVCacheBlock], record: Record) -> None:
-        """Replace the claims on blocks, which come in stretches with equal ones."""
+        """Replace the claims on blocks; fast if consecutive blocks have equal claims."""
         new_id: i32 = record.retention_id
         last_id: i32 = 0
         old: Record | None = None
@@ -153,17 +152,17 @@ class ClaimRecords:
                 continue
             if old_id != last_id:
                 if num_put > 0:
-                    self.count_put(record, old, num_put)
+                    self.note_put(record, old, num_put)
                 last_id = old_id
                 old = self.find(block)
                 num_put = 0
             block.retention_id = new_id
             num_put += 1
         if num_put > 0:
-            self.count_put(record, old, num_put)
+            self.note_put(record, old, num_put)
 
-    def count_put(self, record: Record, old: Record | None, num_blocks: i64) -> None:
-        """Count blocks that have got this record, and had the old one, or none."""
+    def note_put(self, record: Record, old: Record | None, num_blocks: i64) -> None:
+        """Count blocks that moved to this record from the old one, or from none."""
         record.num_blocks += num_blocks
         if old is None:
             self.num_blocks += num_blocks
@@ -179,7 +178,7 @@ class ClaimRecords:
             self._drop_count(record, 1)
 
     def drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
-        """Remove the claims from blocks, which come in stretches with equal ones."""
+        """Remove the claims from blocks; fast if consecutive blocks have equal claims."""
         last_id: i32 = 0
         old: Record | None = None
         num_dropped: i64 = 0
@@ -213,7 +212,7 @@ class ClaimRecords:
         self.num_blocks = 0
 
     def rebuild(self, blocks: tuple[KVCacheBlock, ...]) -> None:
-        """Derive counts and unused numbers from the numbers of all blocks of the pool."""
+        """Recompute counts and unused numbers from the numbers of all blocks of the pool."""
         counts = [0] * len(self._records)
         for block in blocks:
             retention_id: int = block.retention_id
@@ -256,12 +255,12 @@ class ClaimRecords:
 
 
 class AddedClaims:
-    """Claims that are added to those of blocks in use, which come in stretches with equal ones.
+    """Claims to add to blocks in use; fast if consecutive blocks have equal claims.
 
-    Kept out of the loop over the blocks, which is faster the less it has at hand.
+    Separate from the loop over the blocks, to keep that loop short and fast.
 
     Attributes:
-        any_pins: a block has got a pin, or a record with one.
+        any_pins: True if a block got a pin, or a record with one.
     """
 
     def __init__(self, records: ClaimRecords, claims: tuple[Claim, ...], now: float) -> None:
@@ -273,7 +272,7 @@ class AddedClaims:
         self.any_pins: bool = False
 
     def begin(self, block: KVCacheBlock) -> i32:
-        """Return the number that this block and those behind it with its number are to get."""
+        """Return the new number for this block and the following blocks with its number."""
         records = self._records
         self._old = records.find(block)
         claims_before = records.get_claims(block)
@@ -296,7 +295,7 @@ class AddedClaims:
         return record.retention_id
 
     def end(self, num_put: i64) -> None:
-        """Count the blocks of a stretch that have got the number."""
+        """Count the blocks of a stretch that have got the new number."""
         if self._record is not None:
-            self._records.count_put(self._record, self._old, num_put)
+            self._records.note_put(self._record, self._old, num_put)
             self._record = None

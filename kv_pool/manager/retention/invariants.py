@@ -1,16 +1,16 @@
-"""The numbered truths about a retention, each executable; beside those of the manager and the pool.
+"""The numbered invariants of a retention, each executable; see also those of the manager and the pool.
 
     R1  a free block that carries a hash and claims is in the band of its strongest claim
-    R2  a number on a block is that of a record, negative if the claims are void;  a record counts the blocks
-        with its number, and has claims;  |blocks with a number| is what the records count
+    R2  a block's number is that of a record, negative if the claims are void;  a record counts the blocks
+        with its number, and has claims;  |blocks with a number| is the sum of the records' counts
     R3  a block has a pin among its claims  <=>  it is among the pinned blocks;  a pinned block is not free
     R4  a block is held as pinned  =>  it has a pin among its claims
     R5  num_pins <= max_pinned_blocks
-    R6  what ends, session or record, has an entry among the deadlines, and that is not in the past
+    R6  each session or record that ends has an entry among the deadlines, which is not in the past
     R7  no more sessions than max_sessions
 
-They hold whenever no method is running, R6 after any that looked at the clock. `check_retention` raises
-CorruptedPoolError that names the first that fails. Never compiled.
+They hold whenever no method is running, R6 after any method that read the clock. `check_retention` raises
+CorruptedPoolError for the first that fails. Never compiled.
 """
 
 from collections import Counter
@@ -25,42 +25,42 @@ from kv_pool.manager.retention.placed_claims import find_band, find_strength
 
 
 def check_retention(retention: BlockRetention) -> None:
-    """R1 to R7. O(blocks of the pool, sessions)."""
+    """Verify R1 to R7. O(blocks of the pool, sessions)."""
     retention.expire()
     _check_bands(retention)
     counts = _check_records(retention)
     _check_pins(retention)
     _check_deadlines(retention, list(counts))
     if len(retention._sessions.by_id) > retention.max_sessions:
-        raise CorruptedPoolError(f"R7: {retention.num_sessions} sessions of {retention.max_sessions}")
+        raise CorruptedPoolError(f"R7: {retention.num_sessions} sessions, limit {retention.max_sessions}")
 
 
 def _check_bands(retention: BlockRetention) -> None:
-    """R1."""
+    """Verify R1."""
     for band, blocks in retention.block_pool.eviction_order.list_bands():
         for block in blocks:
             claims = retention._records.get_claims(block)
             if claims and find_band(find_strength(claims)) != band:
                 raise CorruptedPoolError(
-                    f"R1: block {block.block_id} is in band {band}, and its strongest claim has "
+                    f"R1: block {block.block_id} is in band {band}, but its strongest claim has "
                     f"{find_strength(claims)}"
                 )
 
 
 def _check_records(retention: BlockRetention) -> Counter[Record]:
-    """R2. Returns how many blocks each record has."""
+    """Verify R2. Return the number of blocks of each record."""
     counts: Counter[Record] = Counter()
     for block in retention.block_pool.blocks:
         if block.retention_id != 0:
             record = retention._records.find(block)
             if record is None or not record.claims:
                 raise CorruptedPoolError(
-                    f"R2: block {block.block_id} has number {block.retention_id}, which is {record!r}'s"
+                    f"R2: block {block.block_id} has number {block.retention_id}, which belongs to {record!r}"
                 )
             counts[record] += 1
     if counts.total() != retention._records.num_blocks:
         raise CorruptedPoolError(
-            f"R2: {counts.total()} blocks have claims, {retention._records.num_blocks} counted"
+            f"R2: {counts.total()} blocks have claims, but {retention._records.num_blocks} are counted"
         )
     for record in retention._records.list_records():
         if record.num_blocks != counts[record]:
@@ -69,23 +69,23 @@ def _check_records(retention: BlockRetention) -> Counter[Record]:
 
 
 def _check_pins(retention: BlockRetention) -> None:
-    """R3, R4, R5."""
+    """Verify R3, R4 and R5."""
     pins = retention._pins
     pinned = {block for block in retention.block_pool.blocks if is_pin(retention._records.get_claims(block))}
     noted = {block for block in pins.blocks if _is_valid(retention, block)}
     if pinned != noted:
-        raise CorruptedPoolError(f"R3: {len(pinned)} blocks are pinned, {len(noted)} counted")
+        raise CorruptedPoolError(f"R3: {len(pinned)} blocks are pinned, but {len(noted)} are counted")
     for block in pinned:
         if block.ref_cnt == 0:
             raise CorruptedPoolError(f"R3: block {block.block_id} is pinned and free")
     for block in retention._placed.held.blocks:
         if block not in pinned and _is_valid(retention, block):
-            raise CorruptedPoolError(f"R4: block {block.block_id} is held, and not pinned")
+            raise CorruptedPoolError(f"R4: block {block.block_id} is held, but not pinned")
     num_promised = sum(len(promised) for promised in pins.promised.values())
     if num_promised != pins.num_promised:
-        raise CorruptedPoolError(f"R5: {num_promised} promised pins, counted {pins.num_promised}")
+        raise CorruptedPoolError(f"R5: {num_promised} pins are promised, but {pins.num_promised} are counted")
     if retention.num_pins > retention.max_pinned_blocks:
-        raise CorruptedPoolError(f"R5: {retention.num_pins} pins of {retention.max_pinned_blocks}")
+        raise CorruptedPoolError(f"R5: {retention.num_pins} pins, limit {retention.max_pinned_blocks}")
 
 
 def _is_valid(retention: BlockRetention, block: KVCacheBlock) -> bool:
@@ -94,13 +94,13 @@ def _is_valid(retention: BlockRetention, block: KVCacheBlock) -> bool:
 
 
 def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:
-    """R6."""
+    """Verify R6."""
     entries = {(entry[0], id(entry[2])) for entry in retention._deadlines.entries}
     now = retention._clock()
     for session in retention._sessions.by_id.values():
         ends_at = session.changes_at
         if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
-            raise CorruptedPoolError(f"R6: nothing ends session {session.session_id!r}")
+            raise CorruptedPoolError(f"R6: no deadline ends session {session.session_id!r}")
     for record in records:
         if not any(
             record is retention._records.find(block) and retention._records.get_claims(block)
@@ -108,6 +108,6 @@ def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:
         ):
             continue  # all of its claims are void
         if record.changes_at != record.find_next_end() or record.changes_at <= now:
-            raise CorruptedPoolError(f"R6: claims that end at {record.find_next_end()} end never")
+            raise CorruptedPoolError(f"R6: claims that end at {record.find_next_end()} never end")
         if record.changes_at < NEVER and (record.changes_at, id(record)) not in entries:
-            raise CorruptedPoolError("R6: nothing ends the claims of a record")
+            raise CorruptedPoolError("R6: no deadline ends the claims of a record")

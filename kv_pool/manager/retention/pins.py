@@ -1,70 +1,73 @@
-"""`Pins`: which blocks are pinned, which may yet be, and how many are allowed."""
+"""`PinLedger`: the pinned blocks, the blocks that may still be pinned, and their limit."""
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import PinLimitError
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.retention.claim import Claim, is_pin
 
 
-class Pins:
+class PinLedger:
     """The pins that count against a limit.
 
     Attributes:
-        blocks: those that are pinned, free or in use.
-        promised: per request, (group, place in the table) of blocks that its directives will pin.
-        num_promised: how many these are.
+        blocks: the pinned blocks, free or in use.
+        promised: for each request, the (group, table index) pairs of blocks that its directives will pin.
+        num_promised: the number of promised pins of all requests.
     """
 
     def __init__(self, max_pinned_blocks: int) -> None:
         self.max_pinned_blocks: int = max_pinned_blocks
         self.blocks: set[KVCacheBlock] = set()
-        self.promised: dict[str, set[tuple[int, int]]] = {}
+        self.promised: dict[RequestId, set[tuple[GroupId, int]]] = {}
         self.num_promised: int = 0
 
     def note(self, block: KVCacheBlock, claims: tuple[Claim, ...]) -> None:
-        """These are the claims on a block now: is one of them a pin?"""
+        """Record whether a block with these claims is pinned."""
         if is_pin(claims):
             self.blocks.add(block)
         elif self.blocks:
             self.blocks.discard(block)
 
     def drop(self, block: KVCacheBlock) -> None:
-        """The block is not pinned."""
+        """Record that the block is not pinned."""
         if self.blocks:
             self.blocks.discard(block)
 
     def rebuild(self, blocks: set[KVCacheBlock]) -> None:
-        """Take over the pinned blocks, and count the promised ones."""
+        """Set the pinned blocks and count the promised ones."""
         self.blocks = blocks
         self.num_promised = sum([len(places) for places in self.promised.values()])
 
     def count(self) -> int:
-        """Pinned and promised."""
+        """Return the number of pinned and promised blocks."""
         return len(self.blocks) + self.num_promised
 
-    def promise(self, request_id: str, places: set[tuple[int, int]]) -> None:
-        """The request, to which nothing is promised, may pin the blocks at these places."""
+    def promise(self, request_id: RequestId, places: set[tuple[GroupId, int]]) -> None:
+        """Promise a request, which has no promised pins, the pins of the blocks at these places."""
         self.promised[request_id] = places
         self.num_promised += len(places)
 
-    def is_promised(self, request_id: str, group_id: int, index: int) -> bool:
-        """Whether the request may pin the block at this place of its table."""
+    def is_promised(self, request_id: RequestId, group_id: GroupId, index: int) -> bool:
+        """Return True if the request may pin the block at this place of its table."""
         places = self.promised.get(request_id)
         return places is not None and (group_id, index) in places
 
     def list_promised(
-        self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """Return those of these blocks, from the place `first` of its table on, that the request may pin."""
+        """Return those of these blocks that the request may pin; `first` is the first one's table index."""
         return [
             block
             for index, block in enumerate(blocks, first)
             if self.is_promised(request_id, group_id, index)
         ]
 
-    def fulfil(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
-        """The request gives these of its blocks back: at the places of those that are pinned it pins no more.
+    def fulfil(
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+    ) -> None:
+        """End the promises for those of these blocks that are pinned; the request releases the blocks.
 
-        At the other places it may still do so when it comes back after it was swapped out.
+        The other promises stay: the request may pin these blocks when it returns after a swap.
         """
         places = self.promised.get(request_id)
         if places is None:
@@ -75,25 +78,25 @@ class Pins:
                 places.discard((group_id, index))
         self.num_promised -= num_before - len(places)
 
-    def forget_request(self, request_id: str) -> None:
-        """Nothing is promised to the request."""
+    def forget_request(self, request_id: RequestId) -> None:
+        """Remove the promised pins of a request."""
         places = self.promised.pop(request_id, None)
         if places is not None:
             self.num_promised -= len(places)
 
-    def count_promised(self, request_id: str) -> int:
-        """To this request."""
+    def count_promised(self, request_id: RequestId) -> int:
+        """Return the number of pins that are promised to this request."""
         places = self.promised.get(request_id)
         return 0 if places is None else len(places)
 
     def exceeds(self, num_new: int, num_replaced: int) -> bool:
-        """Would it be too many?"""
+        """Return True if the pin limit would be exceeded."""
         return self.count() - num_replaced + num_new > self.max_pinned_blocks
 
     def refuse(self, num_new: int, num_replaced: int) -> PinLimitError:
-        """What to raise then."""
+        """Return the error for exceeding the pin limit."""
         return PinLimitError(
             f"{num_new} blocks would be pinned, and {self.count() - num_replaced} others are or may become "
-            f"so; at most {self.max_pinned_blocks} may. Pin less, take pins off with change_directives(), or "
-            "raise max_pinned_blocks."
+            f"pinned; the limit is {self.max_pinned_blocks}. Pin less, remove pins with change_directives(), "
+            "or raise max_pinned_blocks."
         )

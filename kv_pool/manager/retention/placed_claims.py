@@ -1,4 +1,4 @@
-"""`PlacedClaims`: blocks with claims, each free one in the band of its strongest claim."""
+"""`PlacedClaims`: claims on blocks; each free block is in the band of its strongest claim."""
 
 from collections.abc import Callable
 from typing import Final
@@ -12,33 +12,32 @@ from kv_pool.core.deadlines import NEVER, Deadlines
 from kv_pool.core.eviction_order import (
     DEFAULT_BAND,
     EXPIRED_BAND,
+    BandPolicy,
     EvictionOrder,
     NumberedBlocks,
-    Placement,
 )
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, is_pin, list_live
 from kv_pool.manager.retention.claim_records import AddedClaims, ClaimRecords, Record
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
-from kv_pool.manager.retention.pins import Pins
+from kv_pool.manager.retention.pins import PinLedger
 
 _NO_ID: Final = -(2**31)
 
 Change = tuple[list[KVCacheBlock], list[tuple[Claim, ...]], bool]
-"""Blocks, the claims that each of them gets, and whether durations count from now."""
+"""Blocks, the claims to set on each of them, and whether durations count from now."""
 
 
-class PlacedClaims(Placement):
-    """The claims on a pool's blocks, and the places of free blocks that follow from them.
+class PlacedClaims(BandPolicy):
+    """The claims on a pool's blocks, and the places of the free blocks, which follow from them.
 
     Attributes:
         records: the claims.
         deadlines: when claims on free blocks end.
         pins: blocks with a pin among their claims.
-        held: free pinned blocks: they keep a reference, since no band is never reused. Compaction may move
-            them.
-        is_marked: a call was interrupted, and `recover` has not completed it.
+        held: the hold on free pinned blocks: it keeps them out of the free queue. Compaction may move them.
+        is_marked: True from an interrupted call until `recover` completes it.
     """
 
     def __init__(self, block_pool: BlockPoolCore, clock: Callable[[], float], max_pinned_blocks: int) -> None:
@@ -49,10 +48,10 @@ class PlacedClaims(Placement):
         self._clock: Callable[[], float] = clock
         self.records: ClaimRecords = ClaimRecords()
         self.deadlines: Deadlines = Deadlines()
-        self.pins: Pins = Pins(max_pinned_blocks)
+        self.pins: PinLedger = PinLedger(max_pinned_blocks)
         self.held: Hold = block_pool.holds.open([], "pinned by a directive", True)
         self.is_marked: bool = False
-        self._is_moving: bool = False  # blocks become free that get their bands otherwise
+        self._is_moving: bool = False  # blocks become free whose bands are set elsewhere
         self._change: Change | None = None
 
     def place(self, freed: list[KVCacheBlock]) -> None:
@@ -66,7 +65,7 @@ class PlacedClaims(Placement):
             raise
 
     def place_numbered(self, freed: NumberedBlocks) -> None:
-        """As `place`."""
+        """Place the blocks as `place` does."""
         if self._is_moving:
             return
         try:
@@ -82,32 +81,32 @@ class PlacedClaims(Placement):
             raise
 
     def note_reset(self) -> None:
-        """Remove all claims: no block has content."""
+        """Remove all claims: no block has content any more."""
         self.records.drop_all(self._pool.blocks)
         self.deadlines.replace([])
         self.pins.blocks.clear()
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
-        """Remove the claims on blocks that the pool has no longer."""
+        """Remove the claims on blocks that the pool no longer has."""
         for block in blocks:
             self._drop(block)
 
     def count_held(self) -> int:
-        """Count pinned blocks without another reference than that of their pins. O(pinned free blocks)."""
+        """Count the pinned blocks whose only reference is that of their pins. O(pinned free blocks)."""
         return sum([block.ref_cnt == 1 for block in self.held.blocks])
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Release pinned blocks that have got another reference; their claims stay."""
+        """Release pinned blocks that have just got another reference; their claims stay."""
         held = [block for block in blocks if self.held.contains(block)]
         if held:
             self.held.remove(held)
 
     def change(self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool) -> None:
-        """Give cached blocks, distinct and listed head first, other claims.
+        """Replace the claims on cached blocks, which are distinct and listed head first.
 
         Args:
-            restarts: durations of free blocks count from now; otherwise those in force go on.
-        A free block keeps its place if its band stays the same, and is put at the back of its band otherwise.
+            restarts: whether durations of free blocks count from now; otherwise those in force continue.
+        A free block keeps its place if its band stays the same; else it moves to the back of its new band.
         """
         self._change = blocks, new_claims, restarts
         try:
@@ -118,17 +117,17 @@ class PlacedClaims(Placement):
             raise
 
     def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], now: float = -NEVER) -> None:
-        """Add claims to those on the cached ones of these blocks, which are in use.
+        """Add claims to the cached ones of these blocks, which are in use.
 
         Args:
-            now: sessions that have ended by then lose their claims on these blocks.
+            now: claims of sessions that have ended by then are removed from these blocks.
         """
         added = AddedClaims(self.records, claims, now)
         last_id: i32 = _NO_ID
         new_id: i32 = _NO_ID
         num_put: i64 = 0
         for block in blocks:
-            if block.key is None:  # null blocks have none, too
+            if block.key is None:  # not cached, or the null block
                 continue
             if block.retention_id != last_id:
                 added.end(num_put)
@@ -143,8 +142,8 @@ class PlacedClaims(Placement):
             for block in blocks:
                 self.pins.note(block, self.records.get_claims(block))
 
-    def _cover(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
-        """Replace the claims on blocks in use; without any they are removed."""
+    def _claim_in_use(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
+        """Replace the claims on blocks in use; an empty `claims` removes them."""
         if not blocks:
             return
         if not claims:
@@ -157,10 +156,10 @@ class PlacedClaims(Placement):
         self.records.put_all(blocks, record)
 
     def check_pins(self, num_new: int, num_replaced: int) -> None:
-        """Raise PinLimitError if so many pins instead of others would be too many."""
+        """Raise PinLimitError if `num_new` pins in place of `num_replaced` would exceed the limit."""
         pins = self.pins
         if pins.exceeds(num_new, num_replaced):
-            # Blocks may have been evicted without a call of this retention; only now it matters.
+            # Blocks may have been evicted without a call of this retention; check that only now.
             for block in list(pins.blocks):
                 if not is_pin(self.records.get_claims(block)):
                     self.note_removed([block])
@@ -178,7 +177,7 @@ class PlacedClaims(Placement):
         return [block for block in freed if block.next_free_block is not None]
 
     def end_claims(self, record: Record) -> None:
-        """End the claims that end at the record's `changes_at`; move its free blocks accordingly."""
+        """End the claims that end at the record's `changes_at`, and move its free blocks accordingly."""
         left = list_live(record.claims, record.freed_at, record.changes_at)
         free: list[KVCacheBlock] = []
         used: list[KVCacheBlock] = []
@@ -207,19 +206,19 @@ class PlacedClaims(Placement):
         record.changes_at = NEVER
 
     def drop_all(self) -> None:
-        """Remove all claims; the free blocks stay cached, in their order, in the default band."""
+        """Remove all claims; free blocks stay cached, in their order, in the default band."""
         self._release(self.held.blocks)
         self.note_reset()
         self._pool.merge_bands()
 
     def recover(self) -> None:
-        """Complete what an exception interrupted; may itself be interrupted and called again.
+        """Complete an interrupted call. Safe to call again if interrupted.
 
         Counts, deadlines and places are derived from the claims on the blocks. O(blocks of the pool).
         """
         self.is_marked = True
         pool = self._pool
-        pool.touch([])  # completes what was interrupted there
+        pool.touch([])  # completes an interrupted call of the pool
         if self._run_pool is not None:
             self._run_pool.rebuild_index()
         self._is_moving = False
@@ -252,7 +251,7 @@ class PlacedClaims(Placement):
         self.is_marked = False
 
     def _place(self, freed: list[KVCacheBlock]) -> None:
-        first = -1  # of the stretch that is open; none: -1
+        first = -1  # start of the open stretch; -1 if none is open
         last_id: i32 = 0
         previous: KVCacheBlock | None = None
         for index, block in enumerate(freed):
@@ -274,7 +273,7 @@ class PlacedClaims(Placement):
             self._place_stretch(freed[first:])
 
     def _place_stretch(self, blocks: list[KVCacheBlock]) -> None:
-        """Place blocks that have become free, follow each other in the queue, and have the same record."""
+        """Place blocks that just became free, are consecutive in the queue, and have the same record."""
         record = self.records.find(blocks[0])
         assert record is not None
         if record.is_lasting and record.is_shared:
@@ -295,7 +294,7 @@ class PlacedClaims(Placement):
     def _claim_free(
         self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int
     ) -> None:
-        """Replace the claims on free blocks, which are in the band of the old strength or pinned."""
+        """Replace the claims on free blocks, which are in the band of the old strength, or pinned."""
         strength = find_strength(claims)
         self._put_claims(blocks, claims, freed_at)
         if old_strength == PINNED and strength != PINNED:
@@ -306,7 +305,7 @@ class PlacedClaims(Placement):
             self._put_in_place(blocks, strength)
 
     def _put_claims(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float) -> None:
-        """Put free blocks under a record of these claims, which are in force, or under none."""
+        """Assign free blocks to a record of these claims, which are in force; no claims: to no record."""
         if not claims:
             self.records.drop_stretch(blocks)
             return
@@ -319,7 +318,7 @@ class PlacedClaims(Placement):
         """Move free blocks to the back of a band, or hold them if they are pinned.
 
         Args:
-            is_chain: they are known to follow each other in the queue.
+            is_chain: whether the blocks are known to be consecutive in the queue.
         """
         if strength != PINNED:
             band = find_band(strength)
@@ -335,13 +334,13 @@ class PlacedClaims(Placement):
         self.held.add(blocks)
 
     def _move(self, blocks: list[KVCacheBlock], band: int) -> None:
-        """As `BlockPool.move_to_band`, without its checks of types."""
+        """Move blocks as `BlockPool.move_to_band` does, without its type checks."""
         self._order.move(blocks, band)
         if self._run_pool is not None:
             note_moved(self._run_pool.run_index, blocks, band)
 
     def _release(self, blocks: list[KVCacheBlock]) -> None:
-        """End the pins of free blocks; they are at the back of the default band then."""
+        """End the pins of free blocks, which moves them to the back of the default band."""
         self._is_moving = True
         self.held.remove(blocks)
         self._is_moving = False
@@ -352,7 +351,7 @@ class PlacedClaims(Placement):
         self.records.drop(block)
 
     def _drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
-        """As `_drop`, for blocks that come in stretches with equal claims."""
+        """Remove the claims on blocks; faster than `_drop` if consecutive blocks have equal claims."""
         if self.pins.blocks:
             for block in blocks:
                 self.pins.drop(block)
@@ -376,7 +375,7 @@ class PlacedClaims(Placement):
                 has_held and block.ref_cnt == 1 and self.held.contains(block)
             ):
                 if claims is not used_claims:
-                    self._cover(used, used_claims)
+                    self._claim_in_use(used, used_claims)
                     used = []
                     used_claims = claims
                 used.append(block)
@@ -387,7 +386,7 @@ class PlacedClaims(Placement):
             freed_at = now if restarts or record is None or record.is_shared else record.freed_at
             strength = EXPIRED if record is None else record.strength
             if record is None and claims:
-                strength = EXPIRED - 1  # wherever it is, it moves
+                strength = EXPIRED - 1  # its band is unknown, so it moves in any case
             if stretch and not (
                 claims is stretch_claims and strength == stretch_strength and freed_at == stretch_freed_at
             ):
@@ -398,14 +397,14 @@ class PlacedClaims(Placement):
                 stretch_strength = strength
                 stretch_freed_at = freed_at
             stretch.append(block)
-        self._cover(used, used_claims)
+        self._claim_in_use(used, used_claims)
         if stretch:
             self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
 
     def _change_free(
         self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int
     ) -> None:
-        """Replace the claims on free blocks; without any they are where they were, or in the default band."""
+        """Replace the claims on free blocks; blocks left without claims stay, or move to the default band."""
         live = list_live(claims, freed_at, self._clock())
         self._claim_free(blocks, live, freed_at, old_strength)
         if not live and old_strength != EXPIRED:

@@ -1,15 +1,16 @@
-"""`RequestDirectives`: what is said of the blocks of requests that hold blocks or wait."""
+"""`RequestDirectives`: the directives of requests that hold blocks or wait."""
 
 from collections.abc import Sequence
 
 from kv_pool.core.deadlines import NEVER
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.retention.claim import PINNED, Claim
 from kv_pool.manager.retention.directive import RetentionDirective
-from kv_pool.manager.retention.pins import Pins
+from kv_pool.manager.retention.pins import PinLedger
 from kv_pool.manager.retention.segments import cut_into_segments
 
 Range = tuple[int, int | None, Claim]
-"""First token, the token behind the last one or None, and the claim on the blocks that hold these tokens."""
+"""First token, end (exclusive) or None, and the claim on the blocks that hold these tokens."""
 
 
 class RequestDirectives:
@@ -17,22 +18,22 @@ class RequestDirectives:
 
     Attributes:
         by_request: ranges of tokens with their claims, by request id.
-        block_sizes: of each group, in tokens; 0 for a group that is not cached.
+        block_sizes: tokens per block of each group; 0 for a group that is not cached.
     """
 
-    def __init__(self, block_size: int, pins: Pins) -> None:
-        self.by_request: dict[str, list[Range]] = {}
+    def __init__(self, block_size: int, pins: PinLedger) -> None:
+        self.by_request: dict[RequestId, list[Range]] = {}
         self.block_sizes: tuple[int, ...] = (block_size,)
-        self._pins: Pins = pins
+        self._pins: PinLedger = pins
         self._claims: dict[tuple[int, float], Claim] = {}
-        # The one that was read last, and its claim: most requests have the same.
+        # The directive that was read last, and its claim: most requests have the same.
         self._last_directive: RetentionDirective | None = None
         self._last_claim: Claim | None = None
 
-    def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[tuple[int, int]]]:
-        """Return the ranges of these directives, and the (group, place in the table) of blocks to pin."""
+    def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[tuple[GroupId, int]]]:
+        """Return the ranges of these directives, and the (group, table index) pairs of the blocks to pin."""
         ranges: list[Range] = []
-        pins: set[tuple[int, int]] = set()
+        pins: set[tuple[GroupId, int]] = set()
         for directive in directives:
             if directive.is_none:
                 continue
@@ -42,34 +43,34 @@ class RequestDirectives:
                     if block_size == 0:
                         continue
                     for index in range(directive.start // block_size, -(-directive.end // block_size)):
-                        pins.add((group_id, index))
+                        pins.add((GroupId(group_id), index))
         return ranges, pins
 
-    def set(self, request_id: str, ranges: list[Range], pins: set[tuple[int, int]]) -> None:
-        """Give a request, which has none, these directives and promised pins."""
+    def set(self, request_id: RequestId, ranges: list[Range], pins: set[tuple[GroupId, int]]) -> None:
+        """Set the directives and promised pins of a request that has none."""
         if pins:
             self._pins.promise(request_id, pins)
         if ranges:
             self.by_request[request_id] = ranges
 
-    def forget(self, request_id: str) -> None:
-        """Remove the directives of a request, and the pins that are still promised to it."""
+    def forget(self, request_id: RequestId) -> None:
+        """Remove the directives of a request, and its promised pins."""
         if request_id in self.by_request:
             del self.by_request[request_id]
         if self._pins.promised:
             self._pins.forget_request(request_id)
 
     def cut(
-        self, request_id: str, group_id: int, first: int, num_blocks: int
+        self, request_id: RequestId, group_id: GroupId, first: int, num_blocks: int
     ) -> list[tuple[int, int, tuple[Claim, ...]]]:
-        """Return which claims are on which blocks `[first, first + num_blocks)`; [] if nothing is said."""
+        """Return the claims on the blocks `[first, first + num_blocks)`; [] without directives."""
         ranges = self.by_request.get(request_id)
         block_size = self.block_sizes[group_id]
         if ranges is None or block_size == 0:
             return []
         return cut_into_segments(ranges, first, num_blocks, block_size)
 
-    def pins(self, request_id: str, group_id: int, index: int) -> bool:
+    def pins(self, request_id: RequestId, group_id: GroupId, index: int) -> bool:
         """Return True if a directive pins the block at this place of the request's table."""
         block_size = self.block_sizes[group_id]
         for start, end, claim in self.by_request.get(request_id, []):
@@ -79,7 +80,7 @@ class RequestDirectives:
         return False
 
     def make_claim(self, directive: RetentionDirective) -> Claim:
-        """Return the claim of a directive, the same object for equal ones."""
+        """Return the claim of a directive; equal directives get the same object."""
         if directive is self._last_directive and self._last_claim is not None:
             return self._last_claim
         strength = PINNED if directive.pin else directive.priority
@@ -87,10 +88,10 @@ class RequestDirectives:
         claim = self._claims.get((strength, duration_s))
         if claim is None:
             if len(self._claims) >= 1024:
-                self._claims.clear()  # equal ones that are not the same cost a comparison, nothing else
+                self._claims.clear()  # equal claims that are not the same object only cost a comparison
             claim = Claim(strength, duration_s, NEVER, False)
             self._claims[strength, duration_s] = claim
-        self._last_claim = None  # should this be interrupted
+        self._last_claim = None  # in case the next lines are interrupted
         self._last_directive = directive
         self._last_claim = claim
         return claim

@@ -1,10 +1,11 @@
-"""From tokens, which directives and sessions are about, to the blocks that hold them."""
+"""Map the token ranges of directives and sessions to the blocks that hold the tokens."""
 
 from itertools import pairwise
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.prefix_keys import are_sole_holders
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim
@@ -13,13 +14,13 @@ from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim
 def cut_into_segments(
     ranges: list[tuple[int, int | None, Claim]], first: int, num_blocks: int, block_size: int
 ) -> list[tuple[int, int, tuple[Claim, ...]]]:
-    """Which claims of a request's directives are on which of its blocks `[first, first + num_blocks)`.
+    """Return which claims of a request's directives are on which of its blocks `[first, first + num_blocks)`.
 
     Returns:
         (low, high, claims), in order and without gaps, counted from `first`.
     """
     segments: list[tuple[int, int, tuple[Claim, ...]]] = []
-    if len(ranges) == 1:  # as most have it
+    if len(ranges) == 1:  # the usual case
         start, end, claim = ranges[0]
         low = min(num_blocks, max(0, start // block_size - first))
         high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
@@ -53,7 +54,7 @@ def cut_into_segments(
 def find_cached(
     pool: BlockPoolCore,
     request: SchedulableRequest,
-    group_id: int,
+    group_id: GroupId,
     block_size: int,
     start: int,
     end: int | None,
@@ -70,7 +71,7 @@ def find_cached(
     ours = hashes[start // block_size * stride + stride - 1 : num_blocks * stride : stride]
     found = pool.find_cached_prefix(ours, len(ours), group_id)
     group_ids = [group_id]
-    for index in range(len(found) + 1, len(ours)):  # behind a window's hole there may be more
+    for index in range(len(found) + 1, len(ours)):  # more may follow a hole that a window left
         blocks = pool.get_cached_block(ours[index], group_ids)
         if blocks is not None:
             found.append(blocks[0])
@@ -83,10 +84,11 @@ def find_in_tables(
     tables: list[BlockTable],
     block_sizes: tuple[int, ...],
 ) -> list[KVCacheBlock] | None:
-    """As `find_cached` for all tokens and groups, if all of that is in the request's own tables; or None."""
+    """Return what `find_cached` finds for all tokens and groups, if it is in the tables; else None."""
     hashes = request.block_hashes
     found: list[KVCacheBlock] = []
-    for group_id, block_size in enumerate(block_sizes):
+    for number, block_size in enumerate(block_sizes):
+        group_id = GroupId(number)
         stride = block_size // pool.hash_block_size
         if stride < 1:
             continue

@@ -1,18 +1,18 @@
-"""`Session`: a conversation between two turns."""
+"""`Session` and `Sessions`: conversations whose blocks are kept between two turns."""
 
 from mypy_extensions import i32
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.deadlines import NEVER, Ending
+from kv_pool.core.deadlines import NEVER, TimedItem
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim
 from kv_pool.manager.retention.claim_records import ClaimRecords
 
 
-class Session(Ending):
-    """Blocks that are kept for the next turn.
+class Session(TimedItem):
+    """A conversation between two turns, and the blocks that are kept for the next turn.
 
     Attributes:
-        claim: on each of the blocks, its own.
+        claim: the session's claim on each of the blocks.
         changes_at: when the session ends.
     """
 
@@ -25,7 +25,7 @@ class Session(Ending):
         self.blocks: list[KVCacheBlock] = blocks
 
     def list_claims(self, records: ClaimRecords, now: float) -> list[tuple[Claim, ...]]:
-        """Return the claims of each of its blocks, with its own, and without those of ended sessions."""
+        """Return the claims of each of its blocks: its own and others, without those of ended sessions."""
         listed: list[tuple[Claim, ...]] = []
         before: tuple[Claim, ...] = NO_CLAIMS
         after = self.claim.alone
@@ -43,14 +43,14 @@ class Session(Ending):
 
 
 class Sessions:
-    """The sessions by their ids, no more than `max_sessions` at a time."""
+    """The sessions by id, at most `max_sessions` at a time."""
 
     def __init__(self, max_sessions: int) -> None:
         self.max_sessions: int = max_sessions
         self.by_id: dict[str, Session] = {}
 
     def find_one_to_end(self, session_id: str) -> str | None:
-        """Which session has to end before this one is kept: its own older one, or else the next to end."""
+        """Return the session to end first, if any: an older one with this id, else the next to end."""
         if session_id in self.by_id:
             return session_id
         if len(self.by_id) < self.max_sessions:
@@ -58,21 +58,21 @@ class Sessions:
         return min(self.by_id, key=self._find_end)
 
     def pop(self, session_id: str) -> Session | None:
-        """Take it out; its deadline means nothing any more."""
+        """Remove a session and return it; its deadline no longer applies."""
         session = self.by_id.pop(session_id, None)
         if session is not None:
             session.changes_at = NEVER
         return session
 
     def list_deadlines(self) -> list[tuple[str, float]]:
-        """Each session and until when it is kept; the next to end first."""
+        """Return each session with its deadline; the next to end comes first."""
         sessions = [(session_id, session.changes_at) for session_id, session in self.by_id.items()]
         return sorted(sessions, key=get_second)
 
     def list_lost(
         self, records: ClaimRecords, blocks: tuple[KVCacheBlock, ...], now: float
     ) -> list[tuple[KVCacheBlock, tuple[Claim, ...]]]:
-        """Return blocks with claims of sessions that are not kept, and their other claims. O(blocks)."""
+        """Return the blocks with claims of sessions that are gone, and their other claims. O(blocks)."""
         known = {session.claim for session in self.by_id.values()}
         lost: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
         for block in blocks:
@@ -85,7 +85,7 @@ class Sessions:
         return lost
 
     def clear(self) -> None:
-        """Keep none."""
+        """Remove all sessions."""
         for session in self.by_id.values():
             session.changes_at = NEVER
         self.by_id.clear()
@@ -95,5 +95,5 @@ class Sessions:
 
 
 def get_second(pair: tuple[str, float]) -> float:
-    """The deadline of a listed session."""
+    """Return the deadline of a listed session."""
     return pair[1]

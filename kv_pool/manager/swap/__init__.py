@@ -1,1 +1,1 @@
-"""Requests and prefixes to a pool in host memory and back, by plans in two phases."""
+"""Swap requests to a pool in host memory and back, by plans in two phases."""

@@ -1,19 +1,18 @@
-"""The numbered truths about swapped requests, each executable; beside those of `core/invariants.py`.
+"""The numbered invariants of swapped requests, each executable; see also `core/invariants.py`.
 
-    W1  a request is known to at most one of: the manager, the swapped-out ones, the open plans (unless its
-        scheduler allocates for it meanwhile, as for one that has computed nothing)
-    W2  a host block has as many references as swapped-out tables and holds, those of plans included, name it
-    W3  a device block has at least as many references as the manager's tables and holds name it
-    W4  a swapped-out table names the host pool's own blocks, and so does an open plan on either side
-    W5  num_null_blocks entries from a swapped-out table's head are null; no more than the computed blocks
-        are counted as cached
-    W6  an open plan's moves go from distinct blocks to distinct ones; a target has one reference, that of the
-        plan's hold, and no hash
+    W1  a request is in at most one of: the manager, the swapped-out requests, the open plans (unless its
+        scheduler allocates for it meanwhile, such as for one without computed tokens)
+    W2  a host block has one reference for each swapped-out table and hold (those of plans included) with it
+    W3  a device block has at least one reference for each of the manager's tables and holds with it
+    W4  a swapped-out table contains the host pool's own blocks only, and so does an open plan on either side
+    W5  the first num_null_blocks entries of a swapped-out table are null; it counts at most the computed
+        blocks as cached
+    W6  an open plan's moves go from distinct blocks to distinct blocks; a target has one reference, that of
+        the plan's hold, and no hash
     W7  a plan that is listed as open is open, under its own request's id
-    W8  the number of computed tokens is kept for those that are swapped out, and no others
+    W8  the number of computed tokens is stored for exactly the swapped-out requests
 
-They hold whenever no method is running. `check(swapper)` raises CorruptedPoolError naming the first that
-fails.
+They hold whenever no method is running. `check(swapper)` raises CorruptedPoolError for the first that fails.
 """
 
 from collections import Counter
@@ -23,6 +22,7 @@ from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
+from kv_pool.ids import BlockId, GroupId
 from kv_pool.manager.swap.open_plans import PlanState
 from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
 from kv_pool.manager.swap.swapper import BlockSwapper
@@ -40,11 +40,11 @@ def check(swapper: BlockSwapper) -> None:
 
 
 def check_places(swapper: BlockSwapper) -> None:
-    """W1, W7, W8."""
+    """Verify W1, W7 and W8."""
     plans = {plan.request_id for plan in swapper.list_open_plans()}
     places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out(), *plans])
     for request_id, num_places in places.items():
-        # What a scheduler allocates for a request in a plan is refused when the plan is closed.
+        # If a scheduler allocated for a request in a plan, closing the plan raises.
         if num_places > 1:
             raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
     for request_id, plan in swapper._open_plans.by_request.items():
@@ -52,11 +52,11 @@ def check_places(swapper: BlockSwapper) -> None:
             raise CorruptedPoolError(f"W7: {plan!r} is listed as open for request {request_id!r}")
     kept = swapper._host.num_computed_tokens.keys()
     if kept != set(swapper.list_swapped_out()):
-        raise CorruptedPoolError(f"W8: the computed tokens of {sorted(kept)} are kept")
+        raise CorruptedPoolError(f"W8: computed tokens are stored for the requests {sorted(kept)}")
 
 
 def check_references(swapper: BlockSwapper) -> None:
-    """W2, W3, W4."""
+    """Verify W2, W3 and W4."""
     manager = swapper.manager
     num_groups = len(manager.groups)
     on_host = _count(
@@ -68,7 +68,7 @@ def check_references(swapper: BlockSwapper) -> None:
         (
             block
             for request_id in manager.list_request_ids()
-            for group_id in range(num_groups)
+            for group_id in map(GroupId, range(num_groups))
             for block in manager.get_table(request_id, group_id).blocks
         ),
     )
@@ -80,60 +80,60 @@ def check_references(swapper: BlockSwapper) -> None:
     for block in swapper.host_pool.blocks[1:]:
         if block.ref_cnt != on_host[block.block_id]:
             raise CorruptedPoolError(
-                f"W2: host block {block.block_id} has ref_cnt {block.ref_cnt} and is named "
-                f"{on_host[block.block_id]} times"
+                f"W2: host block {block.block_id} has ref_cnt {block.ref_cnt}, but "
+                f"{on_host[block.block_id]} tables and holds have it"
             )
     for block in manager.block_pool.blocks[1:]:
         if block.ref_cnt < on_device[block.block_id]:
             raise CorruptedPoolError(
-                f"W3: device block {block.block_id} has ref_cnt {block.ref_cnt} and is named "
-                f"{on_device[block.block_id]} times"
+                f"W3: device block {block.block_id} has ref_cnt {block.ref_cnt}, but "
+                f"{on_device[block.block_id]} tables and holds have it"
             )
 
 
 def check_tables(swapper: BlockSwapper) -> None:
-    """W5."""
+    """Verify W5."""
     for request_id, tables in swapper._host.tables.items():
         num_computed = swapper._host.num_computed_tokens[request_id]
         for spec, table in zip(swapper.manager.groups, tables, strict=True):
             if not all(block.is_null for block in table.blocks[: table.num_null_blocks]):
                 raise CorruptedPoolError(
-                    f"W5: {table.num_null_blocks} blocks of request {request_id!r} are null, its table is "
-                    f"{table.list_ids()}"
+                    f"W5: {table.num_null_blocks} blocks of request {request_id!r} should be null; its table "
+                    f"is {table.list_ids()}"
                 )
             if table.num_cached_blocks > num_computed // spec.block_size:
                 raise CorruptedPoolError(
-                    f"W5: {table.num_cached_blocks} blocks of request {request_id!r} are cached, "
-                    f"{num_computed} tokens computed"
+                    f"W5: {table.num_cached_blocks} blocks of request {request_id!r} count as cached, but "
+                    f"{num_computed} tokens are computed"
                 )
 
 
 def check_plan(swapper: BlockSwapper, plan: SwapPlan) -> None:
-    """W6."""
+    """Verify W6."""
     sources = [move.source for move in plan.moves]
     targets = [move.target for move in plan.moves]
     if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
-        raise CorruptedPoolError(f"W6: a block is twice in {plan.moves}")
+        raise CorruptedPoolError(f"W6: a block occurs twice in {plan.moves}")
     pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
     for block_id in targets:
         block = pool.blocks[block_id]
         if block.ref_cnt != 1 or block.block_hash is not None:
             raise CorruptedPoolError(
-                f"W6: block {block_id}, a target, has ref_cnt {block.ref_cnt} and hash {block.block_hash!r}"
+                f"W6: target block {block_id} has ref_cnt {block.ref_cnt} and hash {block.block_hash!r}"
             )
 
 
-def _count_holds(pool: BlockPoolCore, named: Counter[int]) -> None:
+def _count_holds(pool: BlockPoolCore, named: Counter[BlockId]) -> None:
     for block, num_holds in pool.holds.count_references().items():
         named[block.block_id] += num_holds
 
 
-def _count(pool: BlockPoolCore, blocks: Iterable[KVCacheBlock]) -> Counter[int]:
-    """How often each id is named, without the null block. Raises for another pool's blocks."""
-    named: Counter[int] = Counter()
+def _count(pool: BlockPoolCore, blocks: Iterable[KVCacheBlock]) -> Counter[BlockId]:
+    """Count the occurrences of each id, without the null block. Raise for another pool's blocks."""
+    named: Counter[BlockId] = Counter()
     for block in blocks:
         if pool.blocks[block.block_id] is not block:
-            raise CorruptedPoolError(f"W4: block {block.block_id} is not one of the pool it is named in")
+            raise CorruptedPoolError(f"W4: block {block.block_id} does not belong to the pool of its table")
         if not block.is_null:
             named[block.block_id] += 1
     return named

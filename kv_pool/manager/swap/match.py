@@ -1,4 +1,4 @@
-"""`match_tables`: which blocks of a request are on the other side already, and which have to be copied."""
+"""`match_tables`: find which of a request's blocks the other side has, and which must be copied."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from kv_pool.manager.swap.sides import SwapSide
 
 
 class Match(NamedTuple):
-    """How a request's tables would look on the other side.
+    """A request's tables, matched against the cached blocks of the other side.
 
     Attributes:
-        found: for each group and table entry the block that holds the same prefix there; None where there
-            is none, or nothing is kept.
-        num_new: blocks to take, and to copy into.
+        found: for each group and table entry, the block on the other side with the same prefix; None if there
+            is none, or the entry needs no block.
+        num_new: blocks to take and to copy into.
         num_shared: blocks found.
-        num_free: those of the found ones that are free, so that they leave the free blocks, too.
+        num_free: found blocks that are free; sharing them reduces the free blocks, too.
     """
 
     found: list[list[KVCacheBlock | None]]
@@ -32,10 +32,10 @@ class Match(NamedTuple):
 def find_key(
     request: SchedulableRequest, group: BlockGroup, table: BlockTable, position: int, num_computed_tokens: int
 ) -> BlockHashWithGroupId | None:
-    """The key under which this block of the request is cached; None if it is not, or not computed in full.
+    """Return the key under which this block is cached; None if it is not cached, or not computed in full.
 
-    A block in the table that carries another key than the request's own (or none: it was evicted as invalid)
-    is nobody's prefix: its content goes along with the request, and is not found by others.
+    A block that carries another key than the request's own, or none (it was evicted as invalid), is not a
+    prefix of any request: its content moves with the request and cannot be hit.
     """
     block = table.blocks[position]
     if block.is_null or block.block_hash is None or not group.is_cacheable:
@@ -56,7 +56,7 @@ def match_tables(
     num_computed_tokens: int,
     target: SwapSide,
 ) -> Match:
-    """Look for every block of the tables on the target side. Changes nothing. O(blocks)."""
+    """Look up every block of the tables on the target side. Changes nothing. O(blocks)."""
     found: list[list[KVCacheBlock | None]] = []
     num_new = 0
     num_shared = 0
@@ -82,7 +82,7 @@ def match_tables(
 
 
 def count_skipped_blocks(group: BlockGroup, table: BlockTable, num_computed_tokens: int) -> int:
-    """Entries from the head that no later token needs: they become null blocks on the other side."""
+    """Count the leading entries that no later token needs; they become null blocks on the other side."""
     if not group.forgets:
         return table.num_null_blocks
     num_skipped = group.count_skipped_tokens(num_computed_tokens) // group.block_size

@@ -1,4 +1,4 @@
-"""`OpenPlans`: plans from when they are opened until commit or abort, whatever interrupts these."""
+"""`OpenPlans`: plans from opening to commit or abort, robust against interrupts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Generic, TypeVar
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import BlockHolds, Hold
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import RequestId
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
 class PlanState(Enum):
-    """OPEN -> COMMITTED or ABORTED, once."""
+    """The state of a plan: OPEN, then once COMMITTED or ABORTED."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -21,13 +22,13 @@ class PlanState(Enum):
 
 
 class TwoPhasePlan(ABC):
-    """A request's blocks on their way. `OpenPlans` opens and closes it.
+    """A two-phase transfer of a request's blocks. `OpenPlans` opens and closes it.
 
     Attributes:
-        request_id: whose blocks they are.
+        request_id: the request that owns the blocks.
         num_computed_tokens: tokens whose KV the request has after a commit.
         state: open, committed or aborted.
-        outcome: what `finish` makes of it: ABORTED, unless a commit was decided.
+        outcome: the state that `finish` leads to: ABORTED, unless a commit was decided.
     """
 
     def __init__(self, request: SchedulableRequest, num_computed_tokens: int) -> None:
@@ -36,20 +37,20 @@ class TwoPhasePlan(ABC):
         self.state = PlanState.OPEN
         self.outcome = PlanState.ABORTED
         self._request = request
-        # While the plan is open, holds have the references that it has taken; with the books they are in.
+        # While the plan is open, holds own the references that it has taken; listed with their `BlockHolds`.
         self._held: list[tuple[BlockHolds, list[Hold]]] = []
 
     @property
     def is_decided(self) -> bool:
-        """Whether the plan is closed, or is going to be committed at the next call."""
+        """True if the plan is closed, or the next call will commit it."""
         return self.state is not PlanState.OPEN or self.outcome is PlanState.COMMITTED
 
     @abstractmethod
     def open(self) -> bool:
-        """Take what the plan needs; False if there is no room. What was taken is noted in the same step."""
+        """Take what the plan needs; return False if it does not fit. Records blocks as it takes them."""
 
     def finish(self) -> None:
-        """Carry out the outcome. May be called again, where an exception interrupted it."""
+        """Carry out the outcome. Call it again after an exception interrupted it."""
         for book, holds in self._held:
             for hold in holds:
                 if not hold.is_released:
@@ -60,36 +61,36 @@ class TwoPhasePlan(ABC):
             self._abort()
 
     def _hold(self, pool: BlockPoolCore, blocks: list[KVCacheBlock], reason: str) -> None:
-        """Pass the plan's references to these blocks on to a hold, which `finish` takes them back from."""
+        """Pass the plan's references to these blocks to a hold; `finish` takes them back."""
         holds: list[Hold] = []
         self._held.append((pool.holds, holds))
         pool.holds.adopt([block for block in blocks if not block.is_null], reason, holds)
 
     @abstractmethod
     def _commit(self) -> None:
-        """Put everything where the plan wanted it, as far as it is not there."""
+        """Put every block and table on the target side, unless it is there already."""
 
     @abstractmethod
     def _abort(self) -> None:
-        """Give back what the plan has taken, as far as it has not."""
+        """Release what the plan has taken, unless it is released already."""
 
 
 P = TypeVar("P", bound=TwoPhasePlan)
 
 
 class OpenPlans(Generic[P]):
-    """Opens and closes plans. What an exception interrupts is undone or completed, at the next call at last.
+    """Opens and closes plans. An interrupted call is undone or completed, at the latest by the next call.
 
     Attributes:
         by_request: the open plans, oldest first.
     """
 
     def __init__(self) -> None:
-        self.by_request: dict[str, P] = {}
+        self.by_request: dict[RequestId, P] = {}
         self._unfinished: P | None = None
 
     def open(self, plan: P) -> bool:
-        """Let the plan take what it needs, and list it; False, with nothing changed, if there is no room."""
+        """Open and list a plan; return False, with nothing changed, if it does not fit."""
         self._unfinished = plan
         try:
             if plan.open():  # no call from here on
@@ -103,9 +104,9 @@ class OpenPlans(Generic[P]):
         return False
 
     def close(self, plan: P, outcome: PlanState) -> None:
-        """Commit or abort an open plan. An interrupt does not keep it from being closed."""
+        """Commit or abort an open plan. An interrupt cannot prevent that it is closed."""
         plan.outcome = outcome
-        self._unfinished = plan  # no call before: what is decided is noted
+        self._unfinished = plan  # no call before this line: the decision is recorded
         try:
             self.recover()
         except BaseException:
@@ -113,7 +114,7 @@ class OpenPlans(Generic[P]):
             raise
 
     def recover(self) -> None:
-        """Close the plan whose opening or closing was interrupted; may itself be interrupted."""
+        """Close the plan whose opening or closing was interrupted. Safe to call again if interrupted."""
         plan = self._unfinished
         if plan is None:
             return

@@ -1,11 +1,11 @@
-"""`SwapPlan`: blocks of one request on their way between device and host, until commit or abort.
+"""`SwapPlan`: one request's blocks on their way between device and host, until commit or abort.
 
                 commit                       open                   abort
     OUT   request is swapped out   device blocks -> host   request holds its device blocks again
     IN    request holds blocks     host blocks -> device   request is swapped out, as before
 
 While a plan is open the manager does not know the request: freeing, forking or caching it there raises
-InvalidArgumentError, and so does allocating for it once tokens were computed. The plan references its sources
+InvalidArgumentError, and so does allocating for it if it has computed tokens. The plan references its sources
 and targets and holds them in place, so they are neither reused nor moved to other ids.
 """
 
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
 
 
 class SwapDirection(Enum):
-    """OUT: device to host. IN: back."""
+    """The direction of a swap. OUT: device to host. IN: host to device."""
 
     OUT = "out"
     IN = "in"
 
 
 class SwapPlan(TwoPhasePlan):
-    """Copies to make, and what becomes true when they are made. From `BlockSwapper`.
+    """The copies of a swap, and the change of tables that a commit makes. From `BlockSwapper`.
 
         plan = swapper.swap_out(request)
         if plan is not None:
             plan.apply(lambda moves: device_storage.copy_to(host_storage, moves))
 
     Attributes:
-        request_id: whose blocks they are.
-        direction: where they go.
-        moves: `source` is a block id of the pool they come from, `target` one of the other pool; sources are
-            distinct, and so are targets. May be empty.
-        num_shared_blocks: blocks that are on the other side already and need no move.
+        request_id: the request that owns the blocks.
+        direction: OUT or IN.
+        moves: `source` is a block id of the pool that is copied from, `target` one of the other pool; sources
+            are distinct, and so are targets. May be empty.
+        num_shared_blocks: blocks that are already on the other side and need no move.
         num_computed_tokens: tokens whose KV the request has after a commit.
         state: open, committed or aborted.
 
     Args:
-        tables: the source side's, to be taken out of its books.
-        match: which blocks the target side has already.
+        tables: the source side's tables, which the plan detaches.
+        match: the blocks that the target side already has.
     """
 
     def __init__(
@@ -75,41 +75,40 @@ class SwapPlan(TwoPhasePlan):
         self.moves: list[BlockMove] = []
         self.num_shared_blocks = match.num_shared
         self._open_plans = open_plans
-        way = direction._value_  # what `value` calls two functions for
+        way = direction._value_  # `value` would call two functions
         self._reason = f"in an open plan to swap request {self.request_id!r} {way}"
         self._groups = groups
         self._source = source
         self._target = target
         self._planned = tables
         self._match = match
-        # What the plan has: references on the target side, the tables, references of the source side.
+        # Owned by the plan: references on the target side, the tables, references of the source side.
         self._taken: list[KVCacheBlock] = []
         self._tables: list[BlockTable] = []
         self._sources = [table.blocks for table in tables]
-        # For each group the blocks that take the sources' places, the null block where nothing is kept.
+        # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
 
     def commit(self) -> None:
-        """The copies are done: the request is where the plan wanted it.
+        """Complete the swap after the copies are done: the request moves to the other side.
 
-        On a GPU call it when the copies have finished, or when whatever reuses the sources is queued behind
-        them. Full blocks are findable on the target side now, and still on the source side until reused.
+        On a GPU, call it when the copies have finished, or if work that reuses the sources is queued behind
+        them. Full blocks can now be hit on the target side, and on the source side until they are reused.
         Raises:
-            PlanClosedError: committed or aborted before.
+            PlanClosedError: the plan is already committed or aborted.
             InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
-                what an event needs.
-                In both cases nothing has changed.
+                data for an event. In both cases nothing has changed.
         """
         self._check_open()
         self._check_commit()
         self._open_plans.close(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
-        """The copies failed, or will not be made: the sources are as before, the targets free.
+        """Cancel the swap: the sources are as before, and the targets are freed.
 
-        No copy may be under way any more, or it would write into blocks that others get.
+        No copy may be in flight any more; it would write into blocks that other requests get.
         Raises:
-            PlanClosedError: committed or aborted before.
+            PlanClosedError: the plan is already committed or aborted.
             InvalidArgumentError: the request was given blocks in the meantime. In both cases nothing has
                 changed.
         """
@@ -118,7 +117,7 @@ class SwapPlan(TwoPhasePlan):
         self._open_plans.close(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
-        """Call `copy` with the moves, if there are any, and commit; if it raises, abort and raise that."""
+        """Call `copy` with the moves, if any, and commit. If `copy` raises, abort and re-raise."""
         self._check_open()
         is_copied = False
         try:
@@ -132,15 +131,15 @@ class SwapPlan(TwoPhasePlan):
             raise
 
     def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
-        """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
+        """Keep the blocks of one side at the ids in `moves` until the plan is closed."""
         self._hold(side.pool, blocks, self._reason)
 
     def _check_open(self) -> None:
         self._open_plans.recover()
         if self.state is not PlanState.OPEN:
             raise PlanClosedError(
-                f"the plan to swap request {self.request_id!r} {self.direction.value} was "
-                f"{self.state.value} before; make a new one"
+                f"the plan to swap request {self.request_id!r} {self.direction.value} is already "
+                f"{self.state.value}; create a new one"
             )
 
     def __repr__(self) -> str:
@@ -150,11 +149,11 @@ class SwapPlan(TwoPhasePlan):
         )
 
     def open(self) -> bool:
-        # Found ones first: until they are touched, they may be among the blocks that are taken.
+        # Touch the found blocks first: until then they may be among the blocks that are taken.
         shared = [block for row in self._match.found for block in row if block is not None]
         self._target.touch_onto(shared, self._taken)
         self._target.take_onto(self._taken, self._match.num_new)
-        self._target.pool.store_pending()
+        self._target.pool.flush_evicted()
         self._targets = self._list_targets(self._taken[len(shared) :])
         self._taken = list_tail_first(self._targets)
         pairs = [
@@ -170,7 +169,7 @@ class SwapPlan(TwoPhasePlan):
         return True
 
     def _list_targets(self, new: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
-        """For each group and table entry the block of the target side: found there, new, or null."""
+        """Return the target side's block for each group and table entry: found there, new, or null."""
         taken = iter(new)
         targets: list[list[KVCacheBlock]] = []
         for group, table, found in zip(self._groups, self._planned, self._match.found, strict=True):
@@ -215,7 +214,7 @@ class SwapPlan(TwoPhasePlan):
             self._source.put_tables_out_of(self.request_id, self._tables, self.num_computed_tokens)
 
     def _change_tables(self) -> None:
-        """Let copies of cached blocks be found, and the tables have the blocks of the target side."""
+        """Cache the copies of cached blocks, and replace the tables' blocks by those of the target side."""
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             self._cache(group, table, row)
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
@@ -234,7 +233,7 @@ class SwapPlan(TwoPhasePlan):
             )
 
     def _cache(self, group: BlockGroup, table: BlockTable, row: list[KVCacheBlock]) -> None:
-        """Let copies of cached blocks be found under the same keys: one event for each gapless part."""
+        """Cache copies of cached blocks under the same keys: one event for each gapless part."""
         pool = self._target.pool
         if not pool.enable_caching:
             return

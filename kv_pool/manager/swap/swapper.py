@@ -1,4 +1,4 @@
-"""`BlockSwapper`: moves requests' blocks between the manager's pool and a pool in host memory."""
+"""`BlockSwapper`: move requests' blocks between the manager's pool and a pool in host memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -20,7 +21,7 @@ from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide
 
 
 class BlockSwapper:
-    """A host pool beside the pool of a `KVCacheManager`, and the requests that wait there.
+    """A host pool beside the pool of a `KVCacheManager`, with the requests that are swapped out to it.
 
         >>> from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager, Request
         >>> manager = KVCacheManager(BlockPool(10, True, 4))
@@ -31,23 +32,23 @@ class BlockSwapper:
         >>> plan = swapper.swap_out(request)
         >>> plan.moves
         [BlockMove(source=1, target=1), BlockMove(source=2, target=2), BlockMove(source=3, target=3)]
-        >>> plan.commit()                                   # when the bytes of these blocks are copied
+        >>> plan.commit()                                   # after the bytes of these blocks are copied
         >>> manager.holds_blocks("a"), swapper.is_swapped_out("a")
         (False, True)
         >>> swapper.swap_in(request)                        # two of three are still on the device
         SwapPlan('a', in, open, 1 moves, 2 shared)
 
     Args:
-        manager: whose requests are swapped.
-        host_pool: used by this swapper alone; of the same `hash_block_size`, caching and hash lookahead as
-            the manager's pool, with another `medium` for its events. Blocks of all groups are in it.
+        manager: the manager of the requests to swap.
+        host_pool: a pool for this swapper alone, with the same `hash_block_size`, caching and hash lookahead
+            as the manager's pool, and another `medium` for its events. It holds blocks of all groups.
 
-    Call it between two steps, when each request's `num_computed_tokens` counts what is in its blocks, and
-    with the copies of `take_block_copies` applied; a swapped request keeps its `num_computed_tokens`. Not
-    safe for several threads. See `SwapPlan` for what may be done while a plan is open.
+    Call it between two steps, when each request's `num_computed_tokens` counts the tokens in its blocks, and
+    after the copies of `take_block_copies` are applied; a swapped request keeps its `num_computed_tokens`.
+    Not thread-safe. See `SwapPlan` for what is allowed while a plan is open.
 
-    A call that a signal handler's exception interrupts is undone or completed, at the latest by the next
-    call; a plan that was opened is in `list_open_plans()`.
+    A call that is interrupted by a signal handler's exception is undone or completed, at the latest by the
+    next call; a plan that it opened is in `list_open_plans()`.
     """
 
     def __init__(self, manager: KVCacheManager, host_pool: BlockPoolCore) -> None:
@@ -56,51 +57,51 @@ class BlockSwapper:
             if getattr(host_pool, name) != getattr(device_pool, name):
                 raise InvalidArgumentError(
                     f"the host pool has {name} {getattr(host_pool, name)}, the manager's pool "
-                    f"{getattr(device_pool, name)}; blocks that move between them need the same"
+                    f"{getattr(device_pool, name)}; to move blocks between them, both need the same"
                 )
         if host_pool is device_pool:
-            raise InvalidArgumentError("the host pool is the manager's own pool; it has to be another one")
+            raise InvalidArgumentError("the host pool is the manager's own pool; it must be another one")
         self.manager = manager
         self.host_pool = host_pool
         self._device = DeviceSide(manager)
         self._host = HostSide(host_pool)
         self._groups: list[BlockGroup] = [
-            make_group(spec, host_pool, group_id, manager.alignment)
+            make_group(spec, host_pool, GroupId(group_id), manager.alignment)
             for group_id, spec in enumerate(manager.groups)
         ]
         self._open_plans: OpenPlans[SwapPlan] = OpenPlans()
-        # What an interrupted call leaves for `_recover`: a dropped request, and whether there was a reset.
-        self._dropped: tuple[str, list[list[KVCacheBlock]]] | None = None
+        # Left by an interrupted call for `_recover`: a dropped request, and whether a reset was running.
+        self._dropped: tuple[RequestId, list[list[KVCacheBlock]]] | None = None
         self._is_resetting = False
-        # For each reset since events were taken, the last event of the device and of the host by its end.
+        # For each reset since events were taken, the last event of the device and of the host before its end.
         self._resets: list[tuple[KVCacheEvent, KVCacheEvent]] = []
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def is_swapped_out(self, request_id: str) -> bool:
-        """Whether the request's blocks are on the host, with no plan open for it."""
+    def is_swapped_out(self, request_id: RequestId) -> bool:
+        """Return True if the request's blocks are on the host and no plan is open for it."""
         self._recover()
         return self._host.holds(request_id)
 
-    def list_swapped_out(self) -> list[str]:
-        """The requests that are swapped out, in the order in which they were."""
+    def list_swapped_out(self) -> list[RequestId]:
+        """Return the swapped-out requests, in the order in which they were swapped out."""
         self._recover()
         return list(self._host.tables)
 
     def list_open_plans(self) -> list[SwapPlan]:
-        """Plans that were neither committed nor aborted, oldest first."""
+        """Return the plans that are neither committed nor aborted, oldest first."""
         self._recover()
         return list(self._open_plans.by_request.values())
 
-    def list_device_ids_in_flight(self) -> list[int]:
-        """Ids of the device blocks that open plans use; the plans hold them in place (`BlockPool.holds`)."""
+    def list_device_ids_in_flight(self) -> list[BlockId]:
+        """Return the ids of the device blocks of open plans, which hold them in place (`BlockPool.holds`)."""
         return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks(self._device)]
 
-    def get_host_block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
-        """The block table of a request that is swapped out, in ids of the host pool, 0 for nothing.
+    def get_host_block_ids(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> list[BlockId]:
+        """Return the block table of a swapped-out request: ids of the host pool; 0 where there is no block.
 
         Raises:
-            InvalidArgumentError: it is not swapped out, or there is no such group.
+            InvalidArgumentError: the request is not swapped out, or there is no such group.
         """
         tables = self._tables_of(request_id)
         if not 0 <= group_id < len(tables):
@@ -108,11 +109,10 @@ class BlockSwapper:
         return tables[group_id].list_ids()
 
     def can_swap_out(self, request: SchedulableRequest) -> AllocStatus:
-        """Whether `swap_out` would give a plan: OK, LATER, or NEVER where the host pool is too small for the
-        blocks that the request has now. Changes nothing. O(blocks).
+        """Return OK if `swap_out` would return a plan now, else LATER or NEVER. Changes nothing. O(blocks).
 
-        Raises:
-            What `swap_out` raises.
+        NEVER means that the host pool is too small for the blocks that the request has now. Raises the errors
+        of `swap_out`.
         """
         tables = self._check_swap_out(request)
         match = match_tables(request, self._groups, tables, request.num_computed_tokens, self._host)
@@ -125,18 +125,21 @@ class BlockSwapper:
         *,
         num_new_tokens: int | None = None,
     ) -> AllocStatus:
-        """Whether `swap_in` with the same arguments would give a plan. Changes nothing. O(blocks).
+        """Return OK if `swap_in` with the same arguments would return a plan now, else LATER or NEVER.
+
+        Changes nothing. O(blocks).
 
         Args:
-            num_new_tokens: tokens of the request's next step, for which there has to be room, too; by default
-                all that are not computed.
-            num_lookahead_tokens: slots beyond them.
+            num_new_tokens: tokens of the request's next step, whose slots must fit, too; by default all
+                tokens that are not computed.
+            num_lookahead_tokens: slots after them.
         Returns:
-            OK: after `swap_in`, and if nobody else takes blocks, `allocate_slots(request, num_new_tokens,
-            num_lookahead_tokens=...)` succeeds as well. LATER: not now, and not without going below the
-            watermark, which counts while other requests hold blocks. NEVER: more blocks than the pool has.
+            OK: after `swap_in`, and if no other request takes blocks, `allocate_slots(request,
+            num_new_tokens, num_lookahead_tokens=...)` succeeds as well. LATER: not now, or not without going
+            below the watermark, which applies while other requests hold blocks. NEVER: it needs more blocks
+            than the pool has.
         Raises:
-            What `swap_in` raises.
+            The errors of `swap_in`.
         """
         tables = self._check_swap_in(request)
         match = match_tables(request, self._groups, tables, request.num_computed_tokens, self._device)
@@ -146,18 +149,18 @@ class BlockSwapper:
     # ---- plans -----------------------------------------------------------------------------------
 
     def swap_out(self, request: SchedulableRequest) -> SwapPlan | None:
-        """Plan to copy the request's blocks to the host, and give them up on the device.
+        """Plan to copy the request's blocks to the host and to release them on the device.
 
-        Blocks whose prefix the host has already are shared there. A window's blocks that no later token
-        attends to are not copied. Slots beyond the computed tokens go along.
+        Blocks whose prefix the host already has are shared there. Blocks that left a window are not copied.
+        Slots after the computed tokens move with the request.
         Returns:
-            The plan, or None exactly when `can_swap_out` does not say OK; nothing has changed then. While it
-            is open the request's device blocks are its own, and the manager does not know the request.
+            The plan; None if `can_swap_out` does not return OK, with nothing changed. While the plan is open
+            it owns the request's device blocks, and the manager does not know the request.
         Raises:
-            InvalidArgumentError: the request holds no device blocks, is swapped out already, or block copies
-                are still to be made. Nothing has changed.
-        On commit device blocks are freed, each group's tail to be reused first; what is cached stays
-        findable there until then, and on the host from now on.
+            InvalidArgumentError: the request holds no device blocks, is already swapped out, or block copies
+                are pending. Nothing has changed.
+        A commit frees the device blocks, each group's tail to be reused first; until then they can be hit
+        there. Their copies can be hit on the host.
         """
         tables = self._check_swap_out(request)
         num_computed = request.num_computed_tokens
@@ -184,19 +187,19 @@ class BlockSwapper:
         *,
         num_new_tokens: int | None = None,
     ) -> SwapPlan | None:
-        """Plan to copy the blocks of a swapped request back, and let it hold device blocks again.
+        """Plan to copy the blocks of a swapped-out request back to the device.
 
-        Blocks whose prefix is on the device, still or again, are shared there; the last block, where it is
-        not full, is always copied.
+        Blocks whose prefix the device has, still or again, are shared there; a last block that is not full is
+        always copied.
         Args:
-            num_lookahead_tokens, num_new_tokens: room that is to be left for the next step: see
-                `can_swap_in`. It is not taken: that is `allocate_slots`' part.
+            num_lookahead_tokens, num_new_tokens: slots that must fit for the next step: see `can_swap_in`.
+                They are not taken; `allocate_slots` does that.
         Returns:
-            The plan, or None exactly when `can_swap_in` does not say OK; nothing has changed then.
+            The plan; None if `can_swap_in` does not return OK, with nothing changed.
         Raises:
             InvalidArgumentError: the request is not swapped out, holds device blocks, or has another
                 `num_computed_tokens` than when it was swapped out. Nothing has changed.
-        On commit host blocks are freed, each group's tail to be reused first, and stay findable until then.
+        A commit frees the host blocks, each group's tail to be reused first; until then they can be hit.
         """
         tables = self._check_swap_in(request)
         num_computed = request.num_computed_tokens
@@ -217,15 +220,15 @@ class BlockSwapper:
         )
         return plan if self._open_plans.open(plan) else None
 
-    # ---- giving up -------------------------------------------------------------------------------
+    # ---- dropping --------------------------------------------------------------------------------
 
     def drop(self, request: SchedulableRequest) -> None:
-        """Free the host blocks of a request that is swapped out and will not come back.
+        """Free the host blocks of a swapped-out request that will not come back.
 
-        They stay findable on the host until they are reused, each group's tail first.
+        They can be hit on the host until they are reused, each group's tail first.
         Raises:
-            InvalidArgumentError: it is not swapped out, or a plan for it is open: close that, then free the
-                request where it is. Nothing has changed.
+            InvalidArgumentError: the request is not swapped out, or a plan for it is open: close the plan,
+                then free the request on the side where it is. Nothing has changed.
         """
         request_id = request.request_id
         blocks = [table.blocks for table in self._tables_of(request_id)]
@@ -239,7 +242,7 @@ class BlockSwapper:
             raise
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every prefix on both sides; False, with nothing changed, while any request holds blocks."""
+        """Evict every prefix on both sides. Return False, with nothing changed, if a request holds blocks."""
         self._recover()
         if self._host.tables or self._open_plans.by_request:
             return False
@@ -251,10 +254,10 @@ class BlockSwapper:
             raise
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The events of both pools since the last call: the device's, then the host's, each in its order.
+        """Return the events of both pools since the last call: the device's, then the host's, each in order.
 
-        Events before a `reset_prefix_cache` come before those after it, whichever pool they are from: an
-        `AllBlocksCleared` says that both are empty.
+        The events of both pools before a `reset_prefix_cache` come before all events after it: an
+        `AllBlocksCleared` means that both pools are empty.
         """
         device = self.manager.take_events()
         host = label_events(self.host_pool.take_events(), self.manager.groups)
@@ -267,10 +270,10 @@ class BlockSwapper:
         self._resets.clear()
         return events + device + host
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Undo or complete what an exception interrupted; may itself be interrupted."""
+        """Undo or complete an interrupted call. Safe to call again if interrupted."""
         self._open_plans.recover()
         if self._dropped is not None:
             request_id, blocks = self._dropped
@@ -298,7 +301,7 @@ class BlockSwapper:
         return AllocStatus.OK
 
     def _count_to_leave(self) -> int:
-        """The watermark, as for any request without blocks: while others hold some."""
+        """Return the watermark, as for any request without blocks, while other requests hold blocks."""
         return self.manager.watermark_blocks if self.manager.list_request_ids() else 0
 
     def _count_more_blocks(
@@ -308,7 +311,7 @@ class BlockSwapper:
         num_new_tokens: int | None,
         num_lookahead_tokens: int,
     ) -> int:
-        """Blocks that the next `allocate_slots` takes after a swap in."""
+        """Count the blocks that the next `allocate_slots` takes after a swap in."""
         if num_new_tokens is None:
             num_new_tokens = request.num_tokens - request.num_computed_tokens
         if num_new_tokens < 0 or num_lookahead_tokens < 0:
@@ -330,9 +333,7 @@ class BlockSwapper:
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
         self._check_elsewhere(request.request_id)
-        tables = [
-            self.manager.get_table(request.request_id, group_id) for group_id in range(len(self._groups))
-        ]
+        tables = [self.manager.get_table(request.request_id, group.group_id) for group in self._groups]
         for table in tables:
             self.manager.copies.check_made(request.request_id, table.blocks)
         return tables
@@ -341,17 +342,17 @@ class BlockSwapper:
         tables = self._tables_of(request.request_id)
         if self.manager.holds_blocks(request.request_id):
             raise InvalidArgumentError(
-                f"request {request.request_id!r} is swapped out and has device blocks, too; free these first"
+                f"request {request.request_id!r} is swapped out but has device blocks, too; free these first"
             )
         num_computed = self._host.num_computed_tokens[request.request_id]
         if request.num_computed_tokens != num_computed:
             raise InvalidArgumentError(
-                f"request {request.request_id!r} says {request.num_computed_tokens} tokens are computed; it "
-                f"was swapped out with {num_computed}, which a swapped request keeps"
+                f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; it "
+                f"was swapped out with {num_computed}, and must keep that count"
             )
         return tables
 
-    def _check_elsewhere(self, request_id: str) -> None:
+    def _check_elsewhere(self, request_id: RequestId) -> None:
         self._recover()
         plan = self._open_plans.by_request.get(request_id)
         if plan is not None:
@@ -359,7 +360,7 @@ class BlockSwapper:
         if self._host.holds(request_id):
             raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
 
-    def _tables_of(self, request_id: str) -> list[BlockTable]:
+    def _tables_of(self, request_id: RequestId) -> list[BlockTable]:
         self._recover()
         tables = self._host.tables.get(request_id)
         if tables is None:
@@ -372,5 +373,5 @@ class BlockSwapper:
 
 
 def count_through(events: list[KVCacheEvent], last: KVCacheEvent) -> int:
-    """How many events there are up to this very one; 0 if it was taken before."""
+    """Return the number of events up to and including `last`, by identity; 0 if it was taken before."""
     return next((number for number, event in enumerate(events, 1) if event is last), 0)

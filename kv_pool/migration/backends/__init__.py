@@ -1,1 +1,1 @@
-"""Ways to get at the blocks of another node; `transfer_backend` says what each of them promises."""
+"""Transports for blocks between nodes; `transfer_backend` has their common contract."""

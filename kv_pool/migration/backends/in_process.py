@@ -1,4 +1,4 @@
-"""`InProcessBackend`: blocks of another pool of this process, copied directly."""
+"""`InProcessBackend`: direct copies between pools of the same process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from kv_pool.errors import CopyFailedError, PeerUnavailableError, TransferFailedError
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import split_alike
@@ -20,13 +21,13 @@ from kv_pool.storage.spans import count_pieces, make_block_ids
 _PIECE_BYTES = 64 * 1024 * 1024
 
 _here: weakref.WeakValueDictionary[bytes, InProcessBackend] = weakref.WeakValueDictionary()
-"""The open backends of this process, by the random part of what they say of themselves."""
+"""The open backends of this process, by their random token."""
 
 
 class InProcessBackend(TransferBackend):
-    """The embedded default: one copy from storage to storage, between devices, too.
+    """A backend for pools of the same process: one copy from storage to storage, also between devices.
 
-    A copy in this process can not be stopped half-way: the deadline is looked at between pieces of 64 MiB.
+    A running copy cannot be stopped: the deadline is checked between pieces of 64 MiB.
     """
 
     name: ClassVar[str] = "in_process"
@@ -37,19 +38,19 @@ class InProcessBackend(TransferBackend):
         _here[self._token] = self
 
     def describe(self) -> bytes:
-        # A process that was forked has the same tokens, and other memory.
+        # A forked process has the same tokens, but different memory.
         return os.getpid().to_bytes(8) + self._token
 
-    def open(self, peer_name: str, description: bytes) -> BlockReader:
+    def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
         peer = _here.get(description[8:])
         if peer is None or peer.describe() != description:
             raise PeerUnavailableError(
-                f"{peer_name} is not in this process, or has closed; blocks of others come by tcp or nixl"
+                f"{peer_name} is not in this process, or is closed; use tcp or nixl for other processes"
             )
         return InProcessReader(self, peer, peer_name)
 
     def is_served(self) -> bool:
-        """Is it open to readers?"""
+        """Return True until the backend is closed."""
         return self._token in _here
 
     def close(self) -> None:
@@ -57,16 +58,20 @@ class InProcessBackend(TransferBackend):
 
 
 class InProcessReader(BlockReader):
-    """Made by `InProcessBackend.open`."""
+    """A reader made by `InProcessBackend.open`."""
 
-    def __init__(self, backend: InProcessBackend, peer: InProcessBackend, peer_name: str) -> None:
+    def __init__(self, backend: InProcessBackend, peer: InProcessBackend, peer_name: NodeName) -> None:
         self._backend = backend
         self._peer = peer
         self._peer_name = peer_name
         self._is_open = True
 
     def read(
-        self, transfer_id: bytes, remote_ids: Sequence[int], local_ids: Sequence[int], deadline: float
+        self,
+        transfer_id: TransferId,
+        remote_ids: Sequence[BlockId],
+        local_ids: Sequence[BlockId],
+        deadline: float,
     ) -> ReadCount:
         source, target = self._peer.storage, self._backend.storage
         sources = make_block_ids(remote_ids, source.num_blocks)
@@ -75,13 +80,13 @@ class InProcessReader(BlockReader):
         for start in range(0, len(sources), step):
             some = slice(start, start + step)
             self._check(deadline, start)
-            self._peer.find_lent(transfer_id, remote_ids[some])
+            self._peer.check_leased(transfer_id, remote_ids[some])
             try:
                 source.copy_to(target, np.stack([sources[some], targets[some]], axis=1))
             except CopyFailedError as error:
                 raise TransferFailedError(f"{self._peer_name}: {error}") from error
             target.synchronize()
-            self._peer.find_lent(transfer_id, remote_ids[some])
+            self._peer.check_leased(transfer_id, remote_ids[some])
         return ReadCount(
             len(sources) * source.block_bytes,
             count_pieces(*split_alike(source.segments, target.segments), sources, targets),
@@ -98,6 +103,6 @@ class InProcessReader(BlockReader):
 
     def _check(self, deadline: float, num_done: int) -> None:
         if not self.is_usable():
-            raise TransferFailedError(f"{self._peer_name} has closed")
+            raise TransferFailedError(f"{self._peer_name} is closed")
         if time.monotonic() >= deadline:
-            raise TransferFailedError(f"{self._peer_name}: {num_done} blocks were read when time was over")
+            raise TransferFailedError(f"{self._peer_name}: deadline passed after {num_done} blocks")

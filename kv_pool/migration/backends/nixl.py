@@ -1,4 +1,4 @@
-"""`NixlBackend`: blocks by NIXL over UCX: RDMA between nodes, memory to memory within one."""
+"""`NixlBackend`: reads of blocks by NIXL over UCX: RDMA between nodes, shared memory within a node."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.backends.nixl_module import Nixl, load_nixl
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
@@ -40,12 +41,14 @@ _SHORTEST_REST_S = 20e-6
 _LONGEST_REST_S = 1e-3
 
 _kept: list[tuple[object, ...]] = []
-"""Agents with transfers that nobody waits for any more, and the memory that these may still write; until the
-process ends. An agent destroyed with a transfer under way has been seen to take its peer's process along."""
+"""Agents with abandoned transfers, and the memory that these may still write; kept until the process ends.
+
+Destroying an agent with a transfer in progress has crashed the peer's process in tests.
+"""
 
 
 class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader needs: the agent's metadata, and where the blocks are; columns as in `SegmentTable`."""
+    """The agent's metadata and the memory of the blocks, in columns as in `SegmentTable`; for readers."""
 
     metadata: bytes
     memory: str
@@ -57,19 +60,19 @@ class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NixlBackend(TransferBackend):
-    """One NIXL agent for one storage, of host memory or a GPU's.
+    """A NIXL agent for one storage in host or GPU memory.
 
-    The reader gets the bytes by itself; the source only connects. So the source does not check whether blocks
-    are still lent: checksums and generations find out (M2, M6). The agent lets its peers read all of the
-    storage, padding between blocks included.
+    Reads are one-sided: the source does not take part and cannot check whether its blocks are still leased.
+    Checksums and generations detect a lost lease (M2, M6). Peers can read the whole storage, padding between
+    blocks included.
 
-    Giving up a read does not stop its bytes: such a reader says so (`is_settled`) until they have come, or
-    the peer has gone. Each backend has a new agent name, since NIXL takes none twice.
+    An abandoned read is not stopped: the reader's `is_settled` stays False until its bytes have arrived or
+    the peer is gone. Each backend uses a new agent name, since NIXL accepts each name only once.
 
     Raises:
         MissingDependencyError: NIXL is not installed.
-        MigrationError: it can not use this memory.
-        OutOfThreadsError: the system starts no more threads. Nothing stays registered.
+        MigrationError: NIXL cannot use this memory.
+        OutOfThreadsError: the system cannot start a thread. Nothing stays registered.
     """
 
     name: ClassVar[str] = "nixl"
@@ -78,9 +81,8 @@ class NixlBackend(TransferBackend):
         super().__init__(storage)
         self.nixl: Nixl = load_nixl()
         api = self.nixl.api
-        # Without NIXL's own progress thread: it spins, which takes a core for as long as the agent lives, and
-        # half of the rate where cores are few. A thread of ours looks once a millisecond; reads look
-        # by themselves.
+        # Without NIXL's own progress thread: it spins, which costs one core for the agent's lifetime, and
+        # half of the transfer rate on few cores. Our thread polls every millisecond; reads poll themselves.
         config = api.nixl_agent_config(
             backends=["UCX"],
             enable_prog_thread=False,
@@ -98,7 +100,7 @@ class NixlBackend(TransferBackend):
             ]
         except self.nixl.errors as error:
             raise MigrationError(
-                f"NIXL can not use {storage.num_blocks} blocks on {storage.device}: {error}"
+                f"NIXL cannot use the memory of {storage.num_blocks} blocks on {storage.device}: {error}"
             ) from error
         self._readers: list[NixlReader] = []
         self._lock = threading.Lock()
@@ -123,18 +125,18 @@ class NixlBackend(TransferBackend):
             )
         )
 
-    def open(self, peer_name: str, description: bytes) -> BlockReader:
+    def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
         try:
             peer = msgspec.msgpack.decode(description, type=NixlDescription)
         except UNDECODABLE as error:
-            raise PeerUnavailableError(f"{peer_name} does not say how to read from it: {error}") from error
+            raise PeerUnavailableError(f"{peer_name} has an invalid NIXL description: {error}") from error
         try:
             agent_name = self.agent.add_remote_agent(peer.metadata).decode()
             reader = NixlReader(self, peer, peer_name, agent_name)
-            # Connecting takes up to seconds, and would otherwise be the first read's time.
+            # Connecting can take seconds, which would otherwise count against the first read's deadline.
             self._connect(peer, agent_name)
         except self.nixl.errors as error:
-            raise PeerUnavailableError(f"{peer_name} can not be reached by NIXL: {error}") from error
+            raise PeerUnavailableError(f"cannot reach {peer_name} by NIXL: {error}") from error
         with self._lock:
             self._readers = [*(other for other in self._readers if not other.is_done()), reader]
         return reader
@@ -147,9 +149,7 @@ class NixlBackend(TransferBackend):
         with self._lock:
             under_way = [reader for reader in self._readers if not reader.is_settled()]
         if under_way:
-            logger.warning(
-                "%d reads by NIXL were given up and may still write: their memory stays", len(under_way)
-            )
+            logger.warning("%d abandoned NIXL reads may still write; their memory is kept", len(under_way))
             _kept.append((self.agent, self.storage, *under_way))
         else:
             self._deregister()
@@ -162,35 +162,38 @@ class NixlBackend(TransferBackend):
                 self.agent.deregister_memory(registered)
 
     def forget(self, agent_name: str) -> None:
-        """The peer of this agent has gone."""
+        """Remove the agent of a peer that is gone."""
         with suppress(*self.nixl.errors):
             self.agent.remove_remote_agent(agent_name)
 
     def _make_progress(self) -> None:
         while not self._is_closing.wait(_PROGRESS_S):
-            # For what comes from peers: connections, and bytes where the network needs help to read memory.
-            with suppress(*self.nixl.errors):  # of one peer; the reads that it was for hear of it themselves
+            # Serves connections of peers, and their reads on networks without one-sided reads.
+            with suppress(*self.nixl.errors):  # errors of one peer, which the affected reads get themselves
                 self.agent.get_new_notifs()
 
     def _connect(self, peer: NixlDescription, agent_name: str) -> None:
-        """Read the first bytes of block 0. Raises PeerUnavailableError or one of NIXL's errors."""
+        """Connect by reading the first bytes of block 0. Raises PeerUnavailableError or a NIXL error."""
         count = min(_WARM_UP_BYTES, peer.spans[0])
         here = self.agent.get_xfer_descs([(self._warm_up.ctypes.data, count, 0)], "DRAM")
         there = self.agent.get_xfer_descs([(peer.bases[0], count, peer.device_id)], peer.memory)
         handle = self.agent.initialize_xfer("READ", here, there, agent_name)
         if wait_for(self.agent, handle, time.monotonic() + _WARM_UP_S) == "PROC":
             _kept.append((self.agent, handle, self._warm_up))
-            raise PeerUnavailableError(f"agent {agent_name} has not answered in {_WARM_UP_S:.0f} s")
+            raise PeerUnavailableError(f"agent {agent_name} did not answer within {_WARM_UP_S:.0f} s")
         handle.release()
 
 
 class NixlReader(BlockReader):
-    """Made by `NixlBackend.open`.
+    """A reader made by `NixlBackend.open`.
 
-    Descriptor `row * num_blocks + block` of each side's list is one row of one block, both sides cut alike.
+    Both sides' blocks are split into the same rows; descriptor `row * num_blocks + block` of each side's list
+    is one row of one block.
     """
 
-    def __init__(self, backend: NixlBackend, peer: NixlDescription, peer_name: str, agent_name: str) -> None:
+    def __init__(
+        self, backend: NixlBackend, peer: NixlDescription, peer_name: NodeName, agent_name: str
+    ) -> None:
         self._backend = backend
         self._agent = backend.agent
         self._errors = backend.nixl.errors
@@ -208,7 +211,11 @@ class NixlReader(BlockReader):
         self._is_connected = True
 
     def read(
-        self, transfer_id: bytes, remote_ids: Sequence[int], local_ids: Sequence[int], deadline: float
+        self,
+        transfer_id: TransferId,
+        remote_ids: Sequence[BlockId],
+        local_ids: Sequence[BlockId],
+        deadline: float,
     ) -> ReadCount:
         sources = make_block_ids(remote_ids, self._there.num_blocks)
         targets = make_block_ids(local_ids, self._here.num_blocks)
@@ -232,13 +239,13 @@ class NixlReader(BlockReader):
         self._free_if_done()
 
     def is_done(self) -> bool:
-        """Is it closed, and nothing written by it any more? Then it holds nothing."""
+        """Return True if the reader is closed and settled, after freeing its resources."""
         return not self._is_open and self._free_if_done()
 
     def _read_blocks(self, sources: IntArray, targets: IntArray, deadline: float) -> None:
         what = f"reading {len(sources)} blocks of {self._peer_name} by NIXL"
         if time.monotonic() >= deadline:
-            raise TransferFailedError(f"{what}: time was over before it began", self.is_settled())
+            raise TransferFailedError(f"{what}: deadline passed before the start", self.is_settled())
         handle = None
         try:
             handle = self._agent.make_prepped_xfer(
@@ -262,17 +269,17 @@ class NixlReader(BlockReader):
         with suppress(*self._errors):
             handle.release()
         if state != "DONE":
-            raise TransferFailedError(f"{what}: NIXL says {state}")
+            raise TransferFailedError(f"{what}: NIXL reports state {state}")
 
     def _look(self, handle: Any) -> bool:
-        """May this transfer still write? One that may not is given back."""
+        """Return True if this transfer may still write; release its handle otherwise."""
         try:
             if self._agent.check_xfer_state(handle) == "PROC":
                 return True
         except self._final_errors:
             pass
         except self._errors as error:
-            logger.warning("a read of %s was given up, and NIXL does not know it: %s", self._peer_name, error)
+            logger.warning("cannot check an abandoned NIXL read of %s: %s", self._peer_name, error)
             return True
         with suppress(*self._errors):
             handle.release()
@@ -289,7 +296,8 @@ class NixlReader(BlockReader):
     def _prepare(self, agent_name: str, table: SegmentTable, memory: str, device_id: int) -> Any:
         if len(table) * table.num_blocks > _MAX_INDEX:
             raise InvalidArgumentError(
-                f"{len(table)} rows of {table.num_blocks} blocks are more descriptors than NIXL can count"
+                f"{len(table)} rows of {table.num_blocks} blocks exceed NIXL's limit of {_MAX_INDEX} "
+                "descriptors"
             )
         rows = np.array(
             [
@@ -302,14 +310,14 @@ class NixlReader(BlockReader):
 
 
 def wait_for(agent: Any, handle: Any, deadline: float) -> str:
-    """Start a transfer and wait for it.
+    """Start a transfer and wait for its end.
 
     Returns:
-        `DONE`, `ERR`, or `PROC` when the deadline has passed. NIXL's errors come through.
+        `DONE`, `ERR`, or `PROC` if the deadline has passed. NIXL's errors propagate.
 
-    Within a machine most of one is done while it is started. What is not is looked at again after 20 us, then
-    after twice as long each time, up to 1 ms: NIXL calls nobody back, a look is what moves a transfer on, and
-    looking without a rest would take a core, and Python's lock, from everybody else.
+    Within a machine, starting a transfer does most of its work. An unfinished transfer is polled after 20 us,
+    then at doubling intervals of up to 1 ms: NIXL has no callbacks, a transfer only progresses when polled,
+    and polling without sleep would occupy a core and the GIL.
     """
     state: str = agent.transfer(handle)
     rest = _SHORTEST_REST_S
@@ -321,13 +329,13 @@ def wait_for(agent: Any, handle: Any, deadline: float) -> str:
 
 
 def list_descriptors(block_ids: IntArray, table: SegmentTable) -> npt.NDArray[np.int32]:
-    """Positions in the list of a table's descriptors: row by row, so that neighbours in memory follow."""
+    """Return the descriptor positions of these blocks, row by row, which keeps contiguous memory in order."""
     rows = np.arange(len(table), dtype=np.int32)[:, None] * np.int32(table.num_blocks)
     return (rows + block_ids.astype(np.int32)[None, :]).reshape(-1)
 
 
 def list_regions(storage: BlockStorage) -> Iterator[tuple[int, int]]:
-    """First address and end of each stretch of memory that rows of the storage lie in."""
+    """Yield the first address and the end of each contiguous memory region of the storage."""
     table = storage.segments
     ends = table.bases + (table.num_blocks - 1) * table.strides + table.spans
     begin = end = -1
@@ -342,23 +350,23 @@ def list_regions(storage: BlockStorage) -> Iterator[tuple[int, int]]:
 
 
 def find_memory(storage: BlockStorage) -> str:
-    """NIXL's word for the kind of memory."""
+    """Return NIXL's name of the memory type."""
     return "DRAM" if storage.device == "cpu" else "VRAM"
 
 
 def find_device_id(storage: BlockStorage) -> int:
-    """The number of the GPU; 0 for the host."""
+    """Return the GPU's number; 0 for the host."""
     return int(storage.device.partition(":")[2] or 0)
 
 
 def make_table(peer: NixlDescription) -> SegmentTable:
-    """The segment table of a peer; its addresses mean nothing here.
+    """Return the segment table of a peer; its addresses are not valid in this process.
 
     Raises:
-        PeerUnavailableError: the columns do not make one.
+        PeerUnavailableError: the columns are empty or of unequal length.
     """
     if not peer.spans or not len(peer.bases) == len(peer.strides) == len(peer.spans):
-        raise PeerUnavailableError("a peer describes its memory by columns of unequal length, or none")
+        raise PeerUnavailableError("a peer's memory description has empty or unequal columns")
     return SegmentTable(
         peer.num_blocks,
         np.array(peer.bases, np.int64),

@@ -1,4 +1,4 @@
-"""NIXL, or an error that says how to get it. The only place that imports it."""
+"""Import of the optional NIXL package. No other module imports it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kv_pool.errors import MissingDependencyError, describe_install
 
 
 class Nixl(NamedTuple):
-    """What we use of NIXL.
+    """The parts of NIXL in use.
 
     Attributes:
         api: the module `nixl._api`.
-        errors: every exception of its own.
-        final_errors: those after which a transfer writes nothing any more.
+        errors: all exception classes of NIXL.
+        final_errors: exceptions after which a transfer no longer writes.
     """
 
     api: Any
@@ -24,21 +24,21 @@ class Nixl(NamedTuple):
 
 
 def load_nixl() -> Nixl:
-    """Import it.
+    """Import NIXL.
 
     Raises:
-        MissingDependencyError: it is not installed, or does not fit this machine.
+        MissingDependencyError: NIXL is not installed or does not work on this machine.
     """
     try:
         from nixl import _api, _bindings
     except ImportError as error:
         raise MissingDependencyError(
-            f"reading blocks by NIXL needs the packages nixl and nixl-cu12, or nixl-cu13: {error}. "
-            f"{describe_install('nixl')}, or without the CUDA packages that these bring along: "
+            f"NixlBackend needs the packages nixl and nixl-cu12, or nixl-cu13: {error}. "
+            f"{describe_install('nixl')}, or without their CUDA dependencies: "
             "pip install --no-deps nixl nixl-cu12"
         ) from error
     if "NIXL_LOG_LEVEL" not in os.environ:
-        # It tells of every agent on stdout, where a command's own output goes.
+        # NIXL logs every agent to stdout, which commands use for their output.
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return Nixl(
         _api,

@@ -1,10 +1,10 @@
-"""`TcpBackend`: blocks over a TCP connection, with nothing but the standard library."""
+"""`TcpBackend`: blocks over TCP, with the standard library only."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_rows
 from kv_pool.migration.call_failures import describe_failure, raise_failure
 from kv_pool.migration.channel import Channel
@@ -28,12 +29,12 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray
 from kv_pool.storage.spans import find_runs, make_block_ids
 
-# Between two pieces the source looks whether the blocks are still lent, every ten milliseconds or so. With
-# smaller ones that costs: while one end looks and the other gets ready, no bytes are copied.
+# The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
+# throughput: no bytes are copied during the check.
 PIECE_BYTES = 32 * 1024 * 1024
 
 _CONNECT_S = 10.0
-_SEND_S = 30.0  # a reader that takes no bytes for so long has stopped; its lease ends on its own
+_SEND_S = 30.0  # a reader that accepts no bytes for this time has stopped; its lease expires
 _IDLE_S = 600.0
 
 
@@ -44,32 +45,32 @@ class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReadRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Send these blocks: `runs` is first id and count of each run, one after the other."""
+    """A request for blocks: `runs` has the first id and the count of each run, alternating."""
 
-    transfer_id: bytes
+    transfer_id: TransferId
     runs: list[int]
 
 
 class PieceHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many blocks follow, as raw bytes. None: this read is over, done if nothing has failed."""
+    """The header of `num_blocks` blocks that follow as raw bytes; 0 ends the read, in success or failure."""
 
     num_blocks: int
     failed: CallFailed | None = None
 
 
 class TcpBackend(TransferBackend):
-    """The reference, and what is there where nothing faster is.
+    """The reference backend, and the fallback if no faster one is available.
 
-    A reader asks for runs of blocks over a connection to the node's own port. The source sends them in
-    pieces of 32 MiB, straight from where they lie, and before and after each piece makes sure that they are
-    lent (M6); the reader puts them straight where they belong. Bytes are neither encrypted nor signed; a
-    migration compares checksums, which it gets over a signed connection.
+    A reader requests runs of blocks over a connection to the node's own port. The source sends them in pieces
+    of 32 MiB from the storage's memory, and checks before and after each piece that they are leased (M6); the
+    reader receives them into its storage's memory. The bytes are neither encrypted nor authenticated; a
+    migration compares checksums, which it gets over an authenticated connection.
 
         reader   Rows      ReadRuns                                     ReadRuns ...
         source                       PieceHeader bytes PieceHeader bytes ... PieceHeader(0)
 
     Args:
-        connect_s: how long connecting to a peer may take.
+        connect_s: time limit for connecting to a peer.
     """
 
     name: ClassVar[str] = "tcp"
@@ -82,7 +83,7 @@ class TcpBackend(TransferBackend):
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(Rows(list_rows(self.storage)))
 
-    def open(self, peer_name: str, description: bytes) -> BlockReader:
+    def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
         try:
             theirs = _decode(description, Rows).spans
         except MigrationError as error:
@@ -98,15 +99,15 @@ class TcpBackend(TransferBackend):
             raise
         return TcpReader(channel, self.storage, window, peer_name)
 
-    def get_bulk_handler(self) -> Callable[[Channel, str], None] | None:
+    def get_bulk_handler(self) -> Callable[[Channel, NodeName], None] | None:
         return self.serve
 
-    def serve(self, channel: Channel, caller: str) -> None:
-        """Serve one reader until it hangs up, or says nothing for ten minutes.
+    def serve(self, channel: Channel, caller: NodeName) -> None:
+        """Serve one reader until it closes the connection or is idle for ten minutes.
 
         Raises:
-            PeerUnavailableError: it has gone.
-            KVPoolError: it sends what no reader of ours does.
+            PeerUnavailableError: the connection is broken.
+            KVPoolError: the reader violates the protocol.
         """
         theirs = _decode(channel.receive(time.monotonic() + _SEND_S), Rows).spans
         rows = choose_rows(list_rows(self.storage), theirs)
@@ -127,29 +128,35 @@ class TcpBackend(TransferBackend):
         ids = _expand_runs(asked.runs, self.storage.num_blocks)
         for some in _split(ids, count_piece_blocks(self.storage)):
             named = some.tolist()
-            self._check_lent(asked.transfer_id, named)
+            self._check_leased(asked.transfer_id, named)
             header = msgspec.msgpack.encode(PieceHeader(len(some)))
             channel.send(header, time.monotonic() + _SEND_S, raw=window.read_out(some))
-            # Only now is it known that what went out was theirs: the lease may have ended meanwhile.
-            self._check_lent(asked.transfer_id, named)
+            # The second check confirms that the lease did not end while the bytes were sent.
+            self._check_leased(asked.transfer_id, named)
 
-    def _check_lent(self, transfer_id: bytes, block_ids: list[int]) -> None:
+    def _check_leased(self, transfer_id: TransferId, block_ids: list[BlockId]) -> None:
         if self._is_closed:
-            raise StaleTransferError("the node is closing and lends nothing any more")
-        self.find_lent(transfer_id, block_ids)
+            raise StaleTransferError("the node is closing and no longer serves blocks")
+        self.check_leased(transfer_id, block_ids)
 
 
 class TcpReader(BlockReader):
-    """Made by `TcpBackend.open`. It writes the blocks itself, so when `read` has returned nobody writes."""
+    """A reader made by `TcpBackend.open`. Only `read` writes to blocks, so the reader is always settled."""
 
-    def __init__(self, channel: Channel, storage: BlockStorage, window: BlockWindow, peer_name: str) -> None:
+    def __init__(
+        self, channel: Channel, storage: BlockStorage, window: BlockWindow, peer_name: NodeName
+    ) -> None:
         self._channel = channel
         self._storage = storage
         self._window = window
         self._peer_name = peer_name
 
     def read(
-        self, transfer_id: bytes, remote_ids: Sequence[int], local_ids: Sequence[int], deadline: float
+        self,
+        transfer_id: TransferId,
+        remote_ids: Sequence[BlockId],
+        local_ids: Sequence[BlockId],
+        deadline: float,
     ) -> ReadCount:
         targets = make_block_ids(local_ids, self._storage.num_blocks)
         sources = np.asarray(remote_ids, np.int64)
@@ -159,7 +166,7 @@ class TcpReader(BlockReader):
             self._channel.send(msgspec.msgpack.encode(ReadRuns(transfer_id, runs)), deadline)
             self._receive_blocks(targets, deadline)
         except StaleTransferError:
-            raise  # between two pieces, so the next read may follow
+            raise  # the connection is between two pieces, so it can be reused
         except (MigrationError, CopyFailedError) as error:
             self._channel.close()
             raise TransferFailedError(
@@ -187,26 +194,29 @@ class TcpReader(BlockReader):
                 return
             if not 0 < header.num_blocks <= min(most, len(targets) - num_done):
                 raise MigrationError(
-                    f"it sends {header.num_blocks} blocks after {num_done} of {len(targets)}, {most} at most"
+                    f"the source sent a piece of {header.num_blocks} blocks after {num_done} of "
+                    f"{len(targets)}; a piece has at most {most}"
                 )
             some = targets[num_done : num_done + header.num_blocks]
-            self._channel.receive_raw(self._window.get_room(some), deadline)
+            self._channel.receive_raw(self._window.list_target_views(some), deadline)
             self._window.write_in(some)
             num_done += len(some)
 
 
 def count_piece_blocks(storage: BlockStorage) -> int:
-    """How many blocks a piece has at most; the same at both ends."""
+    """Return the maximum number of blocks of a piece; the same on both sides."""
     return max(1, PIECE_BYTES // storage.block_bytes)
 
 
 def _expand_runs(runs: list[int], num_blocks: int) -> IntArray:
-    """The ids of these runs. Raises MigrationError for what no reader would ask for."""
+    """Return the block ids of these runs. Raises MigrationError if the runs are malformed."""
     if len(runs) % 2 or min(runs[1::2], default=1) < 1 or sum(runs[1::2]) > num_blocks:
         raise MigrationError(
-            f"{len(runs) // 2} runs of {sum(runs[1::2])} blocks were asked for, of {num_blocks}"
+            f"malformed request for {len(runs) // 2} runs of {sum(runs[1::2])} blocks; the storage has "
+            f"{num_blocks}"
         )
-    firsts, counts = make_block_ids(runs[::2], num_blocks), np.array(runs[1::2], np.int64)
+    firsts = make_block_ids(cast("list[BlockId]", runs[::2]), num_blocks)
+    counts = np.array(runs[1::2], np.int64)
     places_in_runs = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return make_block_ids(np.repeat(firsts, counts) + places_in_runs, num_blocks)
 
@@ -223,4 +233,4 @@ def _decode(data: bytes, kind: type[_Struct]) -> _Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNDECODABLE as error:
-        raise MigrationError(f"what should be {kind.__name__} is something else: {error}") from error
+        raise MigrationError(f"cannot decode a {kind.__name__} message: {error}") from error

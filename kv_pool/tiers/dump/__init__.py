@@ -1,1 +1,1 @@
-"""What the file of a dumped pool consists of."""
+"""The file format of a pool dump."""

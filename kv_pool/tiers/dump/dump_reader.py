@@ -1,4 +1,4 @@
-"""`DumpReader`: the file of a dumped pool, read from its beginning to its end, once."""
+"""`DumpReader`: reads a pool dump once, from beginning to end."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ import msgspec
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.errors import PoolDumpError
 from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockId
 from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
+from kv_pool.tiers.dump.loaded_events import decode_events
 from kv_pool.tiers.dump.records import Frame, RecordKind, RecordReader
 from kv_pool.tiers.dump.rows import CachedRows, KeyCopies, check_rows, decode_rows
-from kv_pool.tiers.dump.told_blocks import decode_events
 
 BATCH_BYTES = 32 * 1024 * 1024
-"""Bytes of blocks that are in host memory at a time, on their way between storage and file."""
+"""Size of the host buffer between storage and file."""
 
 
 class PoolDumpHeader(msgspec.Struct, frozen=True):
-    """What a dumped pool is, without its blocks.
+    """The header of a pool dump.
 
     Attributes:
-        layout: what bytes and hashes mean; None where nobody said.
-        hash_block_size, num_hash_lookahead_tokens, medium, num_blocks: of the pool; the null block counts.
-        num_cached: blocks with keys.
-        num_evictions: the pool's count.
-        block_bytes: of each block, where the bytes are in the file; 0 where there are keys only.
-        next_sequence: the number of the next batch of events; None where no stream's state was dumped.
+        layout: the meaning of bytes and hashes; None if not given to `dump_pool`.
+        hash_block_size, num_hash_lookahead_tokens, medium, num_blocks: of the pool; `num_blocks` includes the
+            null block.
+        num_cached: number of blocks with keys.
+        num_evictions: the pool's eviction count.
+        block_bytes: size of a block; 0 if the dump has no bytes.
+        next_sequence: sequence number of the next batch of events; None if no stream state was dumped.
     """
 
     layout: BlockLayout | None
@@ -47,7 +49,7 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
 
 
 def check_header(header: PoolDumpHeader) -> None:
-    """Raise ValueError unless the header can be one of a pool."""
+    """Raise ValueError if the header's numbers are impossible."""
     counts = (header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions, header.block_bytes)
     if min(*counts, header.next_sequence or 0) < 0 or min(header.hash_block_size, header.num_blocks) < 1:
         raise ValueError("its header has a negative count")
@@ -55,11 +57,12 @@ def check_header(header: PoolDumpHeader) -> None:
 
 @dataclass
 class DumpedBlocks:
-    """The cached blocks of a dumped pool.
+    """The cached blocks of a pool dump.
 
     Attributes:
-        copies: the keys that several of them carry.
-        stores: what was told of them.
+        rows: the blocks, the next to be evicted first.
+        copies: the keys that several blocks carry.
+        stores: the events published about the blocks.
     """
 
     rows: CachedRows
@@ -69,20 +72,20 @@ class DumpedBlocks:
 
 @contextmanager
 def open_dump(path: str | os.PathLike[str]) -> Iterator[DumpReader]:
-    """The file, read up to its header. PoolDumpError where that is not possible."""
+    """Open a dump and read its header. Raises PoolDumpError if that fails."""
     name = os.fspath(path)
     try:
         with open(open_regular(path), "rb") as file:
             yield DumpReader(RecordReader(file, name))
-    except OSError as error:  # nothing but reading raises it: what a storage does is a CopyFailedError
+    except OSError as error:  # only reading raises it; a storage raises CopyFailedError
         raise PoolDumpError(f"no dumped pool can be read from {name}: {error.strerror}") from error
 
 
 class DumpReader:
-    """Reads what is in the file, in its order: the header, `read_blocks`, `read_bytes`, `check_end`.
+    """A sequential reader: the header, then `read_blocks`, `read_bytes`, `check_end`, in this order.
 
     Raises:
-        PoolDumpError: in any call: it is not as it was written.
+        PoolDumpError: from any call, if the file is damaged.
     """
 
     def __init__(self, records: RecordReader) -> None:
@@ -98,7 +101,7 @@ class DumpReader:
             raise records.make_error(str(error)) from error
 
     def read_blocks(self) -> DumpedBlocks:
-        """All that there is but the bytes."""
+        """Read everything except the bytes of the blocks."""
         rows = CachedRows()
         copies: list[KeyCopies] = []
         stores: list[BlockStored] = []
@@ -116,8 +119,8 @@ class DumpReader:
             raise self._records.make_error(str(error)) from error
         return DumpedBlocks(rows, copies, stores)
 
-    def read_bytes(self, storage: BlockStorage, targets: Sequence[int | None]) -> None:
-        """Copy the bytes of each row to a block of the storage, or nowhere where that is None."""
+    def read_bytes(self, storage: BlockStorage, targets: Sequence[BlockId | None]) -> None:
+        """Copy the bytes of each row to its target block in the storage; skip rows with target None."""
         step = max(1, min(len(targets), BATCH_BYTES // storage.block_bytes))
         host = make_host_buffer(storage.block_bytes, step, storage.block_format)
         whole = memoryview(host.segments.owners[0])
@@ -130,19 +133,19 @@ class DumpReader:
                 self._records.read_payload_into(self._frame, whole[first : first + storage.block_bytes])
                 self._frame = self._records.read_frame()
                 if target is not None:
-                    moves.append((place, target))
+                    moves.append((BlockId(place), target))
             host.copy_to(storage, moves)
         storage.synchronize()
 
     def check_end(self) -> None:
-        """There is nothing that was not read."""
+        """Raise PoolDumpError unless the whole file has been read."""
         if self._frame.kind != RecordKind.END:
             raise self._records.make_error(f"{self._frame.kind.name} stands where its end should be")
         self._records.read_payload(self._frame)
         self._records.check_end()
 
     def _take_payload(self) -> bytes:
-        """The payload of the record that is next, and on to the one after it."""
+        """Return the payload of the current record and advance to the next record."""
         payload = self._records.read_payload(self._frame)
         self._frame = self._records.read_frame()
         return payload

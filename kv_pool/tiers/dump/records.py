@@ -1,8 +1,8 @@
-"""Records of a file, one after another, each with checksums: damage is noticed wherever it is.
+"""A file of records with checksums; detects damage anywhere in the file.
 
 | magic, version | frame, payload | frame, payload | ... | frame, payload of END |
 
-frame = kind, its number in the file, bytes of the payload, xxh3_64 of the payload, xxh3_64 of all that
+frame = kind, number of the record in the file, payload bytes, xxh3_64 of the payload, xxh3_64 of all these
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_pool.errors import PoolDumpError, TierError
 
 MAGIC = b"kv_pool\x00"
 VERSION = 2
-"""2: the layout may name model and weights. Dumps of version 1 name none, and are read as such."""
+"""2: the layout may name model and weights. Dumps of version 1 name neither, and are read without."""
 _READ_VERSIONS = (1, VERSION)
 
 _START = Struct("<8sQ")
@@ -32,7 +32,7 @@ _Payload = bytes | bytearray | memoryview
 
 
 class RecordKind(IntEnum):
-    """What a record is about; they come in this order."""
+    """The kinds of records, in the order in which they appear in a file."""
 
     HEADER = 1
     ROWS = 2
@@ -43,7 +43,7 @@ class RecordKind(IntEnum):
 
 
 class Frame(NamedTuple):
-    """What stands in front of a payload."""
+    """The header of a record."""
 
     kind: RecordKind
     num_bytes: int
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 
 class RecordWriter:
-    """Writes records one by one."""
+    """A sequential writer of records."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -67,10 +67,11 @@ class RecordWriter:
 
 
 class RecordReader:
-    """Reads and checks records one by one.
+    """A sequential reader that verifies each record.
 
     Raises:
-        PoolDumpError: in any call: the file is no such file, of another version, cut off or damaged.
+        PoolDumpError: from any call, if the file is not a pool dump, has another version, or is truncated or
+            damaged.
     """
 
     def __init__(self, file: BinaryIO, path: str) -> None:
@@ -80,20 +81,20 @@ class RecordReader:
         self._num_left = os.fstat(file.fileno()).st_size
         magic, version = _START.unpack(self._read(_START.size))
         if magic != MAGIC:
-            raise PoolDumpError(f"{path} is no dumped pool: it does not begin like one")
+            raise PoolDumpError(f"{path} is not a pool dump: it does not begin like one")
         if version not in _READ_VERSIONS:
             known = ", ".join(map(str, _READ_VERSIONS))
-            raise PoolDumpError(f"{path} was written in version {version}; this one reads versions {known}")
+            raise PoolDumpError(f"{path} has format version {version}; supported versions are {known}")
 
     def read_frame(self) -> Frame:
-        """What comes next; read its payload before the next one."""
+        """Read the next record's frame. Read its payload before the next frame."""
         packed = self._read(_FRAME.size)
         (checksum,) = _CHECKSUM.unpack(self._read(_CHECKSUM.size))
         kind, number, num_bytes, payload_checksum = _FRAME.unpack(packed)
         if checksum != xxhash.xxh3_64_intdigest(packed) or number != self._num_records:
-            raise self.make_error(f"record {self._num_records} is not as it was written")
+            raise self.make_error(f"record {self._num_records} has a wrong checksum or number")
         if num_bytes > self._num_left:
-            raise self.make_error("it was cut off")
+            raise self.make_error("it is truncated")
         try:
             frame = Frame(RecordKind(kind), num_bytes, payload_checksum)
         except ValueError:
@@ -107,20 +108,20 @@ class RecordReader:
         return payload
 
     def read_payload_into(self, frame: Frame, buffer: memoryview) -> None:
-        """The same, into memory of exactly that size."""
+        """Read the payload into `buffer`, which has exactly its size."""
         if frame.num_bytes != buffer.nbytes:
-            raise self.make_error(f"a record of {frame.num_bytes} bytes in place of one of {buffer.nbytes}")
+            raise self.make_error(f"a record has {frame.num_bytes} bytes instead of {buffer.nbytes}")
         num_read = 0
         while num_read < buffer.nbytes:
             num_more = self._file.readinto(buffer[num_read:])  # type: ignore[attr-defined] # a buffered file has it
             if not num_more:
-                raise self.make_error("it was cut off")
+                raise self.make_error("it is truncated")
             num_read += num_more
         self._num_left -= num_read
         self._check(frame, buffer)
 
     def check_end(self) -> None:
-        """There is nothing behind the last record."""
+        """Raise PoolDumpError if bytes follow the last record."""
         if self._num_left:
             raise self.make_error(f"{self._num_left} bytes follow its end")
 
@@ -129,24 +130,24 @@ class RecordReader:
 
     def _check(self, frame: Frame, payload: _Payload) -> None:
         if xxhash.xxh3_64_intdigest(payload) != frame.checksum:
-            raise self.make_error(f"record {self._num_records - 1} is not as it was written")
+            raise self.make_error(f"the content of record {self._num_records - 1} has a wrong checksum")
 
     def _read(self, num_bytes: int) -> bytes:
         found = self._file.read(num_bytes)
         if len(found) < num_bytes:
-            raise self.make_error("it was cut off")
+            raise self.make_error("it is truncated")
         self._num_left -= num_bytes
         return found
 
 
 @contextmanager
 def replace_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` at once, when all of it is on the disk; or not at all.
+    """Yield a new file that atomically replaces `path` on exit, once all of it is on the disk.
 
-    Only its owner can read it.
+    Only its owner can read it. If the block raises, `path` is unchanged.
 
     Raises:
-        TierError: the folder is not there or not writable, the disk is full. What was at `path` is there.
+        TierError: the folder is missing or not writable, or the disk is full. `path` is unchanged.
     """
     whole = Path(path)
     temporary = whole.with_name(f".{whole.name}.{secrets.token_hex(8)}.tmp")
@@ -167,7 +168,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the folder's entries on the disk, where the system can do that."""
+    """Wait until the folder's entries are on the disk, where the operating system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows opens no folders

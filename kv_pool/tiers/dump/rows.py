@@ -1,4 +1,4 @@
-"""The cached blocks of a pool in the order of eviction, as rows of arrays, and back."""
+"""Converts a pool's cached blocks, in eviction order, to rows of arrays and back."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidTypeError
-from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 _ROWS_PER_RECORD = 16_384
 UNKNOWN = -1
-"""Tokens of a key of which nobody said how many it covers."""
+"""Token count of a key for which the count is not known."""
 
 _GROUP_BYTES = 4
 
 
 class RowsRecord(msgspec.Struct, array_like=True):
-    """Some blocks, one row each: little-endian arrays as bytes.
+    """A batch of blocks, one row each, as little-endian arrays in bytes.
 
     Attributes:
-        ids: uint32.
-        num_tokens: int32, tokens that the primary key covers; -1 where that is not known.
-        num_keys: uint32, of each block.
-        key_lengths: uint32, of each key, block by block, the primary one first.
-        keys: all of them, without anything between.
+        ids: uint32, block ids.
+        num_tokens: int32, number of tokens that the primary key covers; -1 if not known.
+        num_keys: uint32, number of keys of each block.
+        key_lengths: uint32, length of each key in bytes, block by block, the primary key first.
+        keys: all keys, concatenated.
     """
 
     ids: bytes
@@ -40,7 +40,7 @@ class RowsRecord(msgspec.Struct, array_like=True):
 
 
 class KeyCopies(msgspec.Struct, array_like=True):
-    """A key that several blocks carry: which rows, the one that is found first in front."""
+    """A key that several blocks carry, with their rows; a look-up returns the first row's block."""
 
     key: BlockHashWithGroupId
     rows: list[int]
@@ -51,12 +51,12 @@ class CachedRows:
     """Cached blocks, the next to be evicted first.
 
     Attributes:
-        ids: the ids that the blocks had.
-        num_tokens: -1 for a block of which it is not known.
-        keys: of each block, the primary one first.
+        ids: the blocks' ids in the dumped pool.
+        num_tokens: number of tokens that each primary key covers; -1 if not known.
+        keys: the keys of each block, the primary one first.
     """
 
-    ids: list[int] = field(default_factory=list)
+    ids: list[BlockId] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     keys: list[list[BlockHashWithGroupId]] = field(default_factory=list)
 
@@ -65,13 +65,13 @@ class CachedRows:
 
 
 def collect_rows(pool: BlockPoolCore) -> CachedRows:
-    """All blocks that are found by a key, in the order of eviction if those in use were freed now.
+    """Return all blocks that can be found by a key, in eviction order, as if blocks in use were freed now.
 
-    First the free ones in the queue's order. Those in use count as used last, those that cover the most
-    tokens first: a sequence's tail goes before its head.
+    Free blocks come first, in the queue's order; then the blocks in use, those that cover the most tokens
+    first, so that a sequence's tail is evicted before its head.
 
     Raises:
-        InvalidTypeError: a key that is not bytes, which an engine has put there by hand.
+        InvalidTypeError: a key is not bytes; the engine has set it by hand.
     Cost: O(number of blocks).
     """
     in_use = [block for block in pool.blocks if block.ref_cnt > 0 and block.block_hash is not None]
@@ -99,7 +99,7 @@ def _collect_row(pool: BlockPoolCore, block: KVCacheBlock, rows: CachedRows) -> 
 
 
 def encode_rows(rows: CachedRows) -> Iterator[bytes]:
-    """The rows as records of bounded size."""
+    """Yield the rows as encoded records of bounded size."""
     for start in range(0, len(rows), _ROWS_PER_RECORD):
         some = slice(start, start + _ROWS_PER_RECORD)
         keys = [key for block_keys in rows.keys[some] for key in block_keys]
@@ -115,10 +115,10 @@ def encode_rows(rows: CachedRows) -> Iterator[bytes]:
 
 
 def decode_rows(payload: bytes, rows: CachedRows) -> None:
-    """Append a record's rows.
+    """Append a record's rows to `rows`.
 
     Raises:
-        ValueError: its columns do not fit together, or it is no such record.
+        ValueError: the columns are inconsistent, or the payload is not such a record.
     """
     record = msgspec.msgpack.decode(payload, type=RowsRecord)
     ids = np.frombuffer(record.ids, "<u4").tolist()
@@ -128,7 +128,7 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
     if not len(ids) == len(num_tokens) == len(num_keys) or sum(num_keys) != len(ends) - 1:
         raise ValueError("its columns have different lengths")
     if ends[-1] != len(record.keys) or 0 in num_keys:
-        raise ValueError("its keys are not those that it counts")
+        raise ValueError("its keys do not match its key counts")
     keys = [BlockHashWithGroupId(record.keys[start:end]) for start, end in pairwise(ends)]
     rows.ids += ids
     rows.num_tokens += num_tokens
@@ -139,7 +139,7 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
 
 
 def list_copies(pool: BlockPoolCore, rows: CachedRows) -> list[KeyCopies]:
-    """The keys that several of the rows carry."""
+    """Return the keys that several rows carry."""
     carriers = _find_carriers(rows)
     entries = pool.cached_block_hash_to_block.entries
     row_of = {block_id: row for row, block_id in enumerate(rows.ids)}
@@ -151,26 +151,26 @@ def list_copies(pool: BlockPoolCore, rows: CachedRows) -> list[KeyCopies]:
 
 
 def check_rows(rows: CachedRows, copies: list[KeyCopies], num_blocks: int, num_cached: int) -> None:
-    """Raise ValueError unless these are the rows of a pool of so many blocks, so many of them cached."""
+    """Raise ValueError unless these rows fit a pool of `num_blocks` blocks, `num_cached` of them cached."""
     if len(rows) != num_cached:
         raise ValueError(f"it has {len(rows)} of {num_cached} blocks")
     if len(set(rows.ids)) != len(rows) or any(not 0 < block_id < num_blocks for block_id in rows.ids):
-        raise ValueError(f"its blocks are no distinct ones of a pool of {num_blocks}")
+        raise ValueError(f"its block ids are not distinct ids of a pool of {num_blocks} blocks")
     for row, keys in enumerate(rows.keys):
         if len(set(keys)) != len(keys) or any(len(key) < _GROUP_BYTES for key in keys):
-            raise ValueError(f"block {rows.ids[row]} has keys that a block can not have")
+            raise ValueError(f"block {rows.ids[row]} has invalid or duplicate keys")
     if min(rows.num_tokens, default=0) < UNKNOWN:
         raise ValueError("a key covers a negative number of tokens")
-    told = {shared.key: sorted(shared.rows) for shared in copies}
+    listed = {shared.key: sorted(shared.rows) for shared in copies}
     carriers = _find_carriers(rows)
-    if len(told) != len(copies) or told != {
+    if len(listed) != len(copies) or listed != {
         key: places for key, places in carriers.items() if len(places) > 1
     }:
-        raise ValueError("its keys are carried by other blocks than it says")
+        raise ValueError("its list of shared keys does not match the keys of its blocks")
 
 
 def _find_carriers(rows: CachedRows) -> dict[BlockHashWithGroupId, list[int]]:
-    """Which rows carry each key, ascending."""
+    """Return, for each key, the rows that carry it, ascending."""
     carriers: dict[BlockHashWithGroupId, list[int]] = {}
     for row, keys in enumerate(rows.keys):
         for key in keys:

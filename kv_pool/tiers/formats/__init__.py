@@ -1,4 +1,4 @@
-"""How blocks are written in colder tiers: as they are, or in fewer bytes and then not quite as they were."""
+"""Block formats of lower tiers: raw bytes, or lossy formats that need fewer bytes."""
 
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.formats.make_format import FORMATS, make_format

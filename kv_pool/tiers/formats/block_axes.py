@@ -1,4 +1,4 @@
-"""`BlockAxes`: where layer, K or V, token, head and element are in the bytes of a block."""
+"""`BlockAxes`: the order and size of the axes in a block's bytes: layer, K/V, token, head, element."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LETTERS = "L2NHD"
 class BlockAxes:
     """The axes of a block, outermost first, each of L 2 N H D once.
 
-    Those that a block format leaves out have one step and are listed in front. A latent cache (MLA) has no
-    axis of K and V: its `2` has one step, too.
+    An axis that the block format omits has size 1 and is listed first. A latent cache (MLA) has no K/V axis;
+    its axis `2` has size 1.
     """
 
     dtype: str
@@ -27,7 +27,7 @@ class BlockAxes:
 
     @property
     def num_elements(self) -> int:
-        """Of one block."""
+        """Number of elements in a block."""
         return prod(self.shape)
 
     @property
@@ -36,38 +36,38 @@ class BlockAxes:
 
     @property
     def kv_place(self) -> int:
-        """Which axis is K and V, counted behind that of the blocks."""
+        """Index of the K/V axis in an array of blocks; axis 0 is the blocks."""
         return 1 + self.letters.index("2")
 
     @property
     def has_values(self) -> bool:
-        """Does it hold K and V, or one latent vector a token?"""
+        """True if a block holds K and V; False for one latent vector per token."""
         return self.get_size("2") == 2
 
     def get_size(self, letter: str) -> int:
-        """Steps of an axis."""
+        """Return the size of an axis."""
         return self.shape[self.letters.index(letter)]
 
     def get_places(self, letters: str) -> tuple[int, ...]:
-        """These axes of an array of blocks whose axis of K and V has been taken away."""
+        """Return the indexes of these axes in an array of blocks without the K/V axis."""
         rest = self.letters.replace("2", "")
         return tuple(1 + rest.index(letter) for letter in letters)
 
     def to_floats(self, blocks: ByteArray) -> FloatArray:
-        """(n, block_bytes) to (n, *shape), a copy."""
+        """Convert (n, block_bytes) uint8 to (n, *shape) float32, a copy."""
         return to_floats(blocks, self.dtype).reshape(len(blocks), *self.shape)
 
     def from_floats(self, values: FloatArray) -> ByteArray:
-        """(n, *shape) to (n, block_bytes), rounded to the nearest number there is."""
+        """Convert (n, *shape) float32 to (n, block_bytes) uint8, rounded to the nearest element value."""
         return from_floats(values.reshape(len(values), self.num_elements), self.dtype)
 
 
 def read_axes(blocks: HasBlockBytes) -> BlockAxes:
-    """The axes that a block format names.
+    """Parse the axes from a block format.
 
     Raises:
-        InvalidArgumentError: it names none, as that of a state (`BlockStorage.wrap_state`); or elements that
-            are no 16- or 32-bit floats.
+        InvalidArgumentError: the format names no axes, as for a state (`BlockStorage.wrap_state`); or the
+            elements are not 16- or 32-bit floats.
     """
     dtype, *listed = blocks.block_format.split()
     named: dict[str, int] = {}
@@ -78,12 +78,12 @@ def read_axes(blocks: HasBlockBytes) -> BlockAxes:
     if len(named) < len(listed) or dtype not in DTYPE_BYTES:
         raise InvalidArgumentError(
             f"blocks of {blocks.block_format!r} have no axes of tokens, heads and elements; only the format "
-            "raw keeps them"
+            "raw supports them"
         )
     if dtype not in FLOATS:
         raise InvalidArgumentError(
-            f"elements of {dtype} are not written in fewer bytes; those of {', '.join(FLOATS)} are. The "
-            "format raw keeps any"
+            f"elements of {dtype} cannot be compressed; supported are {', '.join(FLOATS)}. The format raw "
+            "supports any element type"
         )
     missing = "".join(letter for letter in LETTERS if letter not in named)
     axes = BlockAxes(dtype, missing + "".join(named), (1,) * len(missing) + tuple(named.values()))

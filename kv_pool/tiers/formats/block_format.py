@@ -1,4 +1,4 @@
-"""`BlockFormat`: what every way to write blocks promises; `RawFormat`, the one that changes nothing."""
+"""`BlockFormat`: the interface of block encodings; `RawFormat`: the identity."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class HasBlockBytes(Protocol):
-    """What a format has to know of blocks; a `BlockStorage` has it, and so has a `BlockLayout`."""
+    """The properties of blocks that a format needs; `BlockStorage` and `BlockLayout` have them."""
 
     @property
     def block_format(self) -> str:
-        """Element type and sizes, in the order of a block's bytes."""
+        """Element type and axis sizes, in the order of a block's bytes."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, all layers."""
+        """Size of a block in bytes, all layers."""
 
 
 class BlockFormat(Protocol):
-    """From the bytes of blocks to the bytes that a tier keeps of them, and back.
+    """An encoding of blocks: converts raw block bytes to stored bytes and back.
 
-    Blocks are encoded each by itself, so any of them can be decoded alone. Encoding what was decoded gives
-    about the same again, not the same: do not pass blocks through a lossy format twice.
+    Each block is encoded separately and can be decoded alone. A lossy format is not idempotent: encoding a
+    decoded block again adds a further error, so do not pass blocks through a lossy format twice.
 
     Attributes:
-        name: what `make_format` takes to make the same one again; tiers write it down.
-        encoded_bytes: what each block takes, whatever is in it.
+        name: the argument of `make_format` for the same format; tiers store it.
+        encoded_bytes: size of an encoded block, the same for every block.
     """
 
     @property
@@ -43,23 +43,24 @@ class BlockFormat(Protocol):
     def encoded_bytes(self) -> int: ...
 
     def encode(self, blocks: ByteArray) -> ByteArray:
-        """(n, block_bytes) uint8 to (n, encoded_bytes) uint8. What is not finite raises nothing.
+        """Encode (n, block_bytes) uint8 to (n, encoded_bytes) uint8. Accepts NaN and infinities.
 
         Raises:
-            InvalidArgumentError: another shape or type.
+            InvalidArgumentError: the array has another shape or type.
         """
 
     def decode(self, encoded: ByteArray) -> ByteArray:
-        """(n, encoded_bytes) uint8 to (n, block_bytes) uint8, within the error that the format names.
+        """Decode (n, encoded_bytes) uint8 to (n, block_bytes) uint8, within the format's documented error.
+
+        Bytes that `encode` did not produce decode to arbitrary numbers; verify a checksum first.
 
         Raises:
-            InvalidArgumentError: another shape or type. Bytes that no `encode` made give any numbers, so
-                verify a checksum first.
+            InvalidArgumentError: the array has another shape or type.
         """
 
 
 class RawFormat:
-    """Blocks as they are. `encode` and `decode` give back the array that they are given."""
+    """The identity encoding. `encode` and `decode` return their argument."""
 
     name = "raw"
 
@@ -74,15 +75,15 @@ class RawFormat:
 
 
 def check_rows(rows: Any, num_bytes: int) -> ByteArray:
-    """The rows in one piece of memory.
+    """Return the rows as a contiguous array.
 
     Raises:
-        InvalidArgumentError: they are not (n, num_bytes) of uint8.
+        InvalidArgumentError: the rows are not (n, num_bytes) uint8.
     """
     array: npt.NDArray[Any] = np.asarray(rows)
     if array.ndim != 2 or array.shape[1] != num_bytes or array.dtype != np.uint8:
         raise InvalidArgumentError(
-            f"blocks here are rows of {num_bytes} bytes, (n, {num_bytes}) of uint8, not {array.shape} of "
+            f"blocks must be an array of shape (n, {num_bytes}) and type uint8, not {array.shape} and "
             f"{array.dtype}"
         )
     return np.ascontiguousarray(array)

@@ -1,4 +1,4 @@
-"""fp8: e4m3, a byte an element with 3 bits of mantissa; one scale for each layer, K or V, and head."""
+"""The format fp8: e4m3, one byte per element with 3 mantissa bits; one scale per layer, K or V, and head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_pool.tiers.formats.scaled import ScaledFormat
 
 
 class Float8Codes:
-    """e4m3 as ml_dtypes rounds it, up to 416; the largest it has, 448, stands for infinity."""
+    """e4m3 codes, rounded by ml_dtypes, up to 416. The largest e4m3 number, 448, encodes infinity."""
 
     num_bits = 8
     largest = 416.0
@@ -24,10 +24,10 @@ class Float8Codes:
             import ml_dtypes
         except ImportError as error:
             raise MissingDependencyError(
-                f"writing blocks as fp8 needs ml_dtypes: {describe_install('formats')}"
+                f"the block format fp8 needs ml_dtypes: {describe_install('formats')}"
             ) from error
         self._dtype = ml_dtypes.float8_e4m3fn
-        # A table takes a seventh of the time that the conversion does.
+        # A table look-up takes a seventh of the conversion's time.
         self._floats = np.arange(256, dtype=np.uint8).view(self._dtype).astype(np.float32)
 
     def to_bytes(self, values: FloatArray) -> ByteArray:
@@ -38,7 +38,10 @@ class Float8Codes:
 
 
 def make_fp8_format(axes: BlockAxes) -> ScaledFormat:
-    """Off by at most 1/16 of the element, or 1/1024 of the scale where that is more; and by rounding.
+    """Return the format fp8.
+
+    Error: at most 1/16 of the element or 1/1024 of the scale, whichever is larger, plus the rounding of the
+    element type.
 
     Raises:
         MissingDependencyError: ml_dtypes is not installed.

@@ -1,4 +1,4 @@
-"""int4: half a byte an element; scales per channel for K, per token for V, as int8 has them."""
+"""The format int4: half a byte per element; one scale per channel for K, per token for V, as in int8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_pool.tiers.formats.scaled import ScaledFormat
 
 
 class Int4Codes:
-    """-7 to 7 as 1 to 15; 0 stands for all that is not finite, which comes back as NaN."""
+    """Codes 1 to 15 for -7 to 7. Code 0 encodes NaN and the infinities; all decode to NaN."""
 
     num_bits = 4
     largest = 7.0
@@ -31,9 +31,10 @@ class Int4Codes:
 def make_int4_format(
     axes: BlockAxes, key_group: str = KEY_GROUP, value_group: str = VALUE_GROUP
 ) -> ScaledFormat:
-    """Off by at most half a scale, 1/14 of the largest of a group, and by the rounding of the element type.
+    """Return the format int4: a quarter of a 16-bit block's bytes, plus the scales.
 
-    A quarter of a 16-bit block's bytes, and the scales. The infinities come back as NaN.
+    Error: at most half a scale, which is 1/14 of the largest magnitude in the group, plus the rounding of
+    the element type. Infinities decode to NaN.
 
     Args:
         key_group, value_group: as for `make_int8_format`.

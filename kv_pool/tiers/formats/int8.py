@@ -1,4 +1,4 @@
-"""int8: a signed byte an element; scales per channel for K, per token for V."""
+"""The format int8: one signed byte per element; one scale per channel for K, per token for V."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY_GROUP, VALUE_GROUP = "N", "D"
 
 
 class Int8Codes:
-    """-126 to 126; 127, -127 and -128 stand for the infinities and NaN."""
+    """Codes -126 to 126; 127, -127 and -128 encode plus infinity, minus infinity and NaN."""
 
     num_bits = 8
     largest = 126.0
@@ -32,12 +32,15 @@ class Int8Codes:
 def make_int8_format(
     axes: BlockAxes, key_group: str = KEY_GROUP, value_group: str = VALUE_GROUP
 ) -> ScaledFormat:
-    """Off by at most half a scale, and by the rounding of the element type.
+    """Return the format int8: half of a 16-bit block's bytes, plus the scales.
+
+    Error: at most half a scale, plus the rounding of the element type.
 
     Args:
-        key_group, value_group: the axes over which elements share a scale: N for one a channel (and layer and
-            head), D for one a token. By default keys have one a channel, since some of their channels are
-            far larger than the others in trained models, whatever the token; values have one a token. What
-            each choice costs and gives: benchmarks/experiment_cold_formats.py. A latent cache is as values.
+        key_group, value_group: the axes over which elements share a scale: N for one scale per channel, D for
+            one per token, always per layer and head. By default keys have one scale per channel, because in
+            trained models some channels of K are much larger than the others for every token; values have
+            one per token. benchmarks/experiment_cold_formats.py measures the choices. A latent cache uses
+            `value_group`.
     """
     return ScaledFormat("int8", axes, Int8Codes(), key_group, value_group)

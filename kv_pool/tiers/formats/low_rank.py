@@ -1,4 +1,4 @@
-"""low_rank, an experiment: each head's tokens as a product of two thin matrices."""
+"""The experimental format low_rank: each head's tokens as a product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 class LowRankFormat:
-    """The truncated singular value decomposition of the (tokens, head_size) matrix of each layer, K/V, head.
+    """A truncated singular value decomposition of each (tokens, head_size) matrix, per layer, K/V and head.
 
         (N, D)  is about  (N, rank) @ (rank, D),   in (N + D) * rank elements instead of N * D
 
     Args:
-        size_ratio: encoded to raw bytes, at most; the rank is the largest that this allows, and at least 1.
+        size_ratio: maximum ratio of encoded to raw bytes. The rank is the largest that fits, at least 1.
     Raises:
-        InvalidArgumentError: a ratio that is not above 0 and at most 1; or a block of one token or elements
-            so few that no rank saves anything.
+        InvalidArgumentError: the ratio is not in (0, 1], or the block has too few tokens or elements for any
+            rank to save bytes.
 
-    Off by the singular values that are left out, which is as little as a matrix of this rank can be, and by
-    the rounding of the two factors to the element type. A block of 16 tokens has rank 16 at most, and half
-    the bytes leave 6 of these for heads of 64: what has no low rank by itself loses most of its content.
-    A matrix with anything in it that is not finite comes back as NaN all over.
+    Error: the omitted singular values, which is the minimum for a matrix of this rank, plus the rounding of
+    both factors to the element type. A matrix of 16 tokens has rank at most 16; at half the bytes and head
+    size 64 the format keeps rank 6, so a matrix without low-rank structure loses most of its content. A
+    matrix with a NaN or an infinity decodes to NaN in every element.
     """
 
     def __init__(self, axes: BlockAxes, size_ratio: float = DEFAULT_SIZE_RATIO) -> None:
         if not 0 < size_ratio <= 1:
-            raise InvalidArgumentError(f"size_ratio is {size_ratio}; it is above 0, and at most 1")
+            raise InvalidArgumentError(f"size_ratio is {size_ratio}; it must be above 0 and at most 1")
         tokens, head_size = axes.get_size("N"), axes.get_size("D")
         self.name = f"low_rank:{size_ratio:g}"
         self.axes = axes
@@ -88,10 +88,10 @@ class LowRankFormat:
         return self.axes.from_floats(ordered.transpose(np.argsort(self._order)))
 
     def _factorise(self, matrices: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """(m, N, D) to (m, N, rank) and (m, rank, D), singular values shared out between both."""
+        """Split (m, N, D) into (m, N, rank) and (m, rank, D); each takes the root of the singular values."""
         is_finite = np.isfinite(matrices).all((1, 2), keepdims=True)
         finite = np.where(is_finite, matrices, 0)
-        # Numbers near the largest would overflow on the way.
+        # Without scaling, numbers near the largest would overflow.
         largest = np.abs(finite).max((1, 2), keepdims=True)
         largest = np.where(largest > 0, largest, np.float32(1))
         left, values, right = np.linalg.svd(finite / largest, full_matrices=False)

@@ -1,4 +1,4 @@
-"""From a format's name to a format."""
+"""`make_format`: creates a block format from its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = ("raw", "int8", "int4", "fp8", "low_rank")
 
 
 def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
-    """The format of that name, for the blocks of a storage.
+    """Return the block format with this name, for the blocks of a storage.
 
         >>> from kv_pool.storage import KVStorage
         >>> from kv_pool.tiers.formats import make_format
@@ -23,16 +23,16 @@ def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
         [('int8', 17664), ('int4', 9472), ('low_rank:0.25', 7680)]
 
     Args:
-        name: one of `FORMATS`; `low_rank:0.5` says which share of the bytes it may take.
-        blocks: a storage, or a layout that was written down.
+        name: one of `FORMATS`; `low_rank:0.5` sets the size ratio of low_rank.
+        blocks: a storage or a layout.
     Raises:
-        InvalidArgumentError: no such name; or another than raw for blocks without axes of tokens, heads and
-            elements, or whose elements are neither float16, bfloat16 nor float32.
-        MissingDependencyError: fp8 without ml_dtypes.
+        InvalidArgumentError: the name is unknown; or a format other than raw is requested for blocks without
+            axes of tokens, heads and elements, or with elements other than float16, bfloat16 and float32.
+        MissingDependencyError: fp8 is requested and ml_dtypes is not installed.
     """
     kind, colon, ratio = name.partition(":")
     if kind not in FORMATS or (colon and kind != "low_rank"):
-        raise InvalidArgumentError(f"no format {name!r}; there are {', '.join(FORMATS)}, and low_rank:RATIO")
+        raise InvalidArgumentError(f"no format {name!r}; there are {', '.join(FORMATS)} and low_rank:RATIO")
     if kind == "raw":
         return RawFormat(blocks)
     axes = read_axes(blocks)
@@ -45,5 +45,5 @@ def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
     try:
         size_ratio = float(ratio) if colon else DEFAULT_SIZE_RATIO
     except ValueError:
-        raise InvalidArgumentError(f"no format {name!r}: {ratio!r} is no number") from None
+        raise InvalidArgumentError(f"invalid format {name!r}: {ratio!r} is not a number") from None
     return LowRankFormat(axes, size_ratio)

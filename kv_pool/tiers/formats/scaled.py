@@ -1,4 +1,4 @@
-"""`ScaledFormat`: a code an element, and a scale for each group of them; common to int8, int4 and fp8."""
+"""`ScaledFormat`: one code per element and one scale per group; the base of int8, int4 and fp8."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SCALE_BYTES = 2
 
 
 class Codes(Protocol):
-    """A code for a number between -largest and largest, and up to three codes for what is not finite.
+    """Codes for numbers between -largest and largest, and up to three codes for NaN and the infinities.
 
     Attributes:
-        num_bits: of a code, 8 or 4; two codes of 4 bits share a byte.
+        num_bits: bits per code, 8 or 4; two 4-bit codes share a byte.
     """
 
     num_bits: int
@@ -29,24 +29,24 @@ class Codes(Protocol):
     minus_infinity_byte: int
 
     def to_bytes(self, values: FloatArray) -> ByteArray:
-        """Codes, a byte each, of numbers none of which is beyond `largest` by more than a rounding error."""
+        """Encode numbers to one byte each. A number may exceed `largest` only by a rounding error."""
 
     def from_bytes(self, codes: ByteArray) -> FloatArray:
-        """Numbers; anything for the three bytes of what is not finite."""
+        """Decode bytes to numbers. The result for the three non-finite codes is arbitrary."""
 
 
 class ScaledFormat:
-    """See `make_int8_format`, `make_int4_format` and `make_fp8_format`.
+    """A block format with scaled codes; see `make_int8_format`, `make_int4_format` and `make_fp8_format`.
 
         |<-- codes of the elements, in the order of the block -->|<-- scales of K -->|<-- scales of V -->|
 
     Args:
         key_group, value_group: the axes of K and of V over which elements share a scale.
 
-    A scale is the largest finite magnitude of its group over `codes.largest`, as a bfloat16, rounded up: 2
-    bytes that reach as far as a float32, by which it is up to 1/128 larger than it needs to be. A group whose
-    largest magnitude is below 1e-42 may be all zeros. NaN and the infinities come back as they are, or all as
-    NaN where the codes say so, and count in no scale.
+    A scale is the largest finite magnitude of its group divided by `codes.largest`, rounded up to bfloat16: 2
+    bytes with the range of float32, at most 1/128 too large. A group whose largest magnitude is below 1e-42
+    may decode to zeros. NaN and the infinities do not affect scales; they decode to themselves, or all to NaN
+    if the codes have no infinities.
     """
 
     def __init__(self, name: str, axes: BlockAxes, codes: Codes, key_group: str, value_group: str) -> None:
@@ -82,7 +82,7 @@ class ScaledFormat:
         return blocks
 
     def _iterate_chunks(self, num_blocks: int) -> list[slice]:
-        """Few enough blocks at a time that what is made on the way stays in the processor's cache."""
+        """Return slices of few enough blocks that intermediate arrays stay in the processor's cache."""
         step = max(1, _CHUNK_ELEMENTS // self.axes.num_elements)
         return [slice(start, start + step) for start in range(0, num_blocks, step)]
 
@@ -99,7 +99,7 @@ class ScaledFormat:
             largest = np.abs(part).max(group, keepdims=True)
             scales = narrow_up(np.ascontiguousarray(largest / np.float32(self.codes.largest)))
             divisors = widen(scales)
-            divisors[divisors == 0] = 1  # of groups that are all zeros
+            divisors[divisors == 0] = 1  # groups that are all zeros
             np.divide(part, divisors, out=part)
             end = start + scales[0].nbytes
             encoded[:, start:end] = scales.reshape(len(blocks), -1).view(np.uint8)
@@ -123,12 +123,12 @@ class ScaledFormat:
             np.multiply(part, widen(scales).reshape(num_blocks, *shape), out=part)
             start = end
         limit = np.float32(FLOATS[self.axes.dtype])
-        np.clip(values, -limit, limit, out=values)  # a scale is rounded up, and the largest number with it
+        np.clip(values, -limit, limit, out=values)  # scales are rounded up; the largest may overflow
         self._restore(codes, values)
         return self.axes.from_floats(values)
 
     def _pack(self, codes: ByteArray) -> ByteArray:
-        """(n, num_elements) codes to (n, bytes of them): two of 4 bits a byte, the first one low."""
+        """Pack (n, num_elements) codes into bytes: two 4-bit codes per byte, the first in the low bits."""
         if self.codes.num_bits == 8:
             return codes
         low, high = codes[:, 0::2], codes[:, 1::2]
@@ -137,7 +137,7 @@ class ScaledFormat:
         return packed
 
     def _unpack(self, packed: ByteArray) -> ByteArray:
-        """What `_pack` was given."""
+        """Invert `_pack`."""
         if self.codes.num_bits == 8:
             return packed
         codes = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
@@ -146,7 +146,7 @@ class ScaledFormat:
         return codes[:, : self.axes.num_elements]
 
     def _get_part(self, values: FloatArray, which: int) -> FloatArray:
-        """K or V, a view without that axis."""
+        """Return K or V as a view without the K/V axis."""
         index: tuple[Any, ...] = (slice(None),) * self.axes.kv_place
         part: FloatArray = values[(*index, which)]
         return part

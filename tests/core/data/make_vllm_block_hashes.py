@@ -13,7 +13,7 @@ SEEDS = (None, "0", "a seed")
 
 
 def make_cases():
-    """Prompts that differ in length, token size and extra keys; plain values, so that JSON holds them."""
+    """Return prompts that differ in length, token size and extra keys, as JSON-compatible values."""
     rng = random.Random(7)
     cases = []
     for block_size in (1, 4, 16, 24, 256, 300):

@@ -1,4 +1,4 @@
-"""A pool that serves requests, some at a time, and publishes what happens; and what readers should find."""
+"""A pool that serves concurrent requests and publishes events, and the expected results of readers."""
 
 import random
 
@@ -12,7 +12,7 @@ MAX_RUNNING = 4
 
 
 class BusyPool:
-    """64 blocks of 16 tokens; prompts that share prefixes, more than fit, so that blocks are evicted."""
+    """A pool of 64 blocks of 16 tokens; prompts share prefixes and exceed the pool, so that it evicts."""
 
     def __init__(self, seed=0):
         self.rng = random.Random(seed)
@@ -30,7 +30,7 @@ class BusyPool:
         return [self.rng.randrange(30_000) for _ in range(num_blocks * BLOCK_SIZE)]
 
     def serve(self, publisher, num_requests):
-        """Requests come and go; one batch of events after each that came."""
+        """Serve requests; publish one batch of events after each."""
         for _ in range(num_requests):
             self.number += 1
             tokens = self.rng.choice(self.prompts) + self.make_tokens(1) + [self.rng.randrange(30_000)] * 5
@@ -46,7 +46,7 @@ class BusyPool:
             if len(self.running) > MAX_RUNNING:
                 self.finish_one()
             self.publish(publisher)
-        wait_until(lambda: count_full_batches(publisher.statistics()) >= self.num_batches, "sent")
+        wait_until(lambda: count_full_batches(publisher.get_statistics()) >= self.num_batches, "sent")
 
     def finish_one(self):
         self.manager.free(self.running.pop(self.rng.randrange(len(self.running))))
@@ -59,14 +59,14 @@ class BusyPool:
             self.num_batches += 1
 
     def reset(self, publisher):
-        """No request is left, and no block is cached."""
+        """Free all requests and evict all cached blocks."""
         while self.running:
             self.finish_one()
         assert self.manager.reset_prefix_cache()
         self.publish(publisher)
 
     def count_overlaps(self):
-        """Of each prompt that is asked for, how many leading blocks the pool has by its own map."""
+        """Return the number of leading blocks of each prompt in the pool's map."""
         return [self.count_overlap(prompt) for prompt in self.prompts]
 
     def count_overlap(self, prompt):

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's stand-alone indexer, out of its wheel, as a process of its own."""
+"""NVIDIA Dynamo's stand-alone indexer, from its wheel, in a separate process."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ class DynamoIndexer:
         return True
 
     def ask(self, path, **asked):
-        """What it answers; {} if nothing."""
+        """Return its answer; {} if it is empty."""
         body = json.dumps(asked).encode() if asked else None
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body)
         request.add_header("Content-Type", "application/json")
@@ -56,7 +56,7 @@ class DynamoIndexer:
         )
 
     def count_overlaps(self, prompts):
-        """Of each prompt, how many leading blocks it takes the engine to have."""
+        """Return the number of leading blocks of each prompt that the indexer reports for the engine."""
         return [self.count_overlap(prompt) for prompt in prompts]
 
     def count_overlap(self, prompt):
@@ -64,7 +64,7 @@ class DynamoIndexer:
         return answer["scores"].get(str(ENGINE_ID), {}).get("0", 0) // BLOCK_SIZE
 
     def list_hashes(self):
-        """All hashes that it takes the engine to have."""
+        """Return all hashes that the indexer reports for the engine."""
         return {
             block["block_hash"]
             for index in self.ask("/dump").values()

@@ -1,4 +1,4 @@
-"""A line between a publisher and its readers that can lose batches, as a network or a full queue does."""
+"""A connection between a publisher and its readers that can drop batches, as a full queue does."""
 
 import threading
 
@@ -6,7 +6,7 @@ import zmq
 
 
 class LossyLine:
-    """Passes live batches on, except while `loses` is set. Replays do not go through it."""
+    """A forwarder of live batches that drops them while `loses` is set. Replays bypass it."""
 
     def __init__(self, endpoint):
         self.context = zmq.Context()

@@ -1,4 +1,4 @@
-"""SMG's relay, out of its wheel, in a gRPC server; and a gateway that does with batches what SMG's does."""
+"""SMG's relay, from its wheel, in a gRPC server, and a gateway that handles batches as SMG's does."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from smg_grpc_servicer.kv_relay import Engine, RankSource, relay
 
 
 class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Of an engine's calls the one for its cache events, answered by the relay."""
+    """A servicer with only an engine's call for cache events, answered by the relay."""
 
     def __init__(self, source, counts):
         self.source = source
@@ -32,7 +32,7 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 class SmgRelay:
-    """A gRPC server, on a thread with an event loop of its own."""
+    """A gRPC server on a thread with its own event loop."""
 
     def __init__(self, endpoint, replay_endpoint):
         self.source = RankSource(0, endpoint, replay_endpoint)
@@ -63,9 +63,9 @@ class SmgRelay:
 
 
 class Gateway:
-    """Subscribes to a relay; counts copies; when the relay says that it lost data, clears and begins anew.
+    """A relay's subscriber that counts copies; it clears and resubscribes when the relay reports lost data.
 
-    Blocks are found by their tokens, as SMG finds them: the engine's hashes only say which follows which.
+    Blocks are found by their tokens, as in SMG: the engine's hashes only link blocks to their parents.
     """
 
     def __init__(self, address):
@@ -123,7 +123,7 @@ class Gateway:
         self.blocks.clear()
 
     def count_overlaps(self, prompts):
-        """Of each prompt, how many leading blocks it takes the engine to have."""
+        """Return the number of leading blocks of each prompt that the gateway knows for the engine."""
         with self.lock:
             return [self.count_overlap(prompt) for prompt in prompts]
 
@@ -137,7 +137,7 @@ class Gateway:
         return len(prompt) // BLOCK_SIZE
 
     def list_hashes(self):
-        """All hashes that it takes the engine to have, unsigned."""
+        """Return all hashes that the gateway knows for the engine, unsigned."""
         with self.lock:
             return {block_hash % 2**64 for block_hash in self.copies}
 

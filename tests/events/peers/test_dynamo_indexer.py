@@ -1,4 +1,4 @@
-"""Dynamo's stand-alone indexer follows a pool: live, over gaps, from the middle on, and over restarts."""
+"""Dynamo's stand-alone indexer follows a pool: live, across gaps, late, and across restarts."""
 
 import pytest
 from events.deadlines import wait_for_equal, wait_until
@@ -13,7 +13,7 @@ from kv_pool.events.stream_state import StreamState
 pytestmark = pytest.mark.dynamo
 
 WHAT_DYNAMO_NEEDS = {"first_sequence": "clock", "heartbeat_s": 0.05}
-"""Besides a replay endpoint and a state: it asks when a batch comes, and is to see restarts."""
+"""Needed besides replay and a state: it sends requests when a batch arrives, and must see restarts."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def make(**settings):
 
 
 def check_knows(indexer, pool):
-    """The right overlap of each prompt, and no block besides."""
+    """Check the overlap of each prompt, and that no other block is known."""
     assert pool.num_evicted > 0
     wait_for_equal(lambda: indexer.count_overlaps(pool.prompts), pool.count_overlaps())
     assert sum(pool.count_overlaps()) > 0
@@ -35,7 +35,7 @@ def check_knows(indexer, pool):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_indexer_knows_what_the_pool_has_while_it_runs(indexer, seed):
+def test_indexer_matches_the_pool_while_it_runs(indexer, seed):
     pool = BusyPool(seed)
     with make() as publisher:
         indexer.attach(publisher.endpoint, publisher.replay_endpoint)
@@ -49,35 +49,35 @@ def test_the_indexer_knows_what_the_pool_has_while_it_runs(indexer, seed):
 
 
 @pytest.mark.parametrize("buffer_steps", [10_000, 4])
-def test_a_gap_is_filled_from_the_buffer_or_by_a_snapshot(indexer, buffer_steps):
+def test_gap_is_filled_from_the_buffer_or_by_a_snapshot(indexer, buffer_steps):
     pool = BusyPool()
     with make(buffer_steps=buffer_steps) as publisher, LossyLine(publisher.endpoint) as line:
         indexer.attach(line.endpoint, publisher.replay_endpoint)
         pool.serve(publisher, 60)
         check_knows(indexer, pool)
-        before = publisher.statistics()
+        before = publisher.get_statistics()
         line.loses.set()
         pool.serve(publisher, 30)
         wait_until(lambda: line.num_lost >= 30, "lost")
         line.loses.clear()
         check_knows(indexer, pool)
-        after = publisher.statistics()
+        after = publisher.get_statistics()
     assert after.num_replays > before.num_replays
     assert (after.num_snapshots > before.num_snapshots) == (buffer_steps == 4)
 
 
-def test_an_indexer_that_comes_late_gets_a_snapshot(indexer):
+def test_late_indexer_gets_a_snapshot(indexer):
     pool = BusyPool()
     with make(buffer_steps=4) as publisher:
         pool.serve(publisher, 100)
         indexer.attach(publisher.endpoint, publisher.replay_endpoint)
         check_knows(indexer, pool)
-        assert publisher.statistics().num_snapshots > 0
+        assert publisher.get_statistics().num_snapshots > 0
         pool.serve(publisher, 40)
         check_knows(indexer, pool)
 
 
-def test_after_a_restart_the_indexer_forgets_what_the_old_engine_had(indexer):
+def test_indexer_forgets_the_old_engine_after_a_restart(indexer):
     live, replay = (f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
     endpoints = {"endpoint": live, "replay_endpoint": replay}
     old, new = BusyPool(seed=0), BusyPool(seed=1)

@@ -1,4 +1,4 @@
-"""SMG's relay follows a pool: live, over gaps, from the middle on, and over restarts."""
+"""SMG's relay follows a pool: live, across gaps, late, and across restarts."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -21,8 +21,8 @@ def make(**settings):
 
 @contextmanager
 def attached(endpoint, replay_endpoint):
-    """A gateway that follows, from some batch on; a heartbeat, if the pool is idle."""
-    from events.peers.smg_gateway import Gateway, SmgRelay  # which needs SMG's wheel
+    """Return a gateway that follows from some batch on; a heartbeat if the pool is idle."""
+    from events.peers.smg_gateway import Gateway, SmgRelay  # needs SMG's wheel
 
     with SmgRelay(endpoint, replay_endpoint) as relay:
         with Gateway(relay.address) as gateway:
@@ -33,7 +33,7 @@ def attached(endpoint, replay_endpoint):
 
 
 def check_knows(gateway, pool):
-    """The right overlap of each prompt, and no block besides."""
+    """Check the overlap of each prompt, and that no other block is known."""
     assert pool.num_evicted > 0
     wait_for_equal(lambda: gateway.count_overlaps(pool.prompts), pool.count_overlaps())
     assert sum(pool.count_overlaps()) > 0
@@ -41,8 +41,8 @@ def check_knows(gateway, pool):
 
 
 def check_knows_no_more(gateway, publisher, pool):
-    """When it has what was sent so far: no block that the pool does not have."""
-    last_sequence = publisher.statistics().last_sequence
+    """Check, once all sent batches have arrived, that all known blocks are in the pool."""
+    last_sequence = publisher.get_statistics().last_sequence
     wait_until(lambda: (gateway.last_sequence or -1) >= last_sequence, "read")
     assert gateway.list_hashes() <= hashes_of(pool)
     overlaps = zip(gateway.count_overlaps(pool.prompts), pool.count_overlaps(), strict=True)
@@ -55,7 +55,7 @@ def hashes_of(pool):
 
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_gateway_knows_what_the_pool_has_while_it_runs(seed, first_sequence):
+def test_gateway_matches_the_pool_while_it_runs(seed, first_sequence):
     pool = BusyPool(seed)
     with (
         make(first_sequence=first_sequence) as publisher,
@@ -72,8 +72,8 @@ def test_the_gateway_knows_what_the_pool_has_while_it_runs(seed, first_sequence)
 
 
 @pytest.mark.parametrize("buffer_steps", [10_000, 4])
-def test_a_gap_is_filled_from_the_buffer_or_by_a_snapshot(buffer_steps):
-    """Snapshots were refused for their number: `DATA_LOSS: not contiguous: expected 10, got 30`."""
+def test_gap_is_filled_from_the_buffer_or_by_a_snapshot(buffer_steps):
+    """Snapshots used to be rejected for their number: `DATA_LOSS: not contiguous: expected 10, got 30`."""
     pool = BusyPool()
     with (
         make(buffer_steps=buffer_steps) as publisher,
@@ -82,18 +82,18 @@ def test_a_gap_is_filled_from_the_buffer_or_by_a_snapshot(buffer_steps):
     ):
         pool.serve(publisher, 60)
         check_knows(gateway, pool)
-        before = publisher.statistics()
+        before = publisher.get_statistics()
         lose(line, pool, publisher)
         check_knows(gateway, pool)
         pool.serve(publisher, 40)
         check_knows(gateway, pool)
-        after = publisher.statistics()
+        after = publisher.get_statistics()
         assert after.num_replays > before.num_replays
         assert (after.num_snapshots > before.num_snapshots) == (buffer_steps == 4)
         assert gateway.failures == []
 
 
-def test_a_gateway_that_comes_late_knows_too_few_blocks_until_a_reset():
+def test_late_gateway_knows_too_few_blocks_until_a_reset():
     pool = BusyPool()
     with make(buffer_steps=4) as publisher:
         pool.serve(publisher, 100)
@@ -105,7 +105,7 @@ def test_a_gateway_that_comes_late_knows_too_few_blocks_until_a_reset():
 
 
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
-def test_after_a_restart_the_gateway_forgets_what_the_old_engine_had(first_sequence):
+def test_gateway_forgets_the_old_engine_after_a_restart(first_sequence):
     live, replay = (f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
     settings = {"endpoint": live, "replay_endpoint": replay, "first_sequence": first_sequence}
     old, new = BusyPool(seed=0), BusyPool(seed=1)
@@ -114,15 +114,15 @@ def test_after_a_restart_the_gateway_forgets_what_the_old_engine_had(first_seque
         check_knows(gateway, old)
         publisher.close()
         with make(clock=lambda: 1700000060.5, **settings) as publisher:
-            wait_until(lambda: gateway.failures and gateway.last_sequence is not None, "attached anew")
+            wait_until(lambda: gateway.failures and gateway.last_sequence is not None, "attached again")
             assert gateway.list_hashes() == set()
             new.serve(publisher, 60)
             check_knows(gateway, new)
         assert {code for code, _ in gateway.failures} == {"DATA_LOSS"}
 
 
-def test_a_restart_that_is_noticed_late_is_a_restart_when_numbers_come_from_the_clock():
-    """From zero on, the new engine has passed the old one's number by then, and its batches fill the gap."""
+def test_gateway_detects_a_late_restart_by_clock_numbers():
+    """With numbers from 0 the new engine would have passed the old number, and would fill the gap."""
     live, replay = (f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
     settings = {"endpoint": live, "replay_endpoint": replay}
     old, new = BusyPool(seed=0), BusyPool(seed=1)
@@ -135,7 +135,7 @@ def test_a_restart_that_is_noticed_late_is_a_restart_when_numbers_come_from_the_
         with make(clock=lambda: 1700000060.5, **settings) as publisher:
             new.serve(publisher, 120)
             line.loses.clear()
-            wait_until(lambda: gateway.failures and gateway.last_sequence is not None, "attached anew")
+            wait_until(lambda: gateway.failures and gateway.last_sequence is not None, "attached again")
             check_knows_no_more(gateway, publisher, new)
             become_exact(gateway, publisher, new)
 
@@ -148,7 +148,7 @@ def lose(line, pool, publisher):
 
 
 def become_exact(gateway, publisher, pool):
-    """A reset empties both; from there on the gateway knows all."""
+    """Reset the pool, which empties both; from then on the gateway is exact."""
     pool.reset(publisher)
     wait_for_equal(gateway.list_hashes, set())
     pool.serve(publisher, 40)

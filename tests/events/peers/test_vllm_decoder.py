@@ -1,4 +1,4 @@
-"""vLLM's own structs decode everything that is sent in a run."""
+"""vLLM's own structs decode all batches of a run."""
 
 import msgspec
 import pytest
@@ -27,8 +27,8 @@ def test_vllm_decodes_batches_heartbeats_and_snapshots(buffer_steps):
         pool.serve(publisher, 100)
         pool.reset(publisher)
         pool.serve(publisher, 60)
-        num_heartbeats = publisher.statistics().num_empty_batches_sent
-        wait_until(lambda: publisher.statistics().num_empty_batches_sent > num_heartbeats, "idle")
+        num_heartbeats = publisher.get_statistics().num_empty_batches_sent
+        wait_until(lambda: publisher.get_statistics().num_empty_batches_sent > num_heartbeats, "idle")
         requester.request(0)
         payloads = []
         while (frames := requester.receive_frames())[2] != END_OF_REPLAY:

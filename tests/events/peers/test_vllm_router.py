@@ -1,6 +1,6 @@
-"""vLLM's router follows pools and routes by what they hold: live, over gaps, late, and over restarts.
+"""vLLM's router follows pools and routes by their blocks: live, across gaps, late, and across restarts.
 
-Runs where the wheel is installed: `pip install vllm-router==0.1.17`; no GPU, no model, no network.
+Runs if the wheel is installed: `pip install vllm-router==0.1.17`; no GPU, no model, no network.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ from kv_pool.events.stream_state import StreamState
 pytestmark = pytest.mark.router
 
 WHAT_THE_ROUTER_NEEDS = {"first_sequence": "zero", "heartbeat_s": 0.05, "topic": ""}
-"""Numbers from 0: a router that comes late asks for 0 and takes only an answer that begins there."""
+"""Numbers from 0: a router that connects late requests 0 and accepts only an answer that starts there."""
 
 
 def make(**settings):
@@ -27,7 +27,7 @@ def make(**settings):
 
 @contextmanager
 def routing(tmp_path, *places):
-    """A router before as many engines as there are (endpoint, replay endpoint); a, b, ..."""
+    """A router in front of one engine (a, b, ...) per (endpoint, replay endpoint)."""
     with ExitStack() as stack:
         engines = [stack.enter_context(AnsweringEngine("abc"[number])) for number in range(len(places))]
         sources = [(engine, *place) for engine, place in zip(engines, places, strict=True)]
@@ -35,7 +35,7 @@ def routing(tmp_path, *places):
 
 
 def check_knows(router, pool):
-    """The right overlap of each prompt, and one token: the router never counts the last one as held."""
+    """Check the overlap of each prompt plus one token: the router never counts the last token as held."""
     assert pool.num_evicted > 0
     prompts = [[*prompt, 0] for prompt in pool.prompts[-25:]]
     expected = [pool.count_overlap(prompt) for prompt in prompts]
@@ -43,7 +43,7 @@ def check_knows(router, pool):
     wait_for_equal(lambda: router.count_overlaps(prompts), expected, timeout_s=30)
 
 
-def test_the_router_sends_each_prompt_where_most_of_it_is(tmp_path):
+def test_router_sends_each_prompt_to_its_longest_prefix(tmp_path):
     pools = [BusyPool(seed=0), BusyPool(seed=0)]  # the same prompts, served in another order
     pools[1].rng.seed(1)
     with make() as first, make() as second:
@@ -61,7 +61,7 @@ def test_the_router_sends_each_prompt_where_most_of_it_is(tmp_path):
             wait_for_equal(lambda: [router.route(prompt) for prompt, _ in decided], expected, timeout_s=30)
 
 
-def test_the_router_knows_what_the_pool_has_while_it_runs(tmp_path):
+def test_router_matches_the_pool_while_it_runs(tmp_path):
     pool = BusyPool()
     with make() as publisher, routing(tmp_path, (publisher.endpoint, publisher.replay_endpoint)) as router:
         for _ in range(3):
@@ -76,25 +76,25 @@ def test_the_router_knows_what_the_pool_has_while_it_runs(tmp_path):
 
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
 @pytest.mark.parametrize("buffer_steps", [10_000, 4])
-def test_the_router_is_exact_after_a_gap(tmp_path, buffer_steps, first_sequence):
+def test_router_is_exact_after_a_gap(tmp_path, buffer_steps, first_sequence):
     pool = BusyPool()
     settings = {"buffer_steps": buffer_steps, "first_sequence": first_sequence}
     with make(**settings) as publisher, LossyLine(publisher.endpoint) as line:
         with routing(tmp_path, (line.endpoint, publisher.replay_endpoint)) as router:
             pool.serve(publisher, 60)
             check_knows(router, pool)
-            before = publisher.statistics()
+            before = publisher.get_statistics()
             line.loses.set()
             pool.serve(publisher, 30)
             wait_until(lambda: line.num_lost >= 30, "lost")
             line.loses.clear()
             check_knows(router, pool)
-        after = publisher.statistics()
+        after = publisher.get_statistics()
     assert after.num_replays > before.num_replays
     assert (after.num_snapshots > before.num_snapshots) == (buffer_steps == 4)
 
 
-def test_a_router_that_comes_late_is_exact(tmp_path):
+def test_late_router_is_exact(tmp_path):
     pool = BusyPool()
     with make(buffer_steps=4) as publisher:
         pool.serve(publisher, 100)
@@ -104,7 +104,7 @@ def test_a_router_that_comes_late_is_exact(tmp_path):
             check_knows(router, pool)
 
 
-def test_after_a_restart_the_router_knows_the_new_engine(tmp_path):
+def test_router_knows_the_new_engine_after_a_restart(tmp_path):
     place = tuple(f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
     endpoints = {"endpoint": place[0], "replay_endpoint": place[1]}
     old, new = BusyPool(seed=0), BusyPool(seed=1)

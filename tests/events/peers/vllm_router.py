@@ -1,8 +1,8 @@
-"""vLLM's router (wheel `vllm-router`) as a process of its own, before engines that only answer.
+"""vLLM's router (wheel `vllm-router`) in a separate process, in front of minimal engines.
 
 Set up: `pip install vllm-router==0.1.17`. The router is started with `--policy kv_aware`; it needs workers
 that answer `GET /health` and `POST /v1/completions`, which `AnsweringEngine` does. How many tokens of a
-prompt the router takes a worker to hold is in its log of decisions (`--log-level debug`).
+prompt the router believes a worker to hold is in its decision log (`--log-level debug`).
 """
 
 import json
@@ -23,7 +23,7 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class AnsweringEngine(ThreadingHTTPServer):
-    """An engine's HTTP server that answers each completion with its own name."""
+    """An HTTP server of an engine that answers each completion with its own name."""
 
     daemon_threads = True
 
@@ -74,7 +74,7 @@ class EngineHandler(BaseHTTPRequestHandler):
 
 
 class VLLMRouter:
-    """The router, told of each engine's event stream: (engine, endpoint, replay endpoint)."""
+    """The router, configured with each engine's event stream: (engine, endpoint, replay endpoint)."""
 
     def __init__(self, log_path, sources):
         self.log_path = log_path
@@ -108,7 +108,7 @@ class VLLMRouter:
             return False
 
     def route(self, prompt):
-        """Send a prompt of token ids; the name of the engine that answers."""
+        """Send a prompt of token ids; return the name of the engine that answers."""
         self.num_asked += 1
         body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 1}).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", body)
@@ -117,7 +117,7 @@ class VLLMRouter:
             return json.loads(answer.read())["choices"][0]["text"]
 
     def count_overlap(self, prompt):
-        """How many leading blocks the chosen engine has, by the router's account of its decision."""
+        """Return the number of leading blocks of the chosen engine, from the router's decision log."""
         self.route(prompt)
         wait_until(lambda: len(self.list_decisions()) >= self.num_asked, "decided")
         num_tokens, num_credited = self.list_decisions()[-1]

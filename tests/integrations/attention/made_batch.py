@@ -1,4 +1,4 @@
-"""Sequences in random blocks of a storage that is full of NaN elsewhere, and the same K and V dense."""
+"""Sequences in random blocks of a storage filled with NaN elsewhere, and the same K and V dense."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kv_pool.storage import KVStorage
 
 @dataclass
 class MadeBatch:
-    """Layer 1 of the storage has the K and V; tables are padded with -1."""
+    """A batch with K and V in layer 1 of the storage; tables are padded with -1."""
 
     storage: KVStorage
     query: Any
@@ -58,7 +58,7 @@ def make_batch(
         num_blocks, block_size, 2, num_kv_heads, head_size, dtype, device, layout, library="torch"
     )
     for tensor in storage.tensors:
-        tensor.fill_(float("nan"))  # what no token wrote must not be read
+        tensor.fill_(float("nan"))  # slots that no token wrote must not be read
     free = list(range(1, num_blocks))
     rng.shuffle(free)
     tables = np.full((len(seq_lens), max(counts) + 1), -1, np.int32)
@@ -72,7 +72,7 @@ def make_batch(
 
 
 def attend_dense(query, key, value, scale=None, window=None):
-    """Of one sequence; in the dtype of the query."""
+    """Compute dense attention of one sequence, in the dtype of the query."""
     import torch
 
     group = query.shape[1] // key.shape[1]
@@ -88,7 +88,7 @@ def attend_dense(query, key, value, scale=None, window=None):
 
 
 def check(batch, found, tolerance, scale=None, window=None):
-    """What was found for each sequence is what dense attention finds."""
+    """Check that the result of each sequence equals dense attention."""
     import torch
 
     assert (found.shape, found.dtype, found.device) == (

@@ -1,4 +1,4 @@
-"""The Triton kernel in the interpreter, and as the compiler makes it for a GPU that need not be there."""
+"""The Triton kernel in the interpreter, and compiled for a GPU that need not be present."""
 
 import os
 import random
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.triton
 
 @pytest.fixture
 def attend(monkeypatch):
-    """The kernel's launch, on CPU tensors in Triton's interpreter."""
+    """Launch the kernel on CPU tensors in Triton's interpreter."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
@@ -22,7 +22,7 @@ def attend(monkeypatch):
     from kv_pool.integrations.attention import triton_attention
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # Triton decides when it is imported whether its own functions are interpreted.
+    # Triton decides on import whether its own functions are interpreted.
     for module in (tl, tl.standard):
         for name, member in list(vars(module).items()):
             if isinstance(member, JITFunction):
@@ -122,7 +122,7 @@ for dtype in ("fp16", "bf16", "fp32"):
 
 
 def test_it_compiles_for_sm_90(tmp_path):
-    """In a process of its own: Triton cannot compile where it was imported to interpret."""
+    """In a separate process: Triton cannot compile after it was imported to interpret."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

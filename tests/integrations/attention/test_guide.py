@@ -1,4 +1,4 @@
-"""The guide's example prints what the guide says."""
+"""The guide's example prints the output shown in the guide."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 GUIDE = Path(kv_pool.__file__).parent / "integrations" / "attention" / "README.md"
 
 
-def test_the_guide_to_attention_prints_what_it_says():
+def test_the_attention_guide_prints_its_output():
     guide = GUIDE.read_text()
     code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", guide, re.DOTALL).groups()
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

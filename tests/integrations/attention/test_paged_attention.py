@@ -16,12 +16,11 @@ LAYOUTS = ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM", "LHBNC", "BHLNC", "LB2NHD"
 
 @pytest.fixture
 def _small_pieces(monkeypatch):
-    """Chunks and tiles so small that sequences of a few tokens have several."""
+    """Make chunks and tiles so small that sequences of a few tokens have several."""
     from kv_pool.integrations.attention import gathered_attention
 
-    monkeypatch.setattr(gathered_attention, "CHUNK_TOKENS", 16)
     monkeypatch.setattr(gathered_attention, "TILE_TOKENS", 8)
-    monkeypatch.setattr(gathered_attention, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(gathered_attention, "BATCH_ELEMENTS", 512)
     monkeypatch.setattr(gathered_attention, "MERGE_ELEMENTS", 300)
 
 
@@ -64,12 +63,12 @@ def test_batches_of_any_shape_equal_dense_attention(seed):
     check(batch, batch.attend(sliding_window=window), 1e-11, window=window)
 
 
-def test_a_long_sequence_in_several_chunks_equals_dense_attention():
+def test_long_sequences_in_chunks_equal_dense_attention():
     batch = make_batch([3000, 700], [1, 600], (4, 2), block_size=16)
     check(batch, batch.attend(), 1e-11)
 
 
-def test_half_precision_of_long_sequences_stays_near_the_exact_result():
+def test_half_precision_of_long_sequences_is_accurate():
     batch = make_batch([2500, 40], [1, 1], (4, 2), block_size=16, dtype="bfloat16")
     check(batch, batch.attend(), 2e-2)
 
@@ -77,7 +76,7 @@ def test_half_precision_of_long_sequences_stays_near_the_exact_result():
 def test_blocks_before_the_window_are_not_read():
     batch = make_batch([30, 30], [1, 3], (2, 2))
     expected = batch.attend(sliding_window=5)
-    batch.tables[:, :5] = -1  # 20 tokens; the first query token sees 23 and later ones
+    batch.tables[:, :5] = -1  # 20 tokens; the first query token attends to token 23 and later ones
     np.testing.assert_array_equal(batch.attend(sliding_window=5), expected)
 
 
@@ -95,12 +94,12 @@ def test_tables_and_lengths_may_be_lists_arrays_or_tensors():
         assert torch.equal(found, expected)
 
 
-def test_no_query_tokens_are_no_result():
+def test_no_query_tokens_give_an_empty_result():
     batch = make_batch([3, 9], [0, 0], (4, 2))
     assert batch.attend().shape == (0, 4, 8)
 
 
-def test_memory_of_an_engine_that_is_wrapped_is_read_in_place():
+def test_wrapped_engine_memory_is_read_in_place():
     import torch
 
     from kv_pool.integrations.attention import paged_attention
@@ -120,7 +119,7 @@ def test_memory_of_an_engine_that_is_wrapped_is_read_in_place():
         torch.testing.assert_close(found, expected)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_arguments_are_refused():
     import torch
 
     from kv_pool.integrations.attention import paged_attention
@@ -136,16 +135,16 @@ def test_what_does_not_fit_is_refused():
 
     refuse("a row and a length", query, *caches, tables, [3])
     refuse("4 query tokens and a length of 3", query.repeat(3, 1, 1), *caches, tables, [3, 9], [0, 4, 6])
-    refuse("goes from 0 to the 2 tokens", query, *caches, tables, [3, 9], [0, 1, 3])
+    refuse("must go from 0 to the 2 tokens", query, *caches, tables, [3, 9], [0, 1, 3])
     refuse("3 query heads", query[:, :3], *caches, tables, [3, 9])
-    refuse("not in a table", query, *caches, tables, [3, 20])
-    refuse("rows of one length", query, *caches, [[1], [2, 3]], [3, 9])
-    refuse("are integers", query, *caches, tables, [3.0, 9.0])
-    refuse("one floating type", query.float(), *caches, tables, [3, 9])
-    refuse("sliding window of 0", query, *caches, tables, [3, 9], sliding_window=0)
+    refuse("too many for a table", query, *caches, tables, [3, 20])
+    refuse("rows of block_tables differ in length", query, *caches, [[1], [2, 3]], [3, 9])
+    refuse("must be integers", query, *caches, tables, [3.0, 9.0])
+    refuse("one floating-point type", query.float(), *caches, tables, [3, 9])
+    refuse("sliding_window is 0", query, *caches, tables, [3, 9], sliding_window=0)
     refuse("query has shape", query[0], *caches, tables, [3, 9])
     apart = [cache.repeat_interleave(2, 3)[..., ::2] for cache in caches]
-    refuse("2 and 2 apart, not 1", query, *apart, tables, [3, 9])
+    refuse("have strides 2 and 2, not 1", query, *apart, tables, [3, 9])
     outside = np.where(tables == tables[1, 1], 40, tables)
     refuse("sequence 1 has block 40", query, *caches, outside, [3, 9], error=InvalidBlockError)
     latent = KVStorage.allocate(4, 4, 2, 1, 8, "float64", layout="MLA", library="torch")

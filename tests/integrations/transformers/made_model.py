@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, what it generates without a pool, and a pool for it."""
+"""A tiny Llama with random weights, its output without a pool, and a pool for it."""
 
 import functools
 
@@ -13,7 +13,7 @@ from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tiered_cache import TieredCache
 
-torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+torch.set_num_threads(1)  # the tensors are tiny: threads would only slow it down
 
 BLOCK_SIZE, NUM_LAYERS, VOCABULARY = 4, 2, 97
 HASHER = BlockHasher("sha256", block_size=BLOCK_SIZE)
@@ -21,7 +21,7 @@ HASHER = BlockHasher("sha256", block_size=BLOCK_SIZE)
 
 @functools.cache
 def make_model(attention="sdpa", device="cpu", dtype="float64"):
-    """The same weights whatever the attention and the device. Large ones: what it says depends on K and V."""
+    """Return a model with the same large weights on any device: its output depends on K and V."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -43,7 +43,7 @@ def make_model(attention="sdpa", device="cpu", dtype="float64"):
 
 @functools.cache
 def generate_dense(prompt, num_tokens):
-    """What follows `prompt`, a tuple, with transformers' own cache."""
+    """Return the tokens generated after `prompt`, a tuple, with transformers' own cache."""
     input_ids = torch.tensor([prompt])
     output = make_model().generate(
         input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=num_tokens
@@ -53,13 +53,13 @@ def generate_dense(prompt, num_tokens):
 
 @torch.no_grad()
 def find_dense_kv(token_ids):
-    """[(key, value)] by layer of all these tokens, each (num_tokens, num_kv_heads, head_size)."""
+    """Return [(key, value)] per layer of all these tokens, each (num_tokens, num_kv_heads, head_size)."""
     layers = make_model()(torch.tensor([token_ids])).past_key_values.layers
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in layers]
 
 
 def make_sequences(num_blocks=40, layout="NHD", model=None, block_size=BLOCK_SIZE, add_tiers=None):
-    """`add_tiers` makes the tiers, given pool and storage."""
+    """Return sequences; `add_tiers` creates the tiers from pool and storage."""
     pool = RunBlockPool(num_blocks, True, BLOCK_SIZE)
     storage = allocate_storage(model or make_model(), num_blocks, block_size, layout)
     tiers = None if add_tiers is None else add_tiers(pool, storage)
@@ -67,7 +67,7 @@ def make_sequences(num_blocks=40, layout="NHD", model=None, block_size=BLOCK_SIZ
 
 
 def make_tiers(num_host_blocks, num_disk_blocks, folder, write):
-    """For `make_sequences`; 0 blocks for a tier that is not there."""
+    """Return `add_tiers` for `make_sequences`; 0 blocks omit a tier."""
 
     def add(pool, storage):
         tiers = []
@@ -85,7 +85,7 @@ def make_request(request_id, prompt):
 
 
 def check_kv(sequences, request):
-    """The K and V of what is computed are those that the dense model computes."""
+    """Check that the K and V of computed tokens are those of the dense model."""
     num_tokens = request.num_computed_tokens
     if not num_tokens:
         return
@@ -98,7 +98,7 @@ def check_kv(sequences, request):
 
 @torch.no_grad()
 def run_step(model, sequences, requests, num_new_tokens, gathers=True):
-    """One forward pass; a row whose last token was computed gets the next one appended."""
+    """Run one forward pass; append the next token to rows whose last token was computed."""
     cache = PagedCache(sequences, requests, num_new_tokens, gathers=gathers)
     logits = model(**cache.make_inputs()).logits
     for row, (request, count) in enumerate(zip(requests, num_new_tokens, strict=True)):

@@ -1,4 +1,4 @@
-"""A node with a tiny Llama; in this process, or as a program that does what the lines of its input say."""
+"""A node with a tiny Llama, in this process or as a program that executes the lines of its input."""
 
 import json
 import os
@@ -31,7 +31,7 @@ BACKENDS = {"tcp": TcpBackend, "nixl": NixlBackend}
 
 
 class Node:
-    """A model, a pool with its bytes, requests, and a migrator."""
+    """A node with a model, a pool and its storage, requests, and a migrator."""
 
     def __init__(self, name, secret_file, backend="tcp", num_blocks=60, tiers=None, **settings):
         self.requests = {}
@@ -60,7 +60,7 @@ class Node:
         self.migrator.peers.add(name, address)
 
     def admit(self, name, prompt):
-        """How many tokens of the prompt were cached."""
+        """Admit a request; return the number of cached tokens of its prompt."""
         with self.lock:
             request = make_request(name, prompt)
             num_cached_tokens = self.sequences.admit(request)
@@ -69,7 +69,7 @@ class Node:
             return num_cached_tokens
 
     def generate(self, name, num_tokens):
-        """Until the request has so many tokens after its prompt, or there is no room; those it has then."""
+        """Generate up to this many tokens, or until the pool is full; return the generated tokens."""
         with self.lock:
             request = self.requests[name]
             while len(generated := request.all_token_ids[request.num_prompt_tokens :]) < num_tokens:
@@ -84,7 +84,7 @@ class Node:
             self.sequences.free(self.requests.pop(name))
 
     def forget_all(self):
-        """No requests, and nothing cached."""
+        """Remove all requests and cached blocks."""
         for name in self.list_requests():
             self.free(name)
         with self.lock:
@@ -110,7 +110,7 @@ class Node:
         return self.migrator.fetch(SequenceSubject(name), source, is_move=True).migration_id
 
     def wait_for(self, migration_id):
-        """Number of blocks, and of those that were there before; or the name of the error."""
+        """Return the number of blocks, and of those already in the target; or the name of the error."""
         migration = self.migrator.find_migration(migration_id)
         try:
             migration.wait(60.0)
@@ -120,14 +120,14 @@ class Node:
         return [status.num_blocks, status.num_present_blocks]
 
     def wait_for_first_block(self, migration_id):
-        """Until a block of it has arrived, and others have not."""
+        """Wait until one block of the migration has arrived, and others have not."""
         while True:
             status = self._told.get(timeout=60.0)
             if status.migration_id == migration_id and status.num_done_blocks > status.num_present_blocks:
                 return status.num_done_blocks < status.num_blocks
 
     def check(self):
-        """What is computed is what the dense model computes, and no block is lost. Blocks in use."""
+        """Check K and V, and that no block is lost; return the number of blocks in use."""
         with self.lock:
             for request in self.requests.values():
                 check_kv(self.sequences, request)
@@ -141,7 +141,7 @@ class Node:
 
 
 class NodeProcess:
-    """A `Node` in a process of its own, with the same methods."""
+    """A `Node` in a separate process, with the same methods."""
 
     def __init__(self, *arguments, **settings):
         tests = Path(__file__).parents[2]
@@ -171,7 +171,7 @@ class NodeProcess:
         self._process.communicate()
 
     def stop(self):
-        """It ends with its input, unless it was killed before."""
+        """Stop the process by closing its input, unless it was killed before."""
         if self._process.returncode is None:
             self._process.communicate()
             assert self._process.returncode == 0

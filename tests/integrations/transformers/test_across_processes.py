@@ -1,4 +1,4 @@
-"""Requests and prefixes go to another process and back; every token equals the dense run's."""
+"""Requests and prefixes migrate to another process and back; every token equals the dense run's."""
 
 import random
 from collections import Counter
@@ -23,7 +23,7 @@ def secret_file(tmp_path_factory):
 
 @contextmanager
 def start_nodes(secret_file, here, there):
-    """A node here and one in a process of its own, which know each other."""
+    """Start a node here and one in another process, which know each other."""
     from integrations.transformers.node import Node, NodeProcess
 
     nodes = [Node("here", secret_file, **here), NodeProcess("there", secret_file, **there)]
@@ -41,7 +41,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def pair(secret_file, backend):
-    """For all tests after which both live on: starting a process takes seconds."""
+    """Shared by all tests that kill neither node: starting a process takes seconds."""
     here = {"backend": backend, "num_blocks": 40}
     there = {"backend": backend, "num_blocks": 30, "tiers": [16, 0, None, "back"]}
     with start_nodes(secret_file, here, there) as nodes:
@@ -62,7 +62,7 @@ def expect(prompt, num_tokens=NUM_TOKENS):
 
 
 @pytest.mark.parametrize("is_from_here", [True, False], ids=["here to there", "there to here"])
-def test_a_prefix_computed_in_another_process_is_not_computed_again(nodes, is_from_here):
+def test_prefix_of_another_process_is_not_recomputed(nodes, is_from_here):
     source, target = nodes if is_from_here else nodes[::-1]
     known = 0
     for number, length in enumerate((0, 3, 4, 9)):
@@ -72,7 +72,7 @@ def test_a_prefix_computed_in_another_process_is_not_computed_again(nodes, is_fr
         source.free("prompt")
         num_full = len(prompt) // 4
         assert target.fetch_prefix("here" if is_from_here else "there", prompt) == [num_full, known]
-        # Of a prompt of full blocks the last is computed again: its last token's logits are needed.
+        # The last block of a prompt of full blocks is recomputed: the logits of its last token are needed.
         assert target.admit(f"r{number}", prompt) == (len(prompt) - 1) // 4 * 4
         known = 4
     for number, length in enumerate((0, 3, 4, 9)):
@@ -83,8 +83,8 @@ def test_a_prefix_computed_in_another_process_is_not_computed_again(nodes, is_fr
 
 
 @pytest.mark.parametrize("num_generated", range(1, 6))
-def test_a_request_goes_on_in_another_process_with_its_last_block(nodes, num_generated):
-    """Whether that block is partly filled, or full, or the next one has begun."""
+def test_request_continues_in_another_process(nodes, num_generated):
+    """The last block may be partly filled or full, or the next one may have one token."""
     here, there = nodes
     here.admit("r", PREFIX)
     here.generate("r", num_generated)
@@ -97,7 +97,7 @@ def test_a_request_goes_on_in_another_process_with_its_last_block(nodes, num_gen
     there.check()
 
 
-def test_what_a_request_has_in_common_with_others_there_is_not_sent(nodes):
+def test_blocks_cached_in_the_target_are_not_sent(nodes):
     here, there = nodes
     prompts = {f"r{number}": [*PREFIX, number, number + 40] for number in range(3)}
     for number, (name, prompt) in enumerate(prompts.items()):
@@ -110,7 +110,7 @@ def test_what_a_request_has_in_common_with_others_there_is_not_sent(nodes):
     there.check()
 
 
-def test_a_request_comes_back(nodes):
+def test_request_can_migrate_back(nodes):
     here, there = nodes
     here.admit("r", PREFIX)
     for num_tokens in range(1, NUM_TOKENS, 2):
@@ -125,12 +125,12 @@ def test_a_request_comes_back(nodes):
 
 LEASE_S = 3.0
 SLOWLY = {"lease_s": LEASE_S, "max_bytes_per_s": 2_000.0}
-"""A block in a second."""
+"""One block per second."""
 
 
 @contextmanager
 def begin_slowly(secret_file, subject, backend):
-    """A migration of which a block has arrived there, and others have not."""
+    """Start a migration; wait until one block has arrived, and others have not."""
     settings = {"backend": backend, "lease_s": LEASE_S}, {"backend": backend, **SLOWLY}
     with start_nodes(secret_file, *settings) as (here, there):
         yield here, there, begin(here, there, subject)
@@ -149,10 +149,10 @@ def begin(here, there, subject):
 
 
 @pytest.mark.parametrize("subject", ["a prefix", "a request"])
-def test_the_source_goes_on_when_the_target_is_killed_meanwhile(secret_file, subject, backend):
+def test_source_continues_if_the_target_is_killed(secret_file, subject, backend):
     with begin_slowly(secret_file, subject, backend) as (here, there, migration_id):
         there.kill()
-        assert here.wait_for(migration_id) == "StaleTransferError"  # its lease has ended
+        assert here.wait_for(migration_id) == "StaleTransferError"  # its lease has expired
         assert here.list_requests() == ["r"]
         assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
         here.check()
@@ -160,13 +160,13 @@ def test_the_source_goes_on_when_the_target_is_killed_meanwhile(secret_file, sub
         assert here.check() == 0
 
 
-def test_a_target_that_was_asleep_does_not_go_on_with_what_its_source_has_kept(secret_file, backend):
+def test_suspended_target_does_not_take_over_an_aborted_request(secret_file, backend):
     with begin_slowly(secret_file, "a request", backend) as (here, there, migration_id):
         there.pause()
         assert here.wait_for(migration_id) == "StaleTransferError"
         assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
         there.wake()
-        # What it finds first: that it is too late for what it was reading, or that nothing is lent any more.
+        # It first detects either that its read is too late, or that the lease is gone.
         assert there.wait_for(migration_id) in ("TransferFailedError", "StaleTransferError")
         assert there.list_requests() == []
         assert there.check() == 0
@@ -176,7 +176,7 @@ def test_a_target_that_was_asleep_does_not_go_on_with_what_its_source_has_kept(s
 
 
 @pytest.mark.parametrize("subject", ["a prefix", "a request"])
-def test_the_target_computes_the_prompt_when_the_source_is_killed_meanwhile(secret_file, subject, backend):
+def test_target_computes_the_prompt_if_the_source_is_killed(secret_file, subject, backend):
     with start_nodes(secret_file, {"backend": backend, **SLOWLY}, {"backend": backend}) as (here, there):
         migration_id = begin(there, here, subject)
         there.kill()
@@ -189,7 +189,7 @@ def test_the_target_computes_the_prompt_when_the_source_is_killed_meanwhile(secr
 
 
 @pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")
-def test_random_schedules_on_two_processes(nodes, seed):
+def test_random_schedules_on_two_processes_match_the_dense_run(nodes, seed):
     rng = random.Random(seed)
     names = ["here", "there"]
     prompts = {}
@@ -203,7 +203,7 @@ def test_random_schedules_on_two_processes(nodes, seed):
                 name = f"r{len(prompts)}"
                 end = [rng.randrange(97) for _ in range(rng.randint(1, 6))]
                 prompt = PREFIX[: rng.choice([4, 9, 16])] + end
-                if prompts and rng.random() < 0.5:  # what it left may be cached, or in the tier that is there
+                if prompts and rng.random() < 0.5:  # its blocks may be cached, or in the tier
                     prompt = rng.choice(list(prompts.values()))
                 num_cached_tokens = nodes[side].admit(name, prompt)
                 if num_cached_tokens is not None:

@@ -1,4 +1,4 @@
-"""Beam search over the pool's blocks says what transformers' beam search says with its own cache."""
+"""Beam search over the pool's blocks gives the same result as with transformers' own cache."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.transformers
 
 
 def search(prompts, num_tokens, cache=None, **options):
-    """(token ids, scores) of the best beams."""
+    """Return (token ids, scores) of the best beams."""
     import torch
     from integrations.transformers.made_model import make_model
 
@@ -38,7 +38,7 @@ def prompts_of(length, num_prompts=1):
         (2, {"length_penalty": 2.0}),
     ],
 )
-def test_it_finds_what_transformers_finds(length, num_beams, options):
+def test_beam_search_matches_transformers(length, num_beams, options):
     from integrations.transformers.made_model import make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
@@ -59,7 +59,7 @@ def test_it_finds_what_transformers_finds(length, num_beams, options):
     assert len(sequences.manager.take_block_copies()) == 0
 
 
-def test_beams_share_the_blocks_of_the_prompt_and_write_to_their_own():
+def test_beams_share_prompt_blocks_and_write_to_their_own():
     from integrations.transformers.made_model import make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
@@ -72,14 +72,14 @@ def test_beams_share_the_blocks_of_the_prompt_and_write_to_their_own():
     search([prompt], 6, cache, num_beams=3)
     tables = [sequences.manager.get_block_ids(beam.request_id) for beam in cache.batch.requests]
     assert len({tuple(table[:5]) for table in tables}) == 1
-    # 27 computed tokens. Where beams have parted, those that go on from different ones have other blocks.
+    # 27 computed tokens. Beams that have diverged have different blocks.
     assert all(len(table) == 7 for table in tables)
     num_used = len({block_id for table in tables for block_id in table})
     assert num_used <= 5 + 2 * 3
     assert sequences.manager.get_num_free_blocks() == 39 - num_used
 
 
-def test_the_cached_prompt_is_found_after_the_beams_are_freed():
+def test_prompt_is_still_cached_after_beams_are_freed():
     from integrations.transformers.made_model import make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
@@ -96,7 +96,7 @@ def test_the_cached_prompt_is_found_after_the_beams_are_freed():
     assert search([prompt], 5, again, num_beams=3)[0] == first[0]
 
 
-def test_a_full_pool_is_reported_and_all_blocks_come_back():
+def test_full_pool_raises_an_error_and_all_blocks_are_freed():
     from integrations.transformers.made_model import make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
@@ -112,7 +112,7 @@ def test_a_full_pool_is_reported_and_all_blocks_come_back():
     assert sequences.manager.get_num_free_blocks() == 7
 
 
-def test_beams_that_cannot_be_are_refused():
+def test_invalid_beams_are_rejected():
     from integrations.transformers.made_model import make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
@@ -121,9 +121,9 @@ def test_beams_that_cannot_be_are_refused():
     requests = [make_request(name, prompts_of(5)[0]) for name in "ab"]
     for request in requests:
         sequences.admit(request)
-    with pytest.raises(InvalidArgumentError, match="0 beams"):
+    with pytest.raises(InvalidArgumentError, match="num_beams is 0"):
         PagedCache(sequences, requests, num_beams=0)
-    with pytest.raises(InvalidArgumentError, match="have no num_new_tokens"):
+    with pytest.raises(InvalidArgumentError, match="and 1 with num_new_tokens"):
         PagedCache(sequences, requests, [5, 5], num_beams=2)
     cache = PagedCache(sequences, requests, num_beams=2)
     with pytest.raises(InvalidArgumentError, match="mix the beams of 2 requests"):

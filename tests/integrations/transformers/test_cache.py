@@ -1,4 +1,4 @@
-"""An unchanged model generates from the pool's blocks what it generates from its own cache."""
+"""An unmodified model generates the same from the pool's blocks as from its own cache."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kv_pool import InvalidArgumentError, OutOfBlocksError
 
 pytestmark = pytest.mark.transformers
 
-PROMPT = tuple(range(10, 31))  # 21 tokens: 5 full blocks and a rest
+PROMPT = tuple(range(10, 31))  # 21 tokens: 5 full blocks and one token
 
 
 def generate(sequences, requests, num_tokens, model=None):
@@ -26,7 +26,7 @@ def generate(sequences, requests, num_tokens, model=None):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
-def test_generate_says_what_it_says_without_a_pool(layout):
+def test_generate_matches_the_run_without_a_pool(layout):
     from integrations.transformers.made_model import check_kv, generate_dense, make_request, make_sequences
 
     sequences = make_sequences(layout=layout)
@@ -56,7 +56,7 @@ def test_rows_of_equal_length_generate_together(attention):
     assert generate(sequences, requests, 8, make_model(attention)) == expected
 
 
-def test_a_cached_prefix_is_not_computed_again():
+def test_cached_prefix_is_not_recomputed():
     from integrations.transformers.made_model import generate_dense, make_request, make_sequences
 
     sequences = make_sequences()
@@ -67,7 +67,7 @@ def test_a_cached_prefix_is_not_computed_again():
     sequences.note_computed(first, first.num_computed_tokens)
     held = sequences.manager.get_block_ids("first")
 
-    # A model that gets the prefix again would be noticed: the storage's blocks would change.
+    # Recomputing the prefix would be detected: the storage's blocks would change.
     longer = PROMPT + tuple(generate_dense(PROMPT, 8)) + (1, 2)
     second = make_request("second", longer)
     assert sequences.admit(second) == 28
@@ -88,7 +88,7 @@ def counting_model(widths):
     return model
 
 
-def test_nothing_is_findable_before_its_last_layer_is_written():
+def test_blocks_are_cached_only_after_their_last_layer():
     import torch
     from integrations.transformers.made_model import make_model, make_request, make_sequences
 
@@ -137,8 +137,8 @@ def test_prompts_and_decodes_of_any_length_share_a_step(gathers):
         check_kv(sequences, request)
 
 
-def test_a_wrong_block_would_be_noticed():
-    """The model's tokens do depend on the K and V of every block, or this file would show little."""
+def test_output_depends_on_every_block():
+    """The model's tokens depend on the K and V of every block; otherwise these tests would prove little."""
     from integrations.transformers.made_model import (
         generate_dense,
         make_model,
@@ -159,7 +159,7 @@ def test_a_wrong_block_would_be_noticed():
         assert request.all_token_ids[21:] != generate_dense(PROMPT, 8)
 
 
-def test_what_a_batch_cannot_be_is_refused():
+def test_invalid_batches_are_rejected():
     import torch
     from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
 
@@ -169,13 +169,13 @@ def test_what_a_batch_cannot_be_is_refused():
     sequences = make_sequences(num_blocks=8)
     request, other = make_request("r", PROMPT), make_request("other", (1, 2))
     sequences.admit(request)
-    with pytest.raises(InvalidArgumentError, match="a batch has rows"):
+    with pytest.raises(InvalidArgumentError, match="at least one row"):
         PagedCache(sequences, [])
     with pytest.raises(InvalidArgumentError, match="new tokens"):
         PagedCache(sequences, [request], [0])
-    with pytest.raises(InvalidArgumentError, match="has no 22 new ones"):
+    with pytest.raises(InvalidArgumentError, match="fewer than 22 are new"):
         PagedCache(sequences, [request], [22]).make_inputs()
-    with pytest.raises(InvalidArgumentError, match="say num_new_tokens"):
+    with pytest.raises(InvalidArgumentError, match="pass num_new_tokens"):
         PagedCache(sequences, [request]).make_inputs()
     with pytest.raises(InvalidArgumentError, match="2 rows of 3 tokens"):
         make_model()(torch.ones(2, 3, dtype=torch.int64), past_key_values=PagedCache(sequences, [request]))
@@ -197,16 +197,16 @@ def test_what_a_batch_cannot_be_is_refused():
 @pytest.mark.parametrize(
     ("options", "num_requests", "said"),
     [
-        ({"num_beams": 2}, 2, r"num_beams=\.\.\.\) as many"),
-        ({"num_beams": 2, "do_sample": True}, 2, r"num_beams=\.\.\.\) as many"),
-        ({"num_beams": 2}, 1, "beam search PagedCache"),
-        ({"num_return_sequences": 2, "do_sample": True}, 1, "num_return_sequences takes one for each"),
+        ({"num_beams": 2}, 2, "beam search replaces rows"),
+        ({"num_beams": 2, "do_sample": True}, 2, "beam search replaces rows"),
+        ({"num_beams": 2}, 1, "beam search needs PagedCache"),
+        ({"num_return_sequences": 2, "do_sample": True}, 1, "needs one request per sequence"),
         ({"prompt_lookup_num_tokens": 2}, 1, "crop|fed again"),
-        ({"use_cache": False}, 1, "Are computed ones fed again"),
+        ({"use_cache": False}, 1, "Are computed tokens fed again"),
     ],
 )
-def test_ways_to_generate_that_would_mix_up_rows_are_refused(options, num_requests, said):
-    """With use_cache=False the tokens were wrong, and nothing said so."""
+def test_unsupported_ways_to_generate_are_rejected(options, num_requests, said):
+    """With use_cache=False the tokens used to be wrong without an error."""
     import torch
     from integrations.transformers.made_model import make_model, make_request, make_sequences
 

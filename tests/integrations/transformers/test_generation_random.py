@@ -1,4 +1,4 @@
-"""Random schedules on two devices: every token equals the dense run's, whatever was moved in between."""
+"""Random schedules on two devices: every token equals the dense run's, despite moved blocks."""
 
 import random
 from collections import Counter
@@ -16,7 +16,7 @@ DEVICES = [("cpu", "cpu"), pytest.param(("cpu", "cuda:0"), marks=pytest.mark.gpu
 
 
 class RandomEngine:
-    """Two devices, each with a model, a pool and a storage; which request runs or moves is drawn."""
+    """Two devices, each with a model, a pool and a storage, that run and move random requests."""
 
     def __init__(self, seed, devices, attention, write, folder):
         from integrations.transformers.made_model import make_model, make_sequences, make_tiers
@@ -25,7 +25,7 @@ class RandomEngine:
         self.gathers = attention != "kv_pool"
         self.models = [make_model(attention, device) for device in devices]
         layouts = self.rng.choice([("NHD", "BLNHC"), ("BLNHC", "NHD"), ("FLASH", "SGLANG"), ("NHD", "NHD")])
-        # With tiers the devices are small, and so is the host, so that blocks go all the way.
+        # With tiers, devices and host are small, so that blocks reach the disk.
         self.has_tiers = write is not None
         sizes = (28, 22) if self.has_tiers else (40, 30)
         self.devices = [
@@ -47,7 +47,7 @@ class RandomEngine:
         self.prefixes = [[self.rng.randrange(97) for _ in range(14)] for _ in range(2)]
 
     def draw(self):
-        """A device, and one of its requests."""
+        """Return a random device and one of its requests."""
         side = self.rng.choice([side for side in (0, 1) if self.running[side]] or [None])
         return (None, None) if side is None else (side, self.rng.choice(self.running[side]))
 
@@ -68,7 +68,7 @@ class RandomEngine:
                 self.tally["hit tokens"] += num_tokens
 
     def step(self):
-        """One forward pass of some requests: chunks of prompts and decodes together."""
+        """Run one forward pass of some requests, mixing prompt chunks and decodes."""
         from integrations.transformers.made_model import run_step
 
         side, _ = self.draw()
@@ -144,17 +144,17 @@ class RandomEngine:
         spoil_empty(sequences)
 
     def gather(self):
-        """As an engine does between two steps, a few blocks at a time."""
+        """Defragment a few blocks, as an engine does between two steps."""
         self.tally["gathered"] += self.rng.choice(self.defragmenters).step()
 
     def crowd_out(self):
-        """All that is cached and free is in the tiers alone."""
+        """Move all free cached blocks to the tiers."""
         from integrations.transformers.moved_blocks import crowd_out
 
         crowd_out(self.rng.choice(self.devices))
 
     def take_run(self):
-        """A run for somebody else, who writes into it and gives it back."""
+        """Take a run, overwrite it and free it."""
         sequences = self.rng.choice(self.devices)
         pool = sequences.manager.block_pool
         epoch = pool.epoch
@@ -178,13 +178,13 @@ def test_every_token_equals_the_dense_run(seed, attention, devices):
 @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize("seed", range(4), ids=lambda seed: f"seed{seed}")
-def test_every_token_equals_the_dense_run_with_tiers_below_the_pool(seed, write, devices, tmp_path):
+def test_every_token_equals_the_dense_run_with_lower_tiers(seed, write, devices, tmp_path):
     engine = RandomEngine(seed, devices, "sdpa", write, tmp_path)
-    generate_at_random(engine, 2 * NUM_ACTIONS)  # more of them undo what others have done
+    generate_at_random(engine, 2 * NUM_ACTIONS)  # more of them would undo the other operations
     read = Counter()
     for sequences in engine.devices:
-        check_tiers(sequences.read_back)
-        read.update(sequences.read_back.get_statistics().num_tokens_by_medium)
+        check_tiers(sequences.onboarder)
+        read.update(sequences.onboarder.get_statistics().num_tokens_by_medium)
     assert min(read[medium] for medium in ("GPU", "CPU", "STORAGE")) > 0
 
 

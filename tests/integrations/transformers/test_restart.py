@@ -1,4 +1,4 @@
-"""A model goes on in another process from what its engine had cached in this one."""
+"""A model in another process continues from blocks cached in this one."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def make_layout(sequences):
 
 
 def generate(sequences, name, prompt):
-    """Tokens that were found cached, and those that follow the prompt."""
+    """Return the number of cached tokens, and the generated tokens."""
     import torch
     from integrations.transformers.made_model import make_model, make_request
 
@@ -70,7 +70,7 @@ def generate(sequences, name, prompt):
 
 
 @pytest.mark.parametrize("num_blocks", [40, 25])
-def test_another_process_generates_from_what_was_cached_here(num_blocks, tmp_path):
+def test_another_process_generates_from_blocks_cached_here(num_blocks, tmp_path):
     from integrations.transformers.made_model import generate_dense
 
     from kv_pool.tiers.pool_dump import dump_pool
@@ -94,4 +94,4 @@ def test_another_process_generates_from_what_was_cached_here(num_blocks, tmp_pat
     second = json.loads(told.stdout)
     for prompt, (_, before), (num_cached, after) in zip(PROMPTS, first, second, strict=True):
         assert before == after == generate_dense(prompt, NUM_TOKENS)
-        assert num_cached == (len(prompt) - 1) // 4 * 4  # all full blocks but the last token
+        assert num_cached == (len(prompt) - 1) // 4 * 4  # all full blocks except the last token

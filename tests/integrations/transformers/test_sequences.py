@@ -1,4 +1,4 @@
-"""Requests that are freed, resumed, forked and migrated go on as if nothing had happened."""
+"""Requests that are freed, resumed, forked and migrated generate the same tokens."""
 
 import pytest
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def started():
-    """Sequences with one request, its prompt computed and three tokens generated: 23 tokens have K and V."""
+    """Return sequences and a request with a computed prompt and three new tokens: 23 tokens have K and V."""
     from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
 
     sequences = make_sequences()
@@ -27,7 +27,7 @@ def started():
 
 
 def go_on(sequences, request, model=None):
-    """Generate to ten tokens and compare."""
+    """Generate up to ten tokens and compare."""
     from integrations.transformers.made_model import check_kv, generate_dense, make_model, run_step
 
     while request.num_tokens - request.num_prompt_tokens < 10:
@@ -39,7 +39,7 @@ def go_on(sequences, request, model=None):
     check(sequences.manager.block_pool)
 
 
-def test_a_freed_request_resumes_from_what_is_still_cached(started):
+def test_freed_request_resumes_from_its_cached_blocks(started):
     sequences, request = started
     ids = sequences.manager.get_block_ids("r")
     sequences.free(request)
@@ -49,7 +49,7 @@ def test_a_freed_request_resumes_from_what_is_still_cached(started):
     go_on(sequences, request)
 
 
-def test_what_does_not_fit_is_not_admitted(started):
+def test_request_that_does_not_fit_is_not_admitted(started):
     from integrations.transformers.made_model import make_request
 
     sequences, request = started
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_not_admitted(started):
     go_on(sequences, request)
 
 
-def test_a_fork_shares_full_blocks_and_copies_the_last(started):
+def test_fork_shares_full_blocks_and_copies_the_last(started):
     from integrations.transformers.made_model import make_request
 
     sequences, request = started
@@ -77,7 +77,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(started):
     go_on(sequences, request)
 
 
-def test_a_fork_copies_what_is_not_cached_any_more(started):
+def test_fork_copies_blocks_that_are_no_longer_cached(started):
     from integrations.transformers.made_model import make_request
 
     sequences, request = started
@@ -91,18 +91,18 @@ def test_a_fork_copies_what_is_not_cached_any_more(started):
     go_on(sequences, child)
 
 
-def test_a_fork_goes_on_from_the_same_tokens(started):
+def test_fork_requires_the_same_tokens(started):
     from integrations.transformers.made_model import make_request
 
     sequences, request = started
     for token_ids in (request.all_token_ids[:23], [1, *request.all_token_ids[1:]]):
-        with pytest.raises(InvalidArgumentError, match="go on from the 23 computed tokens"):
+        with pytest.raises(InvalidArgumentError, match="does not continue the 23 computed tokens"):
             sequences.fork(request, make_request("child", token_ids))
     go_on(sequences, request)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_request_migrates_to_another_storage_and_layout(started, device):
+def test_request_migrates_to_another_storage_and_layout(started, device):
     from integrations.transformers.made_model import make_model, make_sequences
 
     sequences, request = started
@@ -118,7 +118,7 @@ def test_a_request_migrates_to_another_storage_and_layout(started, device):
     assert len(sequences.manager.get_block_ids("r")) == 8
 
 
-def test_migration_copies_only_what_the_target_has_not_cached(started):
+def test_migration_copies_only_blocks_not_cached_in_the_target(started):
     from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
 
     sequences, request = started
@@ -132,7 +132,7 @@ def test_migration_copies_only_what_the_target_has_not_cached(started):
     go_on(target, request)
 
 
-def test_a_request_stays_where_it_is_when_the_target_is_full_or_the_copy_fails(started, monkeypatch):
+def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypatch):
     from integrations.transformers.made_model import make_sequences
 
     sequences, request = started
@@ -150,14 +150,14 @@ def test_a_request_stays_where_it_is_when_the_target_is_full_or_the_copy_fails(s
     assert target.manager.usage == 0
     assert request.num_computed_tokens == 23
     assert sequences.manager.get_block_ids("r") == held
-    with pytest.raises(InvalidArgumentError, match="there already"):
+    with pytest.raises(InvalidArgumentError, match="already in the target pool"):
         sequences.migrate(request, sequences)
     go_on(sequences, request)
 
 
 @pytest.fixture
 def scattered(started):
-    """As `started`, with 6 blocks of the request at every second id from the top, nothing left below."""
+    """As `started`, with the request's 6 blocks at every second id from the top, and no others below."""
     from integrations.transformers.moved_blocks import spoil_empty
 
     sequences, request = started
@@ -170,7 +170,7 @@ def scattered(started):
     return sequences, request
 
 
-def test_requests_are_packed_with_their_k_and_v(scattered):
+def test_defragment_moves_requests_with_their_k_and_v(scattered):
     from integrations.transformers.moved_blocks import spoil_empty
 
     sequences, request = scattered
@@ -184,7 +184,7 @@ def test_requests_are_packed_with_their_k_and_v(scattered):
     go_on(sequences, request)
 
 
-def test_a_defragmenter_packs_requests_between_the_steps_of_an_engine(scattered):
+def test_defragmenter_compacts_requests_between_engine_steps(scattered):
     sequences, request = scattered
     defragmenter = Defragmenter(sequences, threshold=0.1, interval_s=0, max_moves=1)
     while defragmenter.step():
@@ -193,7 +193,7 @@ def test_a_defragmenter_packs_requests_between_the_steps_of_an_engine(scattered)
     go_on(sequences, request)
 
 
-def test_requests_make_way_for_a_run(scattered):
+def test_take_run_moves_requests_away(scattered):
     sequences, request = scattered
     pool = sequences.manager.block_pool
     run = sequences.take_run(30)
@@ -203,7 +203,7 @@ def test_requests_make_way_for_a_run(scattered):
     go_on(sequences, request)
 
 
-def test_a_copy_that_breaks_off_moves_no_request(scattered, monkeypatch):
+def test_failed_copy_moves_no_request(scattered, monkeypatch):
     sequences, request = scattered
     held = sequences.manager.get_block_ids("r")
 
@@ -219,7 +219,7 @@ def test_a_copy_that_breaks_off_moves_no_request(scattered, monkeypatch):
     go_on(sequences, request)
 
 
-def test_a_pool_that_does_not_know_its_runs_cannot_be_packed():
+def test_pool_without_runs_cannot_be_defragmented():
     from integrations.transformers.made_model import BLOCK_SIZE, make_sequences
 
     from kv_pool.integrations.transformers import PagedSequences
@@ -227,12 +227,12 @@ def test_a_pool_that_does_not_know_its_runs_cannot_be_packed():
     storage = make_sequences().storage
     sequences = PagedSequences(KVCacheManager(BlockPool(40, True, BLOCK_SIZE)), storage)
     for attempt in (sequences.defragment, sequences.get_fragmentation_rate, lambda: sequences.take_run(2)):
-        with pytest.raises(InvalidArgumentError, match="a BlockPool does not know its runs"):
+        with pytest.raises(InvalidArgumentError, match="a BlockPool has no index of runs"):
             attempt()
 
 
-def test_defragmenting_while_a_prefix_arrives_leaves_right_keys_and_values():
-    """The half that came later was written over K and V of other requests, and was missing in its own."""
+def test_defragment_during_an_arriving_prefix_keeps_k_and_v():
+    """The second half used to overwrite K and V of other requests, and was missing in its own blocks."""
     import threading
 
     from integrations.transformers.made_model import (

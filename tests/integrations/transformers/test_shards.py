@@ -1,4 +1,4 @@
-"""Tensor parallelism: one pool's ids, and the KV heads on several devices."""
+"""Tensor parallelism: one pool, with the KV heads on several devices."""
 
 import pytest
 
@@ -22,8 +22,8 @@ def make_sharded(num_blocks=40, layout="NHD", devices=CPU_TWICE):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH"])
-def test_shards_concatenated_are_the_attention_of_all_heads(layout):
-    """Each shard attends over its heads with the same block tables."""
+def test_concatenated_shards_equal_the_attention_of_all_heads(layout):
+    """Each shard computes attention over its heads with the same block tables."""
     import torch
     from integrations.attention.made_batch import make_batch
 
@@ -56,7 +56,7 @@ def test_shards_concatenated_are_the_attention_of_all_heads(layout):
 
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "attention over blocks"])
-def test_a_model_generates_the_same_from_shards_whose_blocks_are_moved(gathers):
+def test_model_generates_the_same_from_shards_with_moved_blocks(gathers):
     from integrations.transformers.made_model import (
         check_kv,
         generate_dense,
@@ -110,7 +110,7 @@ def test_requests_fork_and_migrate_between_pools_with_shards():
     assert request.all_token_ids[21:] == generate_dense(PROMPT, 5)
 
 
-def test_shards_that_do_not_fit_are_refused():
+def test_invalid_shards_are_rejected():
     import torch
     from integrations.transformers.made_model import HASHER, make_model
 
@@ -118,19 +118,19 @@ def test_shards_that_do_not_fit_are_refused():
     from kv_pool.storage import KVStorage
     from kv_pool.storage.sharded_storage import ShardedStorage
 
-    with pytest.raises(InvalidArgumentError, match="2 KV heads do not go in equal parts"):
+    with pytest.raises(InvalidArgumentError, match="2 KV heads cannot be divided equally"):
         allocate_shards(make_model(), 8, 4, ["cpu"] * 3)
-    with pytest.raises(InvalidArgumentError, match="do not go to other processes"):
+    with pytest.raises(InvalidArgumentError, match="cannot migrate to other processes"):
         make_sharded().make_site(HASHER, {})
-    with pytest.raises(InvalidArgumentError, match="and one"):
+    with pytest.raises(InvalidArgumentError, match="and equal"):
         ShardedStorage([])
     one, other = (KVStorage.allocate(8, 4, 2, 2, size, "float32", library="torch") for size in (8, 16))
-    with pytest.raises(InvalidArgumentError, match="and one"):
+    with pytest.raises(InvalidArgumentError, match="and equal"):
         ShardedStorage([one, other])
     sharded = ShardedStorage([one, one])
-    with pytest.raises(InvalidArgumentError, match="1 slots take"):
+    with pytest.raises(InvalidArgumentError, match="1 slots need"):
         sharded.write(0, [3], torch.zeros(1, 3, 8), torch.zeros(1, 4, 8))
-    with pytest.raises(InvalidArgumentError, match="6 heads are no multiple of 4"):
+    with pytest.raises(InvalidArgumentError, match="6 heads are not a multiple of 4"):
         sharded.split_heads(torch.zeros(1, 6, 8))
     with pytest.raises(InvalidArgumentError, match="2 shards, the other 1"):
         sharded.copy_to(ShardedStorage([one]), [(1, 2)])

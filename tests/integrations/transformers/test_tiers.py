@@ -1,4 +1,4 @@
-"""Tokens are those of the dense run after K and V were in host memory, in a folder, in another process."""
+"""Tokens equal the dense run's after K and V were in host memory, on disk or in another process."""
 
 import pytest
 
@@ -13,7 +13,7 @@ TIERS = {"host": (30, 0), "disk": (0, 30), "host and disk": (4, 30)}
 
 
 def start(sequences, name, prompt, num_tokens=NUM_TOKENS):
-    """Admit and generate; the request, and how many tokens were not computed."""
+    """Admit and generate; return the request, and the number of tokens not computed."""
     from integrations.transformers.made_model import make_request
 
     request = make_request(name, prompt)
@@ -23,7 +23,7 @@ def start(sequences, name, prompt, num_tokens=NUM_TOKENS):
 
 
 def go_on(sequences, request, num_tokens):
-    """Generate until there are so many tokens, and compare."""
+    """Generate up to this many tokens, and compare."""
     from integrations.transformers.made_model import check_kv, generate_dense, make_model, run_step
 
     while request.num_tokens - request.num_prompt_tokens < num_tokens:
@@ -37,7 +37,7 @@ def go_on(sequences, request, num_tokens):
 
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize("name", TIERS)
-def test_a_request_goes_on_from_a_colder_tier(name, write, tmp_path):
+def test_request_resumes_from_a_lower_tier(name, write, tmp_path):
     from integrations.transformers.made_model import make_sequences, make_tiers
     from integrations.transformers.moved_blocks import crowd_out
 
@@ -46,9 +46,9 @@ def test_a_request_goes_on_from_a_colder_tier(name, write, tmp_path):
     sequences.free(request)
     crowd_out(sequences)
     assert sequences.manager.get_computed_blocks(request).num_tokens == 0
-    # 33 tokens, of which the last has no K and V yet: 8 full blocks.
+    # 33 tokens; the last has no K and V yet: 8 full blocks.
     assert sequences.admit(request) == 32
-    by_medium = sequences.read_back.get_statistics().num_tokens_by_medium
+    by_medium = sequences.onboarder.get_statistics().num_tokens_by_medium
     assert by_medium.pop("GPU") == 0
     assert sum(by_medium.values()) == 32
     go_on(sequences, request, NUM_TOKENS + 6)
@@ -57,7 +57,7 @@ def test_a_request_goes_on_from_a_colder_tier(name, write, tmp_path):
     assert num_cached_tokens == 20
 
 
-def test_a_block_goes_from_host_to_disk_and_from_there_to_the_device(tmp_path):
+def test_block_is_offloaded_to_disk_and_onboarded_from_there(tmp_path):
     from integrations.transformers.made_model import make_sequences, make_tiers
     from integrations.transformers.moved_blocks import crowd_out
 
@@ -68,12 +68,12 @@ def test_a_block_goes_from_host_to_disk_and_from_there_to_the_device(tmp_path):
     host, disk = sequences.tiers.get_statistics()
     assert (host.num_blocks, disk.num_blocks) == (2, 6)
     assert sequences.admit(request) == 32
-    by_medium = sequences.read_back.get_statistics().num_tokens_by_medium
+    by_medium = sequences.onboarder.get_statistics().num_tokens_by_medium
     assert by_medium == {"GPU": 0, "CPU": 8, "STORAGE": 24}
     go_on(sequences, request, NUM_TOKENS + 4)
 
 
-def test_what_the_device_and_two_tiers_have_of_a_request_is_put_together(tmp_path):
+def test_request_combines_blocks_of_the_device_and_two_tiers(tmp_path):
     from integrations.transformers.made_model import make_request, make_sequences, make_tiers
     from integrations.transformers.moved_blocks import crowd_out
 
@@ -86,12 +86,12 @@ def test_what_the_device_and_two_tiers_have_of_a_request_is_put_together(tmp_pat
     found = sequences.manager.get_computed_blocks(request).num_tokens
     assert found == 8
     assert sequences.admit(request) == 32
-    statistics = sequences.read_back.get_statistics()
+    statistics = sequences.onboarder.get_statistics()
     assert statistics.num_tokens_by_medium["GPU"] == 8
     go_on(sequences, request, NUM_TOKENS + 4)
 
 
-def test_a_block_that_is_damaged_on_disk_is_computed_again(tmp_path):
+def test_block_damaged_on_disk_is_recomputed(tmp_path):
     from integrations.transformers.made_model import make_sequences, make_tiers
     from integrations.transformers.moved_blocks import crowd_out
 
@@ -108,7 +108,7 @@ def test_a_block_that_is_damaged_on_disk_is_computed_again(tmp_path):
 
 
 def damage(folder):
-    """Flip a bit in each 256 bytes of what is stored."""
+    """Flip a bit in every 256 stored bytes."""
     largest = max((path for path in folder.iterdir()), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         content = bytearray(file.read())
@@ -119,8 +119,8 @@ def damage(folder):
 
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
-def test_a_folder_is_opened_by_another_process(ending, tmp_path):
-    """Whether the one that wrote it has closed it, or was killed."""
+def test_folder_can_be_opened_by_another_process(ending, tmp_path):
+    """The writing process has closed the folder, or was killed."""
     from integrations.transformers.made_model import generate_dense, make_sequences, make_tiers
     from integrations.transformers.node import NodeProcess
 
@@ -140,7 +140,7 @@ def test_a_folder_is_opened_by_another_process(ending, tmp_path):
     sequences.manager.reset_prefix_cache()
 
 
-def test_what_a_request_that_moves_in_displaces_is_in_the_tiers(tmp_path):
+def test_blocks_evicted_by_an_arriving_request_are_in_the_tiers(tmp_path):
     from integrations.transformers.moved_blocks import crowd_out
     from integrations.transformers.node import Node
 

@@ -22,7 +22,7 @@ def test_generated_tokens_complete_blocks():
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(-1, InvalidArgumentError), ("x", InvalidTypeError)])
-def test_tokens_that_can_not_be_hashed_are_not_appended(wrong, error):
+def test_tokens_that_cannot_be_hashed_are_not_appended(wrong, error):
     request = Request("r", [1, 2, 3], BlockHasher("sha256", "s", 2))
     hashes = list(request.block_hashes)
     with pytest.raises(error):
@@ -38,7 +38,7 @@ def test_salts_and_adapters_keep_requests_apart():
     assert not set(plain.block_hashes) & set(salted.block_hashes)
 
 
-def test_a_token_that_is_none_is_noticed_before_its_block_is_full():
+def test_an_invalid_token_is_refused_before_its_block_is_full():
     hasher = BlockHasher("sha256", "s", 4)
     with pytest.raises(InvalidTypeError, match=r"token_ids\[1\] is of type str"):
         Request("r", [1, "x"], hasher)
@@ -48,7 +48,7 @@ def test_a_token_that_is_none_is_noticed_before_its_block_is_full():
     assert request.all_token_ids == [1]
 
 
-def test_tokens_that_break_off_are_not_appended():
+def test_tokens_from_a_failing_iterable_are_not_appended():
     request = Request("r", [1, 2, 3], BlockHasher("sha256", "s", 4))
 
     def broken():
@@ -79,6 +79,6 @@ def test_a_numpy_prompt_becomes_python_ints():
         ((1, "adapter", None), "path is a NoneType"),
     ],
 )
-def test_an_adapter_in_the_order_of_vllms_class_is_refused(arguments, message):
+def test_adapter_arguments_in_vllms_order_are_refused(arguments, message):
     with pytest.raises(InvalidTypeError, match=message):
         LoRARequest(*arguments)

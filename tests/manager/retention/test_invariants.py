@@ -24,14 +24,14 @@ def make_bench():
 
 
 def find_block(bench, first_token):
-    """The cached block of the four tokens from this one on."""
+    """Return the cached block of the four tokens from this one on."""
     request = Request("probe", range(first_token, first_token + 4), HASHER)
     return bench.pool.get_cached_block(request.block_hashes[0], [0])[0]
 
 
 def test_a_sound_retention_passes():
     bench = make_bench()
-    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (4, 2, 3)
+    assert (bench.retention.num_retained, bench.retention.num_pinned, bench.retention.num_pins) == (4, 2, 3)
     check_retention(bench.retention)
 
 
@@ -44,7 +44,7 @@ def number_a_block_without_a_record(bench):
     block.retention_id = bench.retention._records.find(find_block(bench, 0)).retention_id
 
 
-def have_a_record_without_claims(bench):
+def empty_a_record(bench):
     bench.retention._records.find(find_block(bench, 0)).claims = ()
 
 
@@ -69,7 +69,7 @@ def count_a_kept_block_as_pinned(bench):
 
 def free_a_pinned_block(bench):
     placed = bench.retention._placed
-    placed._is_moving = True  # or it would be held again
+    placed._is_moving = True  # otherwise it would be held again
     freed = placed.held.blocks
     placed.held.remove(freed)
     bench.pool.move_to_band(freed, find_band(PINNED))
@@ -88,11 +88,11 @@ def lower_the_limit_of_pins(bench):
     bench.retention._pins.max_pinned_blocks = 2
 
 
-def end_a_session_never(bench):
+def lose_the_end_of_a_session(bench):
     bench.retention._sessions.by_id["chat"].changes_at = NEVER
 
 
-def end_claims_never(bench):
+def lose_the_end_of_claims(bench):
     bench.retention._records.find(find_block(bench, 0)).changes_at = NEVER
 
 
@@ -110,7 +110,7 @@ def lower_the_limit_of_sessions(bench):
     [
         (put_a_kept_block_into_another_band, "R1"),
         (number_a_block_without_a_record, "R2"),
-        (have_a_record_without_claims, "R2"),
+        (empty_a_record, "R2"),
         (count_a_block_too_many, "R2"),
         (keep_a_record_of_no_block, "R2"),
         (leave_a_pinned_block_out, "R3"),
@@ -119,14 +119,14 @@ def lower_the_limit_of_sessions(bench):
         (hold_a_kept_block_as_pinned, "R4"),
         (promise_a_pin_uncounted, "R5"),
         (lower_the_limit_of_pins, "R5"),
-        (end_a_session_never, "R6"),
-        (end_claims_never, "R6"),
+        (lose_the_end_of_a_session, "R6"),
+        (lose_the_end_of_claims, "R6"),
         (lose_the_deadlines, "R6"),
         (lower_the_limit_of_sessions, "R7"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_the_check_of_a_retention_bites(damage, broken):
+def test_each_broken_retention_invariant_is_named(damage, broken):
     bench = make_bench()
     damage(bench)
     with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):

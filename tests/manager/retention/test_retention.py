@@ -67,7 +67,7 @@ class Bench:
         retention = self.retention
         return (
             state(self.pool),
-            retention.num_kept,
+            retention.num_retained,
             retention.num_pinned,
             retention.num_pins,
             retention.list_sessions(),
@@ -76,34 +76,34 @@ class Bench:
 
 
 def prompt(number, num_blocks):
-    """A prompt of so many blocks that shares none with one of another number."""
+    """Return a prompt of `num_blocks` blocks; prompts of different numbers share no block."""
     return [number] * (4 * num_blocks)
 
 
-def test_a_block_of_high_priority_outlives_younger_ones_without():
+def test_a_high_priority_block_outlives_younger_blocks():
     bench = Bench(4)
     bench.run("old", prompt(1, 2), RetentionDirective(priority=80))
     bench.run("young", prompt(2, 2))
     assert state(bench.pool) == "free: 4* 3* 2* 1*"
-    assert bench.retention.num_kept == 2
+    assert bench.retention.num_retained == 2
     assert bench.manager.get_num_free_blocks() == 4
     bench.run("next", prompt(3, 2))
     assert bench.count_hits(prompt(1, 2)) == 8
     assert bench.count_hits(prompt(2, 2)) == 0
 
 
-def test_kept_blocks_are_given_up_when_nothing_else_is_left():
+def test_kept_blocks_are_evicted_when_no_others_are_left():
     bench = Bench(4)
     bench.run("old", prompt(1, 3), RetentionDirective(0, 4, priority=90), RetentionDirective(4, priority=80))
     assert bench.start("big", prompt(2, 3)) is not None
     assert bench.count_hits(prompt(1, 3)) == 4
-    assert bench.retention.num_kept == 1
+    assert bench.retention.num_retained == 1
     assert bench.start("more", prompt(3, 2)) is None
     assert bench.start("last", prompt(3, 1)) is not None
-    assert bench.retention.num_kept == 0
+    assert bench.retention.num_retained == 0
 
 
-def test_a_block_of_low_priority_goes_before_older_ones_without_but_after_empty_ones():
+def test_low_priority_is_evicted_before_default_after_empty():
     bench = Bench(4)
     bench.run("old", prompt(1, 1))
     bench.run("low", prompt(2, 1), RetentionDirective(priority=10))
@@ -117,7 +117,7 @@ def test_a_block_of_low_priority_goes_before_older_ones_without_but_after_empty_
     bench.check()
 
 
-def test_a_block_whose_time_is_up_goes_first():
+def test_a_block_with_an_expired_directive_is_evicted_first():
     bench = Bench(4)
     bench.run("timed", prompt(1, 2), RetentionDirective(priority=90, duration_s=5))
     bench.run("plain", prompt(2, 2))
@@ -130,7 +130,7 @@ def test_a_block_whose_time_is_up_goes_first():
     assert bench.count_hits(prompt(3, 1)) == 4
 
 
-def test_the_duration_counts_from_when_the_block_becomes_free():
+def test_a_duration_starts_when_the_block_becomes_free():
     bench = Bench(4)
     request = bench.start("timed", prompt(1, 2), RetentionDirective(priority=90, duration_s=5))
     bench.clock.now += 50
@@ -147,7 +147,7 @@ def test_the_duration_counts_from_when_the_block_becomes_free():
     assert bench.count_hits(prompt(1, 2)) == 0
 
 
-def test_a_weaker_directive_holds_when_the_stronger_one_is_over():
+def test_a_weaker_directive_applies_after_the_stronger_ends():
     bench = Bench(4)
     bench.run(
         "a", prompt(1, 1), RetentionDirective(priority=90, duration_s=5), RetentionDirective(priority=50)
@@ -159,11 +159,11 @@ def test_a_weaker_directive_holds_when_the_stronger_one_is_over():
     assert bench.count_hits(prompt(2, 1)) == 4
 
 
-def test_a_shared_block_has_the_strongest_directive_of_those_that_shared_it():
+def test_a_shared_block_has_its_strongest_directive():
     bench = Bench(4)
     shared = bench.start("a", prompt(1, 1), RetentionDirective(priority=90))
     bench.run("b", [*prompt(1, 1), 0], RetentionDirective(priority=40))
-    assert bench.retention.num_kept == 0
+    assert bench.retention.num_retained == 0
     bench.manager.free(shared)
     bench.run("c", prompt(2, 1), RetentionDirective(priority=60))
     bench.run("d", prompt(3, 3))
@@ -192,28 +192,28 @@ def test_blocks_without_a_hash_are_never_kept():
     assert state(bench.pool) == "free: 2 3 4 | in use: 1*"
 
 
-def test_35_without_more_says_nothing():
+def test_default_priority_alone_has_no_effect():
     bench = Bench(4)
     bench.run("a", prompt(1, 2), RetentionDirective(0, 8))
     assert not bench.retention.is_active
     assert state(bench.pool) == "free: 3 4 2* 1*"
 
 
-def test_directives_change_while_the_request_runs_and_are_forgotten_with_it():
+def test_directives_can_change_until_the_request_is_freed():
     bench = Bench(4)
     request = bench.start("a", prompt(1, 2), RetentionDirective(priority=90))
     bench.retention.set_directives("a", [RetentionDirective(0, 4, priority=90)])
     bench.manager.free(request)
-    assert bench.retention.num_kept == 1
+    assert bench.retention.num_retained == 1
     bench.run("a", prompt(2, 1))
-    assert bench.retention.num_kept == 1
+    assert bench.retention.num_retained == 1
     bench.retention.set_directives("never started", [RetentionDirective(0, 8, pin=True)])
     assert bench.retention.num_pins == 2
     bench.retention.set_directives("never started", [])
     assert bench.retention.num_pins == 0
 
 
-def test_directives_of_free_blocks_change_by_their_prefix():
+def test_directives_of_free_blocks_are_changed_by_prefix():
     bench = Bench(6)
     request = bench.run("a", prompt(1, 3))
     assert bench.retention.change_directives(request, [RetentionDirective(0, 8, priority=90)]) == 2
@@ -222,7 +222,7 @@ def test_directives_of_free_blocks_change_by_their_prefix():
     bench.clock.now += 50
     assert bench.retention.change_directives(request, [RetentionDirective(4, 8, duration_s=5)]) == 1
     bench.clock.now += 4
-    assert bench.retention.num_kept == 2
+    assert bench.retention.num_retained == 2
     bench.clock.now += 1
     bench.run("b", prompt(2, 4))
     assert bench.count_hits(prompt(1, 2)) == 4
@@ -232,21 +232,21 @@ def test_directives_of_free_blocks_change_by_their_prefix():
     assert bench.retention.change_directives(Request("x", prompt(9, 3), HASHER), [RetentionDirective()]) == 0
 
 
-def test_pinned_blocks_are_never_taken_and_not_counted_as_free():
+def test_pinned_blocks_are_never_reused_nor_counted_as_free():
     bench = Bench(4)
     bench.run("a", prompt(1, 2), RetentionDirective(0, 8, pin=True, duration_s=5))
-    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (0, 2, 2)
+    assert (bench.retention.num_retained, bench.retention.num_pinned, bench.retention.num_pins) == (0, 2, 2)
     assert bench.manager.get_num_free_blocks() == 2
     assert bench.start("b", prompt(2, 3)) is None
     assert bench.count_hits(prompt(1, 2)) == 8
     bench.clock.now += 5
-    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (0, 0, 0)
+    assert (bench.retention.num_retained, bench.retention.num_pinned, bench.retention.num_pins) == (0, 0, 0)
     assert bench.manager.get_num_free_blocks() == 4
     assert bench.start("b", prompt(2, 3)) is not None
     assert bench.count_hits(prompt(1, 2)) == 4
 
 
-def test_a_hit_on_a_pinned_block_needs_no_free_one():
+def test_a_hit_on_a_pinned_block_needs_no_free_block():
     bench = Bench(3)
     bench.run("a", prompt(1, 2), RetentionDirective(0, 8, pin=True))
     assert bench.start("b", [*prompt(1, 2), 7]) is not None
@@ -254,12 +254,12 @@ def test_a_hit_on_a_pinned_block_needs_no_free_one():
     assert bench.manager.get_num_free_blocks() == 0
 
 
-def test_a_refused_pin_says_why_and_changes_nothing():
+def test_a_refused_pin_gives_the_reason_and_changes_nothing():
     bench = Bench(8, max_pinned_blocks=3)
     request = bench.start("a", prompt(1, 2), RetentionDirective(0, 8, pin=True))
     before = bench.snapshot()
     with pytest.raises(
-        PinLimitError, match="2 blocks would be pinned, and 2 others are or may become so; at most 3 may"
+        PinLimitError, match="2 blocks would be pinned, and 2 others are or may become pinned; the limit is 3"
     ):
         bench.retention.set_directives("b", [RetentionDirective(0, 8, pin=True)])
     assert bench.snapshot() == before
@@ -288,32 +288,32 @@ def test_a_refused_pin_says_why_and_changes_nothing():
         {"pin": True},
     ],
 )
-def test_a_directive_that_can_not_be_meant_is_refused(words):
+def test_an_invalid_directive_is_refused(words):
     with pytest.raises(InvalidArgumentError):
         RetentionDirective(**words)
 
 
-def test_a_session_is_kept_for_its_next_turn():
+def test_a_session_is_kept_until_its_next_turn():
     bench = Bench(6)
     first = bench.start("turn 1", prompt(1, 3), session_id="chat")
     assert bench.retention.keep_session("chat", first, until=160) == 3
     bench.manager.free(first)
     bench.run("other", prompt(2, 3))
     bench.run("another", prompt(3, 3))
-    assert bench.retention.num_kept == 3
+    assert bench.retention.num_retained == 3
     second = bench.start("turn 2", prompt(1, 2) + [5] * 8, session_id="chat")
     assert second.num_computed_tokens == 16
     assert bench.retention.num_sessions == 0
-    assert bench.retention.num_kept == 0
+    assert bench.retention.num_retained == 0
     bench.manager.free(second)
     assert not bench.retention.is_active
 
 
-def test_a_session_that_is_kept_before_the_request_is_freed_is_about_the_blocks_that_are_hit():
+def test_a_session_of_a_running_request_keeps_the_hit_blocks():
     bench = Bench(8)
     first = bench.start("first", prompt(1, 2))
     twin = Request("twin", prompt(1, 2), HASHER)
-    bench.manager.allocate_slots(twin, twin.num_tokens)  # without a look for hits
+    bench.manager.allocate_slots(twin, twin.num_tokens)  # without a lookup
     other = bench.start("other", prompt(2, 2))
     assert bench.retention.keep_session("chat", twin, until=200.0) == 2
     assert bench.retention.keep_session("more", other, until=200.0) == 2
@@ -321,13 +321,13 @@ def test_a_session_that_is_kept_before_the_request_is_freed_is_about_the_blocks_
         bench.manager.free(request)
         bench.check()
     assert state(bench.pool) == "free: 7 8 4* 3* 2* 1* 6* 5*"
-    assert bench.retention.num_kept == 4
+    assert bench.retention.num_retained == 4
     assert bench.retention.end_session("chat")
-    assert bench.retention.num_kept == 2
+    assert bench.retention.num_retained == 2
     bench.check()
 
 
-def test_a_session_is_about_the_tokens_of_the_request_not_about_its_id():
+def test_a_session_is_bound_to_tokens_not_to_the_request_id():
     bench = Bench(8)
     bench.run("gone", prompt(1, 2))
     running = bench.start("r", prompt(2, 2))
@@ -339,11 +339,11 @@ def test_a_session_is_about_the_tokens_of_the_request_not_about_its_id():
     longer = Request("s", prompt(2, 3), HASHER)
     assert bench.retention.keep_session("more", longer, until=200.0) == 3
     bench.manager.free(grown)
-    assert bench.retention.num_kept == 5
+    assert bench.retention.num_retained == 5
     bench.check()
 
 
-def test_a_session_ends_at_its_deadline_or_when_it_is_told_to():
+def test_a_session_ends_at_its_deadline_or_on_end_session():
     bench = Bench(6)
     first = bench.run("a", prompt(1, 2))
     second = bench.run("b", prompt(2, 2))
@@ -361,7 +361,7 @@ def test_a_session_ends_at_its_deadline_or_when_it_is_told_to():
     bench.check()
 
 
-def test_a_session_too_many_ends_the_one_that_would_end_first():
+def test_a_session_above_the_limit_ends_the_next_to_end():
     bench = Bench(8, max_sessions=2)
     for number, until in ((1, 150), (2, 130), (3, 140)):
         request = bench.run(f"r{number}", prompt(number, 2))
@@ -372,7 +372,7 @@ def test_a_session_too_many_ends_the_one_that_would_end_first():
     assert bench.retention.num_sessions == 2
 
 
-def test_a_session_that_can_not_be_kept_changes_nothing():
+def test_an_invalid_session_changes_nothing():
     bench = Bench(6)
     request = bench.run("a", prompt(1, 2))
     before = bench.snapshot()
@@ -382,7 +382,7 @@ def test_a_session_that_can_not_be_kept_changes_nothing():
     assert bench.snapshot() == before
 
 
-def test_sessions_do_not_pile_up_on_a_block_that_is_always_in_use():
+def test_sessions_do_not_pile_up_on_a_block_in_use():
     bench = Bench(6, max_sessions=3)
     always = bench.start("always", prompt(1, 2))
     for number in range(20):
@@ -403,7 +403,7 @@ def test_kept_blocks_that_are_freed_once_more_are_refused():
     assert bench.snapshot() == before
 
 
-def test_a_reset_gives_everything_up_but_not_while_something_is_in_use(caplog):
+def test_a_reset_releases_pins_unless_blocks_are_in_use(caplog):
     bench = Bench(6)
     running = bench.start("a", prompt(1, 1))
     bench.run("b", prompt(2, 2), RetentionDirective(0, 4, pin=True), RetentionDirective(4, priority=90))
@@ -417,7 +417,7 @@ def test_a_reset_gives_everything_up_but_not_while_something_is_in_use(caplog):
     bench.check()
 
 
-def test_eviction_of_kept_blocks_is_announced_like_any():
+def test_eviction_of_kept_blocks_publishes_events():
     bench = Bench(3, events=True)
     bench.run("a", prompt(1, 3), RetentionDirective(priority=90))
     bench.manager.take_events()
@@ -426,7 +426,7 @@ def test_eviction_of_kept_blocks_is_announced_like_any():
     assert kinds == ["BlockRemoved", "BlockRemoved", "BlockStored"]
 
 
-def test_all_groups_keep_their_blocks_those_outside_the_window_too():
+def test_all_groups_keep_blocks_also_outside_the_window():
     groups = [FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=4)]
     bench = Bench(16, groups=groups, max_pinned_blocks=16)
     request = bench.start("a", prompt(1, 4), RetentionDirective(0, 8, priority=90))
@@ -435,10 +435,10 @@ def test_all_groups_keep_their_blocks_those_outside_the_window_too():
     request.num_computed_tokens = request.num_tokens
     bench.check()
     num_dropped = bench.manager.get_table("a", 1).num_null_blocks
-    assert num_dropped == 3  # of which the second is cached and covered: what ends at token 8 can be hit
-    assert bench.retention.num_kept == 1
+    assert num_dropped == 3  # the second is cached and covered: a prefix that ends at token 8 can be hit
+    assert bench.retention.num_retained == 1
     bench.manager.free(request)
-    assert bench.retention.num_kept == 2
+    assert bench.retention.num_retained == 2
     bench.run("b", prompt(3, 6))
     assert bench.count_hits([*prompt(1, 2), 0]) == 8
     bench.check()
@@ -462,13 +462,13 @@ def test_a_retention_belongs_to_its_managers_pool():
         BlockRetention(BlockPool(4, True, 4), Clock(), -1)
 
 
-def test_a_pool_has_one_retention_since_its_blocks_have_room_for_one():
+def test_a_pool_has_at_most_one_retention():
     bench = Bench(4)
-    with pytest.raises(InvalidArgumentError, match="has a placement already"):
+    with pytest.raises(InvalidArgumentError, match="already has a band policy"):
         BlockRetention(bench.pool, bench.clock)
 
 
-def test_what_was_said_of_a_block_is_void_when_it_gets_another_hash_behind_the_retentions_back():
+def test_claims_on_a_block_are_void_after_it_gets_another_hash():
     bench = Bench(4, max_pinned_blocks=2)
     shared = bench.start("a", prompt(1, 1))
     bench.run("b", [*prompt(1, 1), 0], RetentionDirective(0, 4, pin=True))
@@ -483,7 +483,7 @@ def test_what_was_said_of_a_block_is_void_when_it_gets_another_hash_behind_the_r
     assert not bench.retention.is_active
 
 
-def test_a_table_with_several_kinds_of_claims_is_kept_by_what_each_block_has():
+def test_each_block_of_a_table_is_kept_by_its_own_claims():
     bench = Bench(8)
     bench.run("a", prompt(1, 2), RetentionDirective(priority=90))
     both = bench.start("b", [*prompt(1, 2), *[7] * 8], RetentionDirective(4, 12, priority=60, duration_s=5))
@@ -503,7 +503,7 @@ def test_without_directives_the_retention_is_never_called():
     assert ids(bench.pool.free_block_queue.get_all_free_blocks()) == [3, 4, 5, 6, 2, 1]
 
 
-def test_many_deadlines_of_blocks_gone_do_not_pile_up():
+def test_deadlines_of_evicted_blocks_do_not_pile_up():
     bench = Bench(4)
     for number in range(500):
         bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
@@ -511,7 +511,7 @@ def test_many_deadlines_of_blocks_gone_do_not_pile_up():
     assert len(bench.retention._records.list_records()) <= 4
 
 
-def test_blocks_that_are_given_back_again_are_not_pinned_beyond_what_was_promised():
+def test_blocks_freed_twice_are_pinned_only_as_promised():
     pool = BlockPool(12, True, 4)
     retention = BlockRetention(pool, lambda: 0.0, max_pinned_blocks=2)
     manager = KVCacheManager(pool, retention=retention)
@@ -520,13 +520,13 @@ def test_blocks_that_are_given_back_again_are_not_pinned_beyond_what_was_promise
         request = Request(name, range(start, start + 8), HASHER)
         manager.allocate_slots(request, 8)
         request.num_computed_tokens = 8
-    for name in ("a", "b"):  # as where a request was swapped out, and came back to other blocks
+    for name in ("a", "b"):  # as for a request that was swapped out and came back to other blocks
         retention.label_table("a", 0, 0, manager.get_table(name).blocks)
         assert retention.num_pins == 2
     check_retention(retention)
 
 
-def test_a_block_that_was_given_back_before_it_was_full_is_pinned_when_it_comes_back_full():
+def test_a_block_freed_before_it_was_full_is_pinned_when_full():
     pool = BlockPool(12, True, 4)
     retention = BlockRetention(pool, lambda: 0.0, max_pinned_blocks=2)
     manager = KVCacheManager(pool, retention=retention)
@@ -534,7 +534,7 @@ def test_a_block_that_was_given_back_before_it_was_full_is_pinned_when_it_comes_
     request = Request("b", range(8), HASHER)
     manager.allocate_slots(request, 6)
     request.num_computed_tokens = 6
-    retention.label_table("a", 0, 0, manager.get_table("b").blocks)  # as where "a" is swapped out
+    retention.label_table("a", 0, 0, manager.get_table("b").blocks)  # as when "a" is swapped out
     assert (len(retention._pins.blocks), retention.num_pins) == (1, 2)
     manager.allocate_slots(request, 2)
     retention.label_table("a", 0, 0, manager.get_table("b").blocks)

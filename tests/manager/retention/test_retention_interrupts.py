@@ -1,4 +1,4 @@
-"""Calls of a `BlockRetention` that a signal handler breaks off: each block is kept, in use or free."""
+"""Calls of a `BlockRetention` that a signal handler interrupts: each block is kept, in use or free."""
 
 import contextlib
 import random
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Bench:
-    """Prompts that are kept for several reasons, and two requests that run and share a prefix."""
+    """Prompts that are kept for several reasons, and two running requests that share a prefix."""
 
     def __init__(self, pool_class=BlockPool):
         self.clock = Clock()
@@ -46,7 +46,7 @@ class Bench:
         self.retention.keep_session("one", self.requests["chat"], until=150.0)
         self.start("running", 300, RetentionDirective(0, 16, priority=70), num_tokens=16)
         self.start("sharing", 300, RetentionDirective(0, 8, pin=True, duration_s=9.0), num_tokens=16)
-        self.lease = self.leases.lend(self.find("short"), 150.0, "reader")
+        self.lease = self.leases.acquire(self.find("short"), 150.0, "reader")
         self.manager.take_events()
 
     def make(self, name, start, num_tokens=12, session_id=None):
@@ -66,7 +66,7 @@ class Bench:
         self.manager.free(self.start(name, start, *directives, session_id=session_id))
 
     def find(self, name):
-        """The cached blocks of the request's prompt."""
+        """Return the cached blocks of the request's prompt."""
         hashes = self.requests[name].block_hashes
         return [block for one in hashes for block in self.pool.get_cached_block(one, [0]) or ()]
 
@@ -87,7 +87,7 @@ class Bench:
         check_manager(self.manager, self.requests.values())
         for name in self.retention._directives.by_request:
             assert self.manager.holds_blocks(name), f"{name} is gone, and its directives count"
-        assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases()) + 1  # that of the pins
+        assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases()) + 1  # the hold of the pins
 
 
 def end_claims(bench):
@@ -97,7 +97,7 @@ def end_claims(bench):
 
 def end_session(bench):
     bench.wait(60)
-    assert bench.retention.num_kept >= 0
+    assert bench.retention.num_retained >= 0
 
 
 def forget(bench):
@@ -127,7 +127,7 @@ RETENTION_CALLS = {
     "a session ended": lambda bench: bench.retention.end_session("one"),
     "claims over": end_claims,
     "a session over": end_session,
-    "blocks claimed": lambda bench: bench.retention.claim_blocks(bench.find("running"), 95),
+    "blocks claimed": lambda bench: bench.retention.set_priority(bench.find("running"), 95),
     "blocks forgotten": lambda bench: forget(bench),
     "all released": lambda bench: bench.retention.release_all(),
     "a request forgotten": lambda bench: bench.retention.forget_request("sharing"),
@@ -142,23 +142,23 @@ MANAGER_CALLS = {
     "evicted": lambda bench: bench.manager.evict_blocks({one.block_id for one in bench.find("pinned")}),
 }
 LEASE_CALLS = {
-    "lent from what is kept": lambda bench: bench.leases.lend(bench.find("low"), 150.0, "other"),
-    "lent while in use": lambda bench: bench.leases.lend(bench.find("high"), 150.0, "other"),
-    "given back": lambda bench: bench.lease.give_back(),
+    "leased from what is kept": lambda bench: bench.leases.acquire(bench.find("low"), 150.0, "other"),
+    "leased while in use": lambda bench: bench.leases.acquire(bench.find("high"), 150.0, "other"),
+    "released": lambda bench: bench.lease.release(),
 }
 CALLS = {**RETENTION_CALLS, **MANAGER_CALLS, **LEASE_CALLS}
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_leaves_each_block_kept_in_use_or_free(name, pool):
+def test_an_interrupt_leaves_each_block_in_one_state(name, pool):
     tried, broken = interrupt_everywhere(lambda: Bench(POOLS[pool]), CALLS[name], Bench.check)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 
 @pytest.mark.parametrize("pool", ["blocks", pytest.param("runs", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_in_the_recovery_leaves_each_block_kept_in_use_or_free(name, pool):
+def test_an_interrupted_recovery_leaves_each_block_in_one_state(name, pool):
     def check(bench):
         with contextlib.suppress(KVPoolError):
             bench.manager.allocate_slots(bench.requests["running"], 0)

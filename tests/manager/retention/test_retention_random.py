@@ -1,4 +1,4 @@
-"""Random requests, directives and sessions through a manager; a model ranks all blocks to find victims."""
+"""Random requests, directives and sessions; a model ranks all blocks to predict which are evicted."""
 
 import random
 
@@ -41,7 +41,7 @@ class SlowRetention:
         self.references = dict.fromkeys(range(1, NUM_BLOCKS + 1), 0)
         self.contents = dict.fromkeys(self.references)
         self.claims = {block_id: [] for block_id in self.references}  # (strength, duration, until, session)
-        self.placed = {}  # block id -> (band, freed at, number), where it has claims and is free or held
+        self.placed = {}  # block id -> (band, freed at, number), if it has claims and is free or held
         self.number = 0
         self.sessions = {}  # name -> (until, unique claim, block ids)
         self.directives = {}  # request id -> directives
@@ -49,7 +49,7 @@ class SlowRetention:
 
     @property
     def queue(self):
-        """The free blocks, next to be reused first."""
+        """Return the free blocks, next to be reused first."""
         return [block_id for band in sorted(self.bands) if band != HELD for block_id in self.bands[band]]
 
     @property
@@ -84,7 +84,7 @@ class SlowRetention:
         self.placed.pop(block_id, None)
 
     def settle(self, block_id, claims, freed_at):
-        """Give a free or held block claims that are in force, and the place that goes with them."""
+        """Set the claims in force on a free or held block, and its place."""
         self.claims[block_id] = claims
         band = self.placed.pop(block_id, (None, 0, 0))[0]
         if claims:
@@ -96,7 +96,7 @@ class SlowRetention:
                 self.put(block_id, new)
 
     def expire(self):
-        """End claims one time after the other."""
+        """End claims in the order of their ends."""
         while True:
             ends = {
                 block_id: min(self.find_end(block_id, claim) for claim in self.claims[block_id])
@@ -107,7 +107,7 @@ class SlowRetention:
                 break
             block_ids = [block_id for block_id, end in ends.items() if end == due]
             for block_id in sorted(block_ids, key=lambda block_id: self.placed[block_id][2]):
-                if self.references[block_id]:  # a lease reads it: the pin is renewed when the lease ends
+                if self.references[block_id]:  # leased: the pin is renewed when the lease ends
                     self.remove(block_id)
                     del self.placed[block_id]
                     continue
@@ -191,7 +191,7 @@ class SlowRetention:
 
 
 def add(claims, claim):
-    """Claims of directives that another outlives and outranks do not count."""
+    """Remove directives' claims that another claim outlives and outranks."""
     both = [*claims, claim]
     return [
         one
@@ -211,7 +211,7 @@ def claim_of(directive):
 
 
 def places_of(directive, num_blocks):
-    """Places of the blocks any of whose tokens the directive covers."""
+    """Return the places of all blocks that the directive covers in part."""
     return [
         place
         for place in range(num_blocks)
@@ -220,7 +220,7 @@ def places_of(directive, num_blocks):
 
 
 class Run:
-    """One random history of a manager and of the model beside it."""
+    """One random history of a manager, compared with the model."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -232,7 +232,7 @@ class Run:
         self.leases = BlockLeases(self.pool, clock)
         self.running = {}
         self.seen = []
-        self.lent = []
+        self.leased = []
         self.num_started = self.num_victims = self.num_hits = 0
 
     def make_directives(self):
@@ -256,7 +256,7 @@ class Run:
                 self.model.contents[block_id] = tuple(request.all_token_ids[: 4 * place + 4])
 
     def found(self, request, places):
-        """The cached blocks of a prefix; which copy counts is the pool's business."""
+        """Return the cached blocks of a prefix; the pool decides between copies."""
         for place in places:
             blocks = self.pool.get_cached_block(request.block_hashes[place], [0])
             if blocks is not None:
@@ -409,26 +409,26 @@ class Run:
             model.remove(block_id)
         model.forget(block_id)
 
-    def lend(self):
+    def lease_blocks(self):
         model = self.model
         readable = [
             block_id for block_id in model.contents if model.contents[block_id] or model.references[block_id]
         ]
-        if readable and len(self.lent) < 2:
+        if readable and len(self.leased) < 2:
             block_ids = self.random.sample(readable, min(len(readable), 2))
             blocks = [self.pool.blocks[block_id] for block_id in block_ids]
             self.retention.expire()
-            self.lent.append(self.leases.lend(blocks, model.now + self.random.randint(1, 4), "reader"))
+            self.leased.append(self.leases.acquire(blocks, model.now + self.random.randint(1, 4), "reader"))
             model.touch(block_ids, is_hit=False)
 
     def take_back(self):
-        self.retention.expire()  # leases know nothing of claims
+        self.retention.expire()  # leases do not end claims
         for lease in self.leases.expire():
             self.model.release(ids(lease.blocks)[::-1])
-            self.lent.remove(lease)
-        if self.lent and self.random.random() < 0.5:
-            lease = self.lent.pop(self.random.randrange(len(self.lent)))
-            lease.give_back()
+            self.leased.remove(lease)
+        if self.leased and self.random.random() < 0.5:
+            lease = self.leased.pop(self.random.randrange(len(self.leased)))
+            lease.release()
             self.model.release(ids(lease.blocks)[::-1])
 
     def reset(self):
@@ -446,7 +446,7 @@ class Run:
 
     def step(self):
         steps = [self.start, self.grow, self.finish, self.wait, self.redirect, self.end_session]
-        steps += [self.evict, self.lend, self.take_back, self.reset]
+        steps += [self.evict, self.lease_blocks, self.take_back, self.reset]
         self.random.choices(steps, [9, 5, 7, 4, 4, 1, 1, 1, 2, 0.3])[0]()
 
     def check(self):
@@ -458,7 +458,7 @@ class Run:
         for block_id, count in model.references.items():
             assert self.pool.blocks[block_id].ref_cnt == count + (block_id in model.held)
             assert (self.pool.blocks[block_id].block_hash is not None) == bool(model.contents[block_id])
-        assert retention.num_kept == len(model.placed) - len(model.held)
+        assert retention.num_retained == len(model.placed) - len(model.held)
         assert retention.num_pinned == sum(model.references[block_id] == 0 for block_id in model.held)
         assert retention.num_pins == model.count_pins()
         assert dict(retention.list_sessions()) == {name: kept[0] for name, kept in model.sessions.items()}
@@ -466,22 +466,22 @@ class Run:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_victims_are_those_that_the_definition_picks(seed):
+def test_evicted_blocks_follow_the_definition(seed):
     run = Run(seed)
     for number in range(NUM_STEPS):
         run.step()
-        if seed % 2 or number % 7 == 0:  # a check looks at the clock, which may be what makes things right
+        if seed % 2 or number % 7 == 0:  # a check reads the clock, which alone may repair the state
             run.check()
     for request in list(run.running.values()):
         run.manager.free(request)
     for lease in run.leases.list_leases():
-        lease.give_back()
+        lease.release()
     run.retention.release_all()
     assert run.pool.get_num_free_blocks() == NUM_BLOCKS
     assert not run.retention.is_active
 
 
-def test_the_histories_are_worth_something():
+def test_the_random_histories_cover_all_cases():
     runs = [Run(seed) for seed in range(20)]
     for run in runs:
         for _ in range(NUM_STEPS):

@@ -7,7 +7,7 @@ from kv_pool.manager.swap.open_plans import PlanState
 
 
 def make_engine():
-    """One request is running, one swapped out, one on its way back."""
+    """One request is running, one is swapped out, one is being swapped in."""
     engine = SwapEngine(12, 12)
     for name, first in (("running", 0), ("swapped", 20), ("arriving", 40)):
         request = engine.make_request(name, range(first, first + 10))

@@ -1,4 +1,4 @@
-"""Calls of a `BlockSwapper` that a signal handler breaks off: a request is in one place, whole."""
+"""Calls of a `BlockSwapper` that a signal handler interrupts: each request is in one place, complete."""
 
 import random
 from collections import Counter
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 class Swapping:
-    """A request that runs, one that shares its blocks, one swapped out, and one with a host prefix."""
+    """A running request, one that shares its blocks, one swapped out, and one with a prefix on the host."""
 
     def __init__(self, shape, before):
         options = SHAPES[shape]
@@ -78,8 +78,8 @@ class Swapping:
     # ---- checks ----------------------------------------------------------------------------------
 
     def check(self):
-        """References, holds and content are right, and the engine can go on."""
-        # The next calls.
+        """Check references, holds and content, and that the engine can continue."""
+        # Then make the next calls.
         self.swapper.list_open_plans()
         self.engine.manager.allocate_slots(self.requests["sharing"], 0)
         self.check_balance()
@@ -121,7 +121,7 @@ class Swapping:
         engine.check_cached()
 
     def go_on(self):
-        """Each request goes to the other side, or starts."""
+        """Move each request to the other side, or start it."""
         engine, swapper = self.engine, self.swapper
         for name, request in self.requests.items():
             if engine.manager.holds_blocks(name):
@@ -158,7 +158,7 @@ CALLS = {
     ["retention", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("full", "full and window"))],
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_moment_leaves_each_request_in_one_place(name, shape):
+def test_an_interrupt_leaves_each_request_in_one_place(name, shape):
     before, call = CALLS[name]
     tried, broken = interrupt_everywhere(lambda: Swapping(shape, before), call, Swapping.check)
     assert tried > 0
@@ -166,7 +166,7 @@ def test_an_interrupt_at_any_moment_leaves_each_request_in_one_place(name, shape
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_in_the_recovery_leaves_each_request_in_one_place(name):
+def test_an_interrupted_recovery_leaves_requests_in_one_place(name):
     before, call = CALLS[name]
     make = partial(Swapping, "retention", before)
     tried, broken = interrupt_twice_at_random(make, call, Swapping.check, random.Random(name), 30)
@@ -175,7 +175,7 @@ def test_an_interrupt_in_the_recovery_leaves_each_request_in_one_place(name):
 
 
 class Signals:
-    """Three requests that go anywhere, without bytes, as far as a signal lets them."""
+    """Move three requests at random, without bytes, until a signal interrupts."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -231,7 +231,7 @@ class Signals:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_signals_at_random_times_lose_no_block_of_a_swap(seed):
+def test_signals_at_random_times_lose_no_block(seed):
     signals = Signals(seed)
     with alarm_that_raises():
         for _ in range(250):

@@ -1,8 +1,8 @@
-"""Random lives of requests over a device pool and a host pool that are both too small for them.
+"""Random requests over a device pool and a host pool that are both too small for them.
 
-Every copy is made by the real storage, some of them only in part; plans stay open while others go on. After
-each step every request reads its own tokens back, wherever it is, and whatever is findable is what its hash
-promises. Answers are compared with a full scan.
+The real storage makes every copy, some of them only in part; plans stay open while other requests run. After
+each step every request reads its own tokens back, wherever it is, and each cached block is compared with the
+content that its hash stands for. Results are compared with a full scan.
 """
 
 import random
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 class Life:
-    """One scheduler with more on its hands than fits, that does whatever comes to its mind."""
+    """One scheduler with more requests than fit; each step calls a random method."""
 
     def __init__(self, seed, groups, events, watermark=0.0):
         self.random = random.Random(seed)
@@ -45,7 +45,7 @@ class Life:
         num_host_blocks = self.random.choice([6, 10, 18]) * num_groups
         self.engine = SwapEngine(num_blocks, num_host_blocks, groups, events=events, watermark=watermark)
         self.families = [self.make_tokens(self.random.randint(8, 24)) for _ in range(6)]
-        self.requests = {}  # by name; where each is, is in the books of manager and swapper
+        self.requests = {}  # by name; manager and swapper know where each one is
         self.num_made = 0
         self.counts = dict.fromkeys(("out", "in", "failed", "shared", "later", "never", "fork"), 0)
 
@@ -63,7 +63,7 @@ class Life:
         return [self.requests[name] for name in self.swapper.list_swapped_out()]
 
     def waiting(self):
-        """Those that were made and are nowhere."""
+        """Return the requests that hold no blocks on either side."""
         plans = {plan.request_id for plan in self.swapper.list_open_plans()}
         return [
             request
@@ -73,7 +73,7 @@ class Life:
             and name not in plans
         ]
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------
 
     def step(self):
         often = [self.start, self.grow, self.swap_out, self.swap_in, self.close]
@@ -130,7 +130,7 @@ class Life:
         num_left = request.num_tokens - request.num_computed_tokens
         num_new, num_lookahead = self.random.randint(0, num_left), self.random.choice([0, 0, 0, 0, 3, 40])
         if any(isinstance(spec, MambaSpec) for spec in self.engine.manager.groups):
-            num_lookahead = 0  # guessed tokens would need states of their own
+            num_lookahead = 0  # speculative tokens would need states of their own
         options = {"num_new_tokens": num_new, "num_lookahead_tokens": num_lookahead}
         expected = self.judge_swap_in(request, **options)
         before = picture(self.engine)
@@ -183,7 +183,7 @@ class Life:
         raise CopyFailedError("there was nothing to copy")
 
     def finish(self):
-        """A request ends, or its user goes away."""
+        """End or abort a request."""
         if not self.requests:
             return
         name = self.random.choice(list(self.requests))
@@ -205,13 +205,13 @@ class Life:
         self.counts["fork"] += 1
 
     def evict(self):
-        """Some blocks are found to be invalid, and computed by nobody: only their hashes go."""
+        """Evict random blocks, as if they were invalid; only their hashes are removed."""
         for pool in (self.engine.manager.block_pool, self.swapper.host_pool):
             if self.random.random() < 0.2:
                 pool.evict_blocks([self.random.randrange(1, pool.num_gpu_blocks)])
 
     def blunder(self):
-        """A call for a request that is elsewhere is refused, and changes nothing."""
+        """Check that a call for a request on the other side is refused and changes nothing."""
         if not self.requests:
             return
         request = self.random.choice(list(self.requests.values()))
@@ -247,7 +247,7 @@ class Life:
         return self.judge(request, tables, pool, num_more, num_to_leave)
 
     def judge(self, request, tables, pool, num_more, num_to_leave):
-        """By scanning all blocks of the pool for each one of the request."""
+        """Compute the expected status by scanning all blocks of the pool for each block of the request."""
         num_computed = request.num_computed_tokens
         num_needed = num_taken = num_more
         for group, table in zip(self.swapper._groups, tables, strict=True):
@@ -278,7 +278,7 @@ class Life:
         self.engine.check_cached()
 
     def end(self):
-        """Everybody goes, and nothing is left in use."""
+        """End all requests, and check that no block is in use."""
         for plan in self.swapper.list_open_plans():
             plan.abort()
         for request in self.running():
@@ -295,7 +295,7 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_byte_is_lost_and_no_answer_is_wrong(shape, seed):
+def test_random_swaps_lose_no_byte_and_give_right_answers(shape, seed):
     life = Life(seed, SHAPES[shape], events=seed % 2 == 1, watermark=0.1 * (seed % 3))
     for _ in range(500):
         life.step()
@@ -303,7 +303,7 @@ def test_no_byte_is_lost_and_no_answer_is_wrong(shape, seed):
     assert min(life.counts[kind] for kind in ("out", "in", "failed", "later", "fork")) > 0, life.counts
 
 
-def test_everything_that_can_happen_happens():
+def test_the_random_swaps_cover_all_events():
     counts = {}
     for seed in range(3):
         life = Life(seed, None, events=False)

@@ -35,7 +35,7 @@ FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size
 
 
 def picture(engine):
-    """Both pools, and who is where."""
+    """Return both pools' state, and the requests on each side."""
     manager, swapper = engine.manager, engine.swapper
     groups = range(len(manager.groups))
     return (
@@ -66,7 +66,7 @@ def moves(plan):
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def test_a_swapped_request_has_its_blocks_on_the_host_and_leaves_what_was_cached_findable():
+def test_a_swapped_out_request_stays_cached_on_the_device():
     engine = SwapEngine(8, 8)
     request = started(engine, "a", range(10))
     plan = engine.swapper.swap_out(request)
@@ -80,7 +80,7 @@ def test_a_swapped_request_has_its_blocks_on_the_host_and_leaves_what_was_cached
     swap_invariants.check(engine.swapper)
 
 
-def test_while_the_plan_is_open_nobody_gets_its_blocks():
+def test_blocks_of_an_open_plan_are_not_reused():
     engine = SwapEngine(4, 4)
     request = started(engine, "a", range(10))
     plan = engine.swapper.swap_out(request)
@@ -119,7 +119,7 @@ def test_blocks_that_the_host_has_are_shared_and_not_copied():
     engine.check_on_host(second)
 
 
-def test_a_block_on_the_host_that_is_free_is_shared_before_blocks_are_taken():
+def test_a_free_host_block_is_shared_before_blocks_are_taken():
     engine = SwapEngine(8, 3)
     engine.swapper.drop(swapped(engine, "a", range(8)))
     assert state(engine.swapper.host_pool) == "free: 3 2* 1*"
@@ -131,7 +131,7 @@ def test_a_block_on_the_host_that_is_free_is_shared_before_blocks_are_taken():
     engine.check_on_host(second)
 
 
-def test_a_block_that_was_reported_invalid_is_not_findable_on_the_host():
+def test_an_invalid_block_cannot_be_hit_on_the_host():
     engine = SwapEngine(8, 8)
     request = started(engine, "a", range(12))
     engine.manager.evict_blocks([2])
@@ -142,7 +142,7 @@ def test_a_block_that_was_reported_invalid_is_not_findable_on_the_host():
     engine.check(request)
 
 
-def test_a_block_that_turns_out_invalid_while_it_is_copied_is_not_findable_on_the_host():
+def test_a_block_found_invalid_during_its_copy_is_not_cached():
     engine = SwapEngine(8, 8)
     request = started(engine, "a", range(12))
     plan = engine.swapper.swap_out(request)
@@ -151,11 +151,11 @@ def test_a_block_that_turns_out_invalid_while_it_is_copied_is_not_findable_on_th
     assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3*"
 
 
-def test_a_block_that_is_cached_but_not_computed_is_not_findable_on_the_host():
+def test_a_cached_block_without_content_is_not_cached_on_host():
     engine = SwapEngine(8, 8)
     request = engine.make_request("a", range(12))
     engine.manager.allocate_slots(request, 12)
-    request.num_computed_tokens = 6  # as after half of a step
+    request.num_computed_tokens = 6  # half of a step is counted
     plan = engine.swapper.swap_out(request)
     engine.copy(plan)
     plan.commit()
@@ -167,7 +167,7 @@ def test_a_block_that_is_cached_but_not_computed_is_not_findable_on_the_host():
     assert engine.manager.get_table("a").num_cached_blocks == 1
 
 
-def test_a_block_that_is_findable_by_a_part_of_its_tokens_is_not_taken_for_all_of_them():
+def test_a_partly_hashed_block_is_not_shared_as_a_full_one():
     engine = SwapEngine(8, 8, (FullAttentionSpec(block_size=8),))
     request = engine.make_request("a", range(16))
     engine.manager.allocate_slots(request, 16, delay_cache_blocks=True)
@@ -179,7 +179,7 @@ def test_a_block_that_is_findable_by_a_part_of_its_tokens_is_not_taken_for_all_o
     assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 | in use: 1 2"
 
 
-def test_a_fork_stays_where_it_is_when_its_parent_is_swapped_out():
+def test_a_fork_stays_when_its_parent_is_swapped_out():
     engine = SwapEngine(8, 8)
     parent = started(engine, "p", range(10))
     child = engine.make_request("c", range(10))
@@ -196,7 +196,7 @@ def test_a_fork_stays_where_it_is_when_its_parent_is_swapped_out():
     engine.check(child)
 
 
-def test_blocks_that_wait_for_their_content_are_not_swapped():
+def test_blocks_with_pending_copies_are_not_swapped():
     engine = SwapEngine(8, 8)
     parent = started(engine, "p", range(10))
     child = engine.make_request("c", range(10))
@@ -211,7 +211,7 @@ def test_blocks_that_wait_for_their_content_are_not_swapped():
     assert picture(engine) == before
 
 
-def test_whether_a_request_can_be_swapped_out():
+def test_can_swap_out_returns_ok_later_or_never():
     engine = SwapEngine(8, 4)
     first, second = started(engine, "a", range(10)), started(engine, "b", range(50, 60))
     assert engine.swapper.can_swap_out(first) is AllocStatus.OK
@@ -231,7 +231,7 @@ def test_whether_a_request_can_be_swapped_out():
 # ---- in ------------------------------------------------------------------------------------------
 
 
-def test_a_request_comes_back_with_what_was_reused_copied_and_the_rest_shared():
+def test_swap_in_copies_reused_blocks_and_shares_the_rest():
     engine = SwapEngine(4, 8)
     request = swapped(engine, "a", range(10))
     assert state(engine.manager.block_pool) == "free: 3 4 2* 1*"
@@ -272,7 +272,7 @@ def test_a_failed_copy_leaves_the_request_swapped_out():
     engine.check(request)
 
 
-def test_swap_in_leaves_room_for_the_next_step():
+def test_swap_in_needs_free_blocks_for_the_next_step():
     engine = SwapEngine(4, 8)
     request = swapped(engine, "a", range(8))
     other = started(engine, "b", range(50, 54))
@@ -291,14 +291,14 @@ def test_swap_in_leaves_room_for_the_next_step():
     engine.manager.free(other)
 
 
-def test_the_watermark_counts_while_others_hold_blocks():
+def test_the_watermark_applies_while_others_hold_blocks():
     engine = SwapEngine(9, 8, watermark=0.3)  # 3 blocks
     request = swapped(engine, "a", range(19))
     other = started(engine, "b", range(50, 58))
     assert engine.swapper.can_swap_in(request) is AllocStatus.LATER
     assert engine.swapper.swap_in(request) is None
     engine.manager.free(other)
-    # Alone it needs no more than there is: it would wait for nobody.
+    # Without other requests it does not need to leave the watermark; it would wait forever.
     assert engine.swapper.can_swap_in(request, num_lookahead_tokens=17) is AllocStatus.OK
     assert engine.swapper.can_swap_in(request, num_lookahead_tokens=18) is AllocStatus.NEVER
     engine.run(engine.swapper.swap_in(request))
@@ -336,7 +336,7 @@ def test_a_dropped_request_leaves_its_prefix_on_the_host():
 # ---- several groups ------------------------------------------------------------------------------
 
 
-def test_a_window_takes_no_more_to_the_host_than_its_next_token_needs():
+def test_only_blocks_in_the_window_are_swapped_out():
     engine = SwapEngine(12, 12, FULL_AND_WINDOW)
     request = started(engine, "a", range(18))
     assert engine.manager.get_block_ids("a", 1) == [6, 7, 8, 9, 10]
@@ -365,7 +365,7 @@ def test_a_window_takes_no_more_to_the_host_than_its_next_token_needs():
         (SlidingWindowSpec(block_size=4, sliding_window=4),),
     ],
 )
-def test_other_groups_come_and_go(groups):
+def test_groups_of_every_kind_are_swapped_out_and_in(groups):
     engine = SwapEngine(16, 16, groups)
     request = started(engine, "a", range(16))
     for token in range(100, 110):
@@ -382,7 +382,7 @@ def test_other_groups_come_and_go(groups):
     assert engine.swapper.host_pool.get_num_free_blocks() == 16
 
 
-def test_encoder_blocks_go_along():
+def test_encoder_blocks_are_swapped_too():
     groups = (FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4))
     engine = SwapEngine(16, 16, groups)
     request = engine.make_request("a", range(6))
@@ -401,7 +401,7 @@ def test_encoder_blocks_go_along():
 # ---- retention -----------------------------------------------------------------------------------
 
 
-def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
+def test_covered_blocks_stay_on_the_device_and_are_shared_again():
     pool = BlockPool(9, True, 4)
     retention = BlockRetention(pool, lambda: 0.0)
     manager = KVCacheManager(pool, retention=retention)
@@ -411,19 +411,19 @@ def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
     manager.allocate_slots(request, 10)
     request.num_computed_tokens = 10
     swapper.swap_out(request).commit()
-    assert (retention.num_kept, manager.get_num_free_blocks()) == (2, 8)
+    assert (retention.num_retained, manager.get_num_free_blocks()) == (2, 8)
     other = SwapEngine().make_request("b", range(50, 74))
     manager.allocate_slots(other, 24)
-    assert retention.num_kept == 2
-    # Kept blocks count as free, so they are needed as much as the one that is copied; there is none.
+    assert retention.num_retained == 2
+    # Kept blocks count as free, so they are needed like the block that is copied; there is none.
     assert swapper.can_swap_in(request, num_new_tokens=0) is AllocStatus.LATER
     manager.free(other)
     plan = swapper.swap_in(request)
-    assert (len(plan.moves), plan.num_shared_blocks, retention.num_kept) == (1, 2, 0)
+    assert (len(plan.moves), plan.num_shared_blocks, retention.num_retained) == (1, 2, 0)
     plan.commit()
     swap_invariants.check(swapper)
     swapper.swap_out(request).commit()
-    assert retention.num_kept == 2
+    assert retention.num_retained == 2
     swapper.drop(request)
     assert manager.reset_prefix_cache()
 
@@ -431,8 +431,8 @@ def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
 # ---- events --------------------------------------------------------------------------------------
 
 
-def test_a_reset_of_both_pools_does_not_clear_what_is_stored_after_it():
-    """The host's `AllBlocksCleared` came behind the device's next stores, and readers forgot these."""
+def test_a_reset_does_not_clear_blocks_stored_after_it():
+    """The host's `AllBlocksCleared` came after the device's next stores, so readers dropped these stores."""
     engine = SwapEngine(6, 8, events=True)
     mirror = PrefixMirror()
     for first in (0, 20, 40):
@@ -450,7 +450,7 @@ def test_a_reset_of_both_pools_does_not_clear_what_is_stored_after_it():
 
 
 @pytest.mark.parametrize("taken_alone", ["device", "host"])
-def test_a_reset_is_in_order_where_one_pools_events_were_taken_alone(taken_alone):
+def test_a_reset_is_in_order_after_one_pools_events_were_taken(taken_alone):
     engine = SwapEngine(6, 8, events=True)
     engine.swapper.drop(swapped(engine, "before", range(9)))
     assert engine.swapper.reset_prefix_cache()
@@ -461,7 +461,7 @@ def test_a_reset_is_in_order_where_one_pools_events_were_taken_alone(taken_alone
     assert kinds == [BlockStored, AllBlocksCleared, BlockStored]
 
 
-def test_both_pools_tell_what_they_store_the_device_first():
+def test_events_of_the_device_precede_those_of_the_host():
     engine = SwapEngine(3, 4, events=True)
     request = swapped(engine, "a", range(9))
     events = engine.swapper.take_events()
@@ -480,7 +480,7 @@ def test_both_pools_tell_what_they_store_the_device_first():
     assert engine.swapper.take_events() == []
 
 
-def test_what_the_host_has_already_is_not_told_again():
+def test_blocks_shared_on_the_host_publish_no_store():
     engine = SwapEngine(8, 8, events=True)
     swapped(engine, "a", range(8))
     request = started(engine, "b", range(16))
@@ -491,7 +491,7 @@ def test_what_the_host_has_already_is_not_told_again():
     assert event.parent_block_hash is not None
 
 
-def test_the_host_tells_what_it_reuses():
+def test_the_host_publishes_removals_on_reuse():
     engine = SwapEngine(8, 2, events=True)
     engine.swapper.drop(swapped(engine, "a", range(8)))
     engine.swapper.take_events()
@@ -505,7 +505,7 @@ def test_the_host_tells_what_it_reuses():
     ]
 
 
-# ---- what must not be ----------------------------------------------------------------------------
+# ---- refused calls -------------------------------------------------------------------------------
 
 
 def test_a_plan_is_closed_once():
@@ -515,18 +515,18 @@ def test_a_plan_is_closed_once():
     engine.run(plan)
     before = picture(engine)
     for call in (plan.commit, plan.abort, lambda: plan.apply(lambda moves: pytest.fail("copied"))):
-        with pytest.raises(PlanClosedError, match="committed before"):
+        with pytest.raises(PlanClosedError, match="already committed"):
             call()
     plan = engine.swapper.swap_in(request)
     plan.abort()
     for call in (plan.commit, plan.abort):
-        with pytest.raises(PlanClosedError, match="aborted before"):
+        with pytest.raises(PlanClosedError, match="already aborted"):
             call()
     assert picture(engine)[1:] == before[1:]
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-def test_in_the_middle_of_a_plan_the_request_is_refused_everywhere_else(direction):
+def test_a_request_in_an_open_plan_is_refused_elsewhere(direction):
     engine = SwapEngine()
     request = started(engine, "a", range(10))
     plan = engine.swapper.swap_out(request)
@@ -558,7 +558,7 @@ def test_in_the_middle_of_a_plan_the_request_is_refused_everywhere_else(directio
     assert picture(engine)[4] == []
 
 
-def test_a_running_request_does_not_swap_in_nor_a_swapped_one_out():
+def test_swaps_in_the_wrong_direction_are_refused():
     engine = SwapEngine()
     request = started(engine, "a", range(10))
     before = picture(engine)
@@ -573,7 +573,7 @@ def test_a_running_request_does_not_swap_in_nor_a_swapped_one_out():
     assert engine.swapper.is_swapped_out("a")
 
 
-def test_a_commit_that_could_not_be_told_of_changes_nothing():
+def test_a_commit_without_valid_event_keys_changes_nothing():
     engine = SwapEngine(events=True)
     request = started(engine, "a", range(10))
     plan = engine.swapper.swap_out(request)
@@ -586,14 +586,14 @@ def test_a_commit_that_could_not_be_told_of_changes_nothing():
     engine.run(plan)
 
 
-def test_pools_that_do_not_fit_together_are_refused():
+def test_incompatible_pools_are_refused():
     manager = KVCacheManager(BlockPool(9, True, 4))
     for host_pool in (BlockPool(9, True, 8), BlockPool(9, False, 4), manager.block_pool):
         with pytest.raises(InvalidArgumentError, match="host pool"):
             BlockSwapper(manager, host_pool)
 
 
-def test_no_prefix_is_forgotten_while_somebody_holds_blocks_on_either_side():
+def test_no_prefix_is_reset_while_a_request_holds_blocks():
     engine = SwapEngine()
     request = swapped(engine, "a", range(8))
     before = picture(engine)
@@ -615,7 +615,7 @@ def test_without_caching_everything_is_copied_both_ways():
 @pytest.mark.parametrize("ends", ["commit", "abort"])
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
-    """The ids in its moves were those of other blocks by the time that the copies were made."""
+    """The ids in the moves belonged to other blocks by the time the copies were made."""
     pool, host_pool = RunBlockPool(12, True, 4), RunBlockPool(12, True, 4, medium="CPU")
     manager = KVCacheManager(pool)
     swapper = BlockSwapper(manager, host_pool)
@@ -639,7 +639,7 @@ def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
         assert one_pool.holds.list_holds() == []
 
 
-def test_blocks_in_flight_are_named_so_that_they_are_not_moved():
+def test_device_ids_in_flight_are_listed():
     engine = SwapEngine()
     request = started(engine, "a", range(10))
     plan = engine.swapper.swap_out(request)

@@ -30,7 +30,7 @@ def make_kv(layout, num_blocks, device="cpu"):
 
 
 def make_rows(num_blocks, spans, padding, block_format):
-    """A storage of one row a span, each in an array of its own, with bytes of others between its blocks."""
+    """Make a storage with one array per row, with foreign bytes between its blocks."""
     rows = []
     for span in spans:
         stride = span + padding
@@ -59,11 +59,11 @@ LAYOUT_PAIRS = {
         make_rows(m, [1 << 20, 2 << 20], 0, "z"),
     ),
 }
-"""For each name a source of n blocks and a target of m."""
+"""Name -> a function that makes a source of n blocks and a target of m."""
 
 
 def get_memories(storage):
-    """All memory behind a storage, padding included: flat arrays of bytes, one an owner."""
+    """Return all memory of a storage, padding included, as flat byte arrays."""
     owners = {id(owner): owner for owner in storage.segments.owners}
     return [np.asarray(owner).reshape(-1).view(np.uint8) for owner in owners.values()]
 
@@ -80,7 +80,7 @@ def read_all(storage):
 
 @dataclass
 class Link:
-    """A source and a target, each with its backend, as their nodes would attach them."""
+    """A source and a target with their backends, attached as by their nodes."""
 
     source: BlockStorage
     target: BlockStorage
@@ -88,10 +88,10 @@ class Link:
     target_backend: object
     asked: list = field(default_factory=list)
     readers: list = field(default_factory=list)
-    find_lent: Callable = lambda transfer_id, block_ids: None
+    check_leased: Callable = lambda transfer_id, block_ids: None
 
     def open(self):
-        """A reader; it is closed with the link."""
+        """Return a reader that is closed with the link."""
         reader = self.target_backend.open("source", self.source_backend.describe())
         self.readers.append(reader)
         return reader
@@ -102,14 +102,14 @@ class Link:
         self.target_backend.close()
         self.source_backend.close()
 
-    def _find_lent(self, transfer_id, block_ids):
+    def _check_leased(self, transfer_id, block_ids):
         self.asked.append((transfer_id, list(block_ids)))
-        self.find_lent(transfer_id, block_ids)
+        self.check_leased(transfer_id, block_ids)
 
 
 @pytest.fixture
 def make_link():
-    """Connects two storages; everything is closed afterwards."""
+    """Connect two storages; close everything after the test."""
     with ExitStack() as stack:
 
         def make(kind, source, target):
@@ -121,7 +121,7 @@ def make_link():
                     "127.0.0.1:0", SECRET, lambda message, caller: DescribeNode(), bulk_handlers=handlers
                 )
             )
-            link.source_backend.attach("source", link._find_lent, {}.__getitem__, SECRET)
+            link.source_backend.attach("source", link._check_leased, {}.__getitem__, SECRET)
             link.target_backend.attach("target", refuse, lambda name: server.address, SECRET)
             stack.callback(link.close)
             return link
@@ -130,4 +130,4 @@ def make_link():
 
 
 def refuse(transfer_id, block_ids):
-    raise StaleTransferError("the target lends nothing")
+    raise StaleTransferError("the target leases nothing")

@@ -1,7 +1,7 @@
-"""A source in a process of its own: `python source_process.py KIND NUM_BLOCKS BLOCK_BYTES SEED`.
+"""A source in a separate process: `python source_process.py KIND NUM_BLOCKS BLOCK_BYTES SEED`.
 
-Says its address and its backend's description, a line each in hex after `kv_pool`, then serves until its
-standard input ends.
+Prints its address and its backend's description, one line each in hex after `kv_pool`, then serves until the
+end of its standard input.
 """
 
 import signal
@@ -19,7 +19,7 @@ def make_bytes(num_blocks, block_bytes, seed):
 
 
 class SourceProcess:
-    """The parent's end of it."""
+    """The parent's handle on the process."""
 
     def __init__(self, kind, num_blocks, block_bytes, seed=0):
         self.bytes = make_bytes(num_blocks, block_bytes, seed)

@@ -1,4 +1,4 @@
-"""What every backend promises, see `transfer_backend.py`; with other processes in test_two_processes.py."""
+"""The contract of all backends (`transfer_backend.py`); test_two_processes.py tests it across processes."""
 
 import random
 import threading
@@ -36,7 +36,7 @@ def soon():
 
 
 def check_read(link, reader, remote_ids, local_ids):
-    """Read, and compare every block of the target with what it held or should hold now."""
+    """Read, and compare every block of the target with its expected content."""
     expected = read_all(link.target)
     for remote_id, local_id in zip(remote_ids, local_ids, strict=True):
         expected[local_id] = link.source.read_block(remote_id)
@@ -48,7 +48,7 @@ def check_read(link, reader, remote_ids, local_ids):
 
 @pytest.mark.parametrize("pair", LAYOUT_PAIRS)
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_blocks_arrive_in_any_layout_of_the_format(kind, pair, make_link):
+def test_blocks_arrive_in_every_memory_layout(kind, pair, make_link):
     link = make_link(kind, *LAYOUT_PAIRS[pair](12, 15))
     fill(link.source, 1)
     fill(link.target, 2)
@@ -92,7 +92,7 @@ def test_random_reads_equal_a_copy_block_by_block(kind, seed, make_link):
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_padding_between_blocks_is_left_alone(kind, make_link):
+def test_padding_between_blocks_is_unchanged(kind, make_link):
     link = make_link(kind, make_rows(8, [128], 64, "x"), make_rows(8, [128], 32, "x"))
     fill(link.source, 1)
     fill(link.target, 2)
@@ -103,7 +103,7 @@ def test_padding_between_blocks_is_left_alone(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_neighbours_on_both_sides_are_fewer_pieces(kind, make_link):
+def test_blocks_contiguous_on_both_sides_are_one_piece(kind, make_link):
     link = make_link(kind, make_kv("BLNHC", 16), make_kv("BLNHC", 16))
     reader = link.open()
     in_a_run = reader.read(TRANSFER_ID, list(range(8)), list(range(4, 12)), soon())
@@ -112,7 +112,7 @@ def test_neighbours_on_both_sides_are_fewer_pieces(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_a_deadline_that_has_passed_ends_a_read(kind, make_link):
+def test_a_passed_deadline_fails_the_read(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
     reader = link.open()
     with pytest.raises(TransferFailedError):
@@ -134,7 +134,7 @@ def test_a_closed_reader_reads_nothing(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_blocks_that_the_target_does_not_have_are_refused(kind, make_link):
+def test_unknown_target_blocks_are_refused(kind, make_link):
     link = make_link(kind, make_kv("NHD", 9), make_kv("NHD", 8))
     reader = link.open()
     with pytest.raises(InvalidBlockError, match="block 8 is not one of 0 to 7"):
@@ -143,14 +143,14 @@ def test_blocks_that_the_target_does_not_have_are_refused(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_a_description_of_something_else_is_refused(kind, make_link):
+def test_an_invalid_description_is_refused(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
     with pytest.raises(PeerUnavailableError, match="stranger"):
         link.target_backend.open("stranger", b"not a description")
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_readers_of_several_threads_do_not_meet(kind, make_link):
+def test_readers_of_several_threads_are_independent(kind, make_link):
     num_readers, each = 4, 16
     link = make_link(kind, make_kv("NHD", num_readers * each), make_kv("BLNHC", num_readers * each))
     fill(link.source, 3)
@@ -178,18 +178,18 @@ def test_readers_of_several_threads_do_not_meet(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", SERVING_BACKENDS)
-def test_what_is_not_lent_is_not_read(kind, make_link):
+def test_blocks_that_are_not_leased_are_not_read(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
     fill(link.source, 1)
 
-    def find_lent(transfer_id, block_ids):
+    def check_leased(transfer_id, block_ids):
         if not set(block_ids) <= {1, 2}:
-            raise StaleTransferError(f"{block_ids} are not lent")
+            raise StaleTransferError(f"{block_ids} are not leased")
 
-    link.find_lent = find_lent
+    link.check_leased = check_leased
     reader = link.open()
     before = read_all(link.target)
-    with pytest.raises(StaleTransferError, match="not lent"):
+    with pytest.raises(StaleTransferError, match="not leased"):
         reader.read(TRANSFER_ID, [1, 3], [4, 5], soon())
     assert read_all(link.target) == before
     assert reader.is_settled()
@@ -197,21 +197,21 @@ def test_what_is_not_lent_is_not_read(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", SERVING_BACKENDS)
-def test_a_lease_that_ends_while_bytes_go_out_fails_the_read(kind, make_link):
+def test_a_lease_that_ends_during_the_send_fails_the_read(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
 
-    def find_lent(transfer_id, block_ids):
+    def check_leased(transfer_id, block_ids):
         if len(link.asked) > 1:
             raise StaleTransferError("it ended meanwhile")
 
-    link.find_lent = find_lent
+    link.check_leased = check_leased
     with pytest.raises(StaleTransferError, match="meanwhile"):
         link.open().read(TRANSFER_ID, [1, 3], [4, 5], soon())
     assert link.asked == [(TRANSFER_ID, [1, 3])] * 2
 
 
 @pytest.mark.parametrize("kind", SERVING_BACKENDS)
-def test_a_long_read_asks_again_and_again_whether_the_blocks_are_lent(kind, make_link):
+def test_a_long_read_checks_the_lease_repeatedly(kind, make_link):
     link = make_link(kind, make_rows(24, [6 << 20], 0, "x"), make_rows(24, [6 << 20], 0, "x"))
     link.open().read(TRANSFER_ID, list(range(24)), list(range(24)), soon())
     named = [block_id for _, block_ids in link.asked for block_id in block_ids]
@@ -220,7 +220,7 @@ def test_a_long_read_asks_again_and_again_whether_the_blocks_are_lent(kind, make
 
 
 @pytest.mark.parametrize("kind", SERVING_BACKENDS)
-def test_a_source_that_has_closed_serves_nothing(kind, make_link):
+def test_a_closed_source_serves_nothing(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
     reader = link.open()
     link.source_backend.close()
@@ -230,9 +230,9 @@ def test_a_source_that_has_closed_serves_nothing(kind, make_link):
 
 
 @pytest.mark.parametrize("kind", SERVING_BACKENDS)
-def test_a_backend_without_a_node_lends_nothing(kind, make_link):
+def test_an_unattached_backend_serves_nothing(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
     bare = type(link.source_backend)(link.source)
-    link.source_backend.find_lent = bare.find_lent
-    with pytest.raises(StaleTransferError, match="no node yet"):
+    link.source_backend.check_leased = bare.check_leased
+    with pytest.raises(StaleTransferError, match="not attached to a node"):
         link.open().read(TRANSFER_ID, [1], [1], soon())

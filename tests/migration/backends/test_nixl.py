@@ -1,4 +1,4 @@
-"""What is `NixlBackend`'s alone; the rest is in the contract test."""
+"""Tests of `NixlBackend` only; the contract test has the rest."""
 
 import sys
 import threading
@@ -20,14 +20,14 @@ from kv_pool.migration.backends.nixl import (
 from kv_pool.migration.backends.nixl_module import load_nixl
 
 
-def test_without_nixl_the_error_says_how_to_get_it(monkeypatch):
+def test_without_nixl_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(MissingDependencyError, match=r"pip install '\.\[nixl\]'.*--no-deps nixl nixl-cu12"):
         NixlBackend(make_kv("NHD", 4))
 
 
 @pytest.mark.parametrize("pair", LAYOUT_PAIRS)
-def test_registered_regions_are_apart_and_hold_every_span(pair):
+def test_registered_regions_are_disjoint_and_cover_all_spans(pair):
     for storage in LAYOUT_PAIRS[pair](5, 7):
         regions = list(list_regions(storage))
         assert all(begin < end for begin, end in regions)
@@ -38,7 +38,7 @@ def test_registered_regions_are_apart_and_hold_every_span(pair):
                 assert any(begin <= start and start + row.span_bytes <= end for begin, end in regions)
 
 
-def test_descriptors_go_row_by_row():
+def test_descriptors_are_ordered_row_by_row():
     table = make_rows(10, [8, 16], 4, "x").segments
     got = list_descriptors(np.array([3, 1]), table)
     assert got.tolist() == [3, 1, 13, 11]
@@ -48,13 +48,13 @@ def test_descriptors_go_row_by_row():
 @pytest.mark.parametrize(
     ("bases", "strides", "spans"), [([], [], []), ([1], [1, 2], [1]), ([1, 2], [1, 2], [1])]
 )
-def test_columns_that_make_no_table_are_refused(bases, strides, spans):
+def test_invalid_columns_are_refused(bases, strides, spans):
     with pytest.raises(PeerUnavailableError, match="columns"):
         make_table(NixlDescription(b"", "DRAM", 0, 4, bases, strides, spans))
 
 
 @pytest.mark.nixl
-def test_a_closed_backend_leaves_no_thread_and_may_be_closed_again():
+def test_close_ends_the_thread_and_is_idempotent():
     before = set(threading.enumerate())
     backend = NixlBackend(make_kv("NHD", 4))
     assert {thread.name for thread in set(threading.enumerate()) - before} == {"kv_pool nixl"}
@@ -64,24 +64,24 @@ def test_a_closed_backend_leaves_no_thread_and_may_be_closed_again():
 
 
 @pytest.mark.nixl
-def test_nothing_is_printed(capfd):
+def test_nixl_prints_nothing(capfd):
     NixlBackend(make_kv("NHD", 4)).close()
     assert capfd.readouterr().out == ""
 
 
 @pytest.mark.nixl
-def test_a_backend_that_gets_no_thread_leaves_nothing_registered(monkeypatch):
+def test_without_a_thread_nothing_stays_registered(monkeypatch):
     agent_class = load_nixl().api.nixl_agent
     deregister = agent_class.deregister_memory
-    given_back = []
+    released = []
 
     def note(agent, registered):
         deregister(agent, registered)
-        given_back.append(registered)
+        released.append(registered)
 
     monkeypatch.setattr(agent_class, "deregister_memory", note)
     storage = make_kv("NHD", 4)
     with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool nixl"):
         NixlBackend(storage)
-    assert len(given_back) == 2
+    assert len(released) == 2
     NixlBackend(storage).close()

@@ -1,4 +1,4 @@
-"""Peers that know the secret and still do not say what `TcpBackend` would."""
+"""Authenticated peers that violate the protocol of `TcpBackend`."""
 
 import time
 
@@ -30,7 +30,7 @@ def make_backend(address, storage=None):
 
 @pytest.fixture
 def source():
-    """A source of 8 blocks of 4 KiB; gives a channel to its backend."""
+    """Yield a channel to the backend of a source with 8 blocks of 4 KiB."""
     backend = make_backend("")
     server = CallServer(
         "127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers={"tcp": backend.get_bulk_handler()}
@@ -44,7 +44,7 @@ def source():
 @pytest.mark.parametrize(
     "rows", [b"nothing", Rows([]), Rows([4095]), Rows([4097]), Rows([0, 4096]), Rows([8192, -4096])]
 )
-def test_a_reader_with_other_blocks_is_hung_up_on(source, rows):
+def test_a_reader_with_other_blocks_is_disconnected(source, rows):
     source.send(rows if isinstance(rows, bytes) else encode(rows), soon())
     with pytest.raises(PeerUnavailableError):
         source.receive(soon())
@@ -53,7 +53,7 @@ def test_a_reader_with_other_blocks_is_hung_up_on(source, rows):
 @pytest.mark.parametrize(
     "runs", [[0], [0, 0], [0, -1], [0, 9], [0, 5, 0, 5], [1, 2**62], [2**62, 1], [1, 2, 3]]
 )
-def test_runs_that_no_reader_asks_for_get_no_bytes(source, runs):
+def test_malformed_runs_get_no_bytes(source, runs):
     source.send(encode(Rows([4096])), soon())
     source.send(encode(ReadRuns(TRANSFER_ID, runs)), soon())
     try:
@@ -65,7 +65,7 @@ def test_runs_that_no_reader_asks_for_get_no_bytes(source, runs):
 
 
 @pytest.mark.parametrize("runs", [[7, 2], [-1, 1], [8, 1]])
-def test_blocks_that_the_source_does_not_have_are_told_and_the_next_read_goes_on(source, runs):
+def test_a_read_of_unknown_blocks_fails_and_the_next_works(source, runs):
     source.send(encode(Rows([4096])), soon())
     source.send(encode(ReadRuns(TRANSFER_ID, runs)), soon())
     header = msgspec.msgpack.decode(source.receive(soon()), type=PieceHeader)
@@ -77,7 +77,7 @@ def test_blocks_that_the_source_does_not_have_are_told_and_the_next_read_goes_on
 
 
 def serve(*said):
-    """A source that answers any read with these headers, or bytes, whatever was asked for."""
+    """A source that answers every read with these headers or bytes."""
 
     def answer(channel, caller):
         channel.receive(soon())
@@ -118,7 +118,7 @@ def serve(*said):
         "fails",
     ],
 )
-def test_a_source_that_does_not_send_what_was_asked_for_fails_the_read(said):
+def test_a_source_with_a_wrong_answer_fails_the_read(said):
     with serve(*said) as server:
         reader = make_backend(server.address).open("source", encode(Rows([4096])))
         with pytest.raises(TransferFailedError, match="source"):
@@ -129,7 +129,7 @@ def test_a_source_that_does_not_send_what_was_asked_for_fails_the_read(said):
         reader.close()
 
 
-def test_no_block_but_those_asked_for_is_written_whatever_comes():
+def test_only_requested_blocks_are_written():
     storage = make_rows(8, [4096], 0, "x")
     fill(storage, 1)
     before = read_all(storage)
@@ -142,7 +142,7 @@ def test_no_block_but_those_asked_for_is_written_whatever_comes():
     assert [block_id for block_id in range(8) if after[block_id] != before[block_id]] == [3, 5]
 
 
-def test_a_lease_that_has_ended_is_told_as_such():
+def test_an_ended_lease_raises_a_stale_transfer_error():
     failed = describe_failure(StaleTransferError("it ended"))
     with serve(PieceHeader(1), 4096, PieceHeader(0, failed)) as server:
         reader = make_backend(server.address).open("source", encode(Rows([4096])))
@@ -151,7 +151,7 @@ def test_a_lease_that_has_ended_is_told_as_such():
         reader.close()
 
 
-def test_a_node_that_no_one_knows_is_not_opened():
+def test_an_unknown_node_cannot_be_opened():
     def find_address(name):
         raise PeerUnavailableError(f"{name} is not known")
 

@@ -1,4 +1,4 @@
-"""Backends with the source in another process, which is killed, stopped and woken."""
+"""Backends with the source in another process, which is killed, suspended and resumed."""
 
 import time
 
@@ -16,7 +16,7 @@ LONG = 60.0
 
 @pytest.fixture
 def over_tcp(monkeypatch):
-    """Let NIXL use TCP. Within a machine it reads a stopped process's memory as if nothing were."""
+    """Make NIXL use TCP. Within a machine it would read a suspended process's memory normally."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
 
 
@@ -53,7 +53,7 @@ def get_bytes(backend):
 
 
 def wait_until(condition):
-    """Look until it is so; the clock only ends a test that hangs."""
+    """Poll until the condition is true; the timeout only ends a test that hangs."""
     end = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < end, "it never came to be"
@@ -79,7 +79,7 @@ def test_a_backend_of_one_process_does_not_reach_another(make_source, make_targe
 
 
 @pytest.mark.parametrize("kind", REMOTE_BACKENDS)
-def test_a_killed_source_fails_the_read_and_another_can_be_read_from(kind, make_source, make_target):
+def test_a_killed_source_fails_the_read_and_others_work(kind, make_source, make_target):
     source = make_source(kind)
     target = make_target(kind, source)
     reader = target.open("source", source.description)
@@ -100,7 +100,7 @@ def test_a_killed_source_fails_the_read_and_another_can_be_read_from(kind, make_
 
 
 @pytest.mark.parametrize("kind", REMOTE_BACKENDS)
-def test_a_source_that_was_gone_before_is_not_opened(kind, make_source, make_target):
+def test_a_dead_source_cannot_be_opened(kind, make_source, make_target):
     source = make_source(kind)
     target = make_target(kind, source)
     source.kill()
@@ -123,12 +123,12 @@ def test_a_stopped_source_fails_the_read_at_its_deadline(kind, make_source, make
     if failed.value.is_settled:
         assert source.process.poll() is None
         assert (get_bytes(target) == before).all()
-    else:  # giving up does not stop the bytes: they come, and only then it is settled
+    else:  # an abandoned read continues, and is settled only after its bytes have arrived
         wait_until(reader.is_settled)
         assert (get_bytes(target) == source.bytes).all()
 
 
-def test_a_tcp_reader_knows_that_its_source_has_gone(make_source, make_target):
+def test_a_tcp_reader_of_a_dead_source_is_unusable(make_source, make_target):
     source = make_source("tcp")
     reader = make_target("tcp", source).open("source", source.description)
     assert reader.is_usable()
@@ -137,7 +137,7 @@ def test_a_tcp_reader_knows_that_its_source_has_gone(make_source, make_target):
     reader.close()
 
 
-def test_a_tcp_reader_that_gave_up_is_settled_at_once(make_source, make_target):
+def test_a_failed_tcp_reader_is_settled_immediately(make_source, make_target):
     source = make_source("tcp")
     reader = make_target("tcp", source).open("source", source.description)
     source.stop()
@@ -148,7 +148,7 @@ def test_a_tcp_reader_that_gave_up_is_settled_at_once(make_source, make_target):
 
 
 @pytest.mark.nixl
-def test_a_nixl_read_under_way_is_settled_when_its_source_dies(make_source, make_target):
+def test_a_nixl_read_is_settled_when_its_source_dies(make_source, make_target):
     source = make_source("nixl")
     target = make_target("nixl", source)
     reader = target.open("source", source.description)
@@ -164,7 +164,7 @@ def test_a_nixl_read_under_way_is_settled_when_its_source_dies(make_source, make
     assert (get_bytes(target) == before).all()
 
 
-def test_only_who_knows_the_secret_opens_a_reader(make_source, make_target):
+def test_open_requires_the_secret(make_source, make_target):
     source = make_source("tcp")
     target = make_target("tcp", source)
     target.attach("target", lambda *_: None, lambda name: source.address, b"another secret it is")

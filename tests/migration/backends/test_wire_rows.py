@@ -10,22 +10,22 @@ from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_
 KIB = 1024
 
 
-def test_rows_end_where_those_of_one_side_end():
+def test_rows_end_where_a_row_of_either_side_ends():
     assert choose_rows([64 * KIB, 64 * KIB], [32 * KIB, 96 * KIB]) == [32 * KIB, 32 * KIB, 64 * KIB]
 
 
-def test_small_rows_are_not_worth_it():
+def test_small_rows_are_merged_into_whole_blocks():
     assert choose_rows([4 * KIB] * 4, [16 * KIB]) == [16 * KIB]
 
 
 @pytest.mark.parametrize("theirs", [[], [0, 16], [16, -1, 1], [15], [17], [1] * 70_000])
-def test_rows_of_other_blocks_are_refused(theirs):
-    with pytest.raises(InvalidArgumentError, match=f"in {len(theirs)} rows there"):
+def test_rows_of_another_block_size_are_refused(theirs):
+    with pytest.raises(InvalidArgumentError, match=f"in {len(theirs)} rows, the local ones"):
         choose_rows([16], theirs)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_both_sides_choose_the_same(seed):
+def test_both_sides_choose_the_same_rows(seed):
     rng = random.Random(seed)
 
     def cut(total):
@@ -42,7 +42,7 @@ def test_both_sides_choose_the_same(seed):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "BLNHC", "LHBNC", "FLASH"])
-def test_what_one_window_reads_out_another_writes_in(layout):
+def test_windows_round_trip_blocks(layout):
     source, target = make_kv(layout, 9), make_kv(layout, 9)
     fill(source, 1)
     rows = choose_rows(list_rows(source), list_rows(target))
@@ -51,7 +51,7 @@ def test_what_one_window_reads_out_another_writes_in(layout):
     assert len(data) == 4 * source.block_bytes
     window = BlockWindow(target, rows, 4)
     start = 0
-    for view in window.get_room(targets):
+    for view in window.list_target_views(targets):
         view[:] = data[start : start + len(view)]
         start += len(view)
     window.write_in(targets)
@@ -59,7 +59,7 @@ def test_what_one_window_reads_out_another_writes_in(layout):
         assert target.read_block(target_id) == source.read_block(source_id)
 
 
-def test_host_memory_is_sent_from_where_it_lies():
+def test_host_memory_is_sent_without_a_copy():
     storage = make_rows(4, [16 * KIB, 32 * KIB], 0, "x")
     window = BlockWindow(storage, [16 * KIB, 32 * KIB], 4)
     views = window.read_out(np.array([1, 2]))

@@ -1,4 +1,4 @@
-"""`FlakyProxy`: a TCP proxy that delays, corrupts, swallows and cuts, as it is told."""
+"""`FlakyProxy`: a TCP proxy that delays, corrupts, drops and cuts at given rates."""
 
 import contextlib
 import random
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Faults:
-    """What may befall a chunk of bytes: shares, 0 to 1. Large chunks are bytes of blocks, mostly."""
+    """The probabilities, 0 to 1, of faults per chunk of bytes. Large chunks are mostly bytes of blocks."""
 
     corrupt: float = 0.0
     corrupt_blocks: float = 0.0
@@ -23,7 +23,7 @@ NO_FAULTS = Faults()
 
 
 class FlakyProxy:
-    """Listens at `address` and passes bytes on to `upstream`, both ways."""
+    """A proxy that listens at `address` and forwards bytes to and from `upstream`."""
 
     def __init__(self, seed):
         self.faults = NO_FAULTS
@@ -43,7 +43,7 @@ class FlakyProxy:
             self.faults = faults
 
     def cut_all(self):
-        """End every connection, as when a cable is pulled out and one end was restarted."""
+        """End every connection, as a broken cable would."""
         with self._lock:
             for one in self._sockets:
                 shut_down(one)
@@ -93,7 +93,7 @@ class FlakyProxy:
             self._sockets.discard(source)
 
     def _meddle(self, data):
-        """What goes on of these bytes; None to cut the connection."""
+        """Return the bytes to forward; None to cut the connection."""
         with self._lock:
             faults, draw = self.faults, self._random.random
             if faults is NO_FAULTS:
@@ -106,11 +106,11 @@ class FlakyProxy:
                 data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             is_late = draw() < faults.delay
         if is_late:
-            # The delay is the fault: nothing waits for it to be over.
+            # The delay is the fault; no test waits for its end.
             self._stopped.wait(faults.delay_s)
         return data
 
 
 def shut_down(one):
-    with contextlib.suppress(OSError):  # it was hung up before
+    with contextlib.suppress(OSError):  # already closed
         one.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A node in a process of its own, with its engine: driven over one pipe, it tells of phases over another."""
+"""A node and its engine in a separate process, with one pipe for commands and one for phase reports."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def make_backend(kind, storage, lease_s):
 
 
 class NodeProcess:
-    """Carries out commands, a method's name and its arguments; replies (True, result) or (False, error)."""
+    """Executes commands (method name, arguments) and replies (True, result) or (False, error)."""
 
     def __init__(self, events, name, peers, lease_s, num_blocks, backend):
         self.events = events
@@ -51,7 +51,7 @@ class NodeProcess:
         self.patterns = {}
 
     def tell(self, status):
-        """What the migrator calls at each change; stops there if it was told to, until it may go on."""
+        """The migrator's `on_phase`: report the change, and block there if a command requested it."""
         place = (status.direction, status.phase.value)
         is_companion = status.subject.startswith("sequence c")
         left = None if is_companion else self.pauses.get(place)
@@ -70,7 +70,7 @@ class NodeProcess:
         return self.migrator.address
 
     def pause_at(self, direction, phase, count=1):
-        """Stop when this is told for the `count`-th time from now on."""
+        """Block at the `count`-th report of this phase from now on."""
         self.pauses = {(direction, phase): count}
 
     def go_on(self):
@@ -114,21 +114,21 @@ class NodeProcess:
         ]
 
     def settle(self, timeout_s):
-        """Wait until no migration is under way and nothing is lent; what still is, by then."""
+        """Wait until no migration is running and nothing is leased; return what still is at the timeout."""
         for status in self.migrator.list_migrations():
             migration = self.migrator.find_migration(status.migration_id)
             if not migration.wait_for_end(timeout_s):
                 return repr(migration.get_status())
         deadline = time.monotonic() + timeout_s
         while self.engine.site.leases.list_leases():
-            # Quarantine ends when a broken transfer does, which nobody is told of.
+            # Quarantine ends with its broken transfer, without a notification.
             if time.monotonic() > deadline:
                 return repr(self.engine.site.leases.list_leases())
             time.sleep(0.01)
         return ""
 
     def reuse(self, seed):
-        """Take every free block, and write something else into it."""
+        """Allocate every free block and overwrite it."""
         with self.engine.lock:
             blocks = self.engine.pool.get_new_blocks(self.engine.pool.get_num_free_blocks())
             for block in blocks:
@@ -138,7 +138,7 @@ class NodeProcess:
             return len(blocks)
 
     def give_reused_back(self):
-        """Those blocks, which must hold what was written."""
+        """Free those blocks after checking that their content is unchanged."""
         with self.engine.lock:
             for block, content in self.patterns.items():
                 found = self.engine.storage.read_block(block.block_id)
@@ -150,12 +150,12 @@ class NodeProcess:
         self.engine.finish(request_id)
 
     def check(self, prompts):
-        """All of it, when nothing is under way: requests here, by their ids."""
+        """Check everything while no migration runs; return the ids of the requests here."""
         engine = self.engine
         self.migrator.check_invariants()
         while True:
-            # What was under way to a stopped process is answered when it wakes: blocks are lent, for nobody,
-            # until that lease is over.
+            # A suspended process answers pending requests when it resumes: its blocks stay leased, without a
+            # reader, until that lease expires.
             assert self.settle(PATIENCE_S) == ""
             with engine.lock:
                 if not engine.site.leases.list_leases():
@@ -163,7 +163,7 @@ class NodeProcess:
                     return sorted(engine.requests)
 
     def check_at_rest(self, prompts):
-        """With the lock held."""
+        """Called with the lock held."""
         engine = self.engine
         with engine.lock:
             invariants.check(engine.pool)
@@ -190,7 +190,7 @@ class NodeProcess:
 
 
 def run(commands, events, options):
-    """What the process does: commands, until the pipe is closed."""
+    """Run the process: execute commands until the pipe is closed."""
     node = NodeProcess(events, **options)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`Rig`: two nodes in processes of their own, a flaky network between them, and what must be true then."""
+"""`Rig`: two nodes in separate processes, a flaky network between them, and the checks afterwards."""
 
 import multiprocessing
 import os
@@ -10,16 +10,16 @@ from migration.processes import node_process
 from migration.processes.flaky_proxy import NO_FAULTS, Faults, FlakyProxy
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, in the process that the others are forked from.
+# Imported once, in the process from which the others are forked.
 CONTEXT.set_forkserver_preload(["kv_pool.migration.manager_site", "kv_pool.migration.migrator"])
 LEASE_S = 0.3
 NUM_BLOCKS = 64
 PATIENCE_S = 30.0
-"""Longer than anything takes that is not stuck."""
+"""A timeout that only a hanging test exceeds."""
 
 TARGET_STEPS = ["preparing", "reading", "inserting", "acknowledging", "done"]
-SOURCE_STEPS = ["lent", "acknowledged"]
-"""`lent` and `acknowledged`: before the reply goes out."""
+SOURCE_STEPS = ["leased", "acknowledged"]
+"""`leased` and `acknowledged`: before the reply is sent."""
 FAULT_KINDS = ("none", "network", "network", "kill", "kill", "kill", "stop", "stop", "cancel", "cut")
 ENDED = ("done", "failed", "cancelled")
 
@@ -71,7 +71,7 @@ class Node:
 
 
 class NodeError(AssertionError):
-    """What a command raised in the process."""
+    """An error that a command raised in the process."""
 
 
 class Rig:
@@ -112,7 +112,7 @@ class Rig:
 
 
 class Schedule:
-    """A migration, what befalls it, and the proof that nothing was lost, used twice, or written late."""
+    """A migration with faults, and the checks that no block is lost, shared or written late."""
 
     def __init__(self, rig, seed):
         self.rig = rig
@@ -127,7 +127,7 @@ class Schedule:
         first = draw.randrange(10**6)
         self.token_ids = [first + position for position in range(draw.randint(1, 60))]
         if draw.random() < 0.2:
-            self.token_ids = [*range(8), *self.token_ids]  # a head that may be there already
+            self.token_ids = [*range(8), *self.token_ids]  # a prefix that the target may already have
         self.fault = draw.choice(rig.fault_kinds)
         if self.fault == "network":
             self.faults = Faults(
@@ -143,7 +143,7 @@ class Schedule:
         self.step = (side, draw.choice(SOURCE_STEPS if side == "source" else TARGET_STEPS))
         self.count = draw.randint(1, 4) if self.is_slow and self.step == ("target", "reading") else 1
         self.victim = draw.choice(["source", "target"])
-        # Others that move at the same time, either way: (from, to, request, is it pushed, its migration).
+        # Concurrent migrations in both directions: (from, to, request, is_push, migration).
         self.companions = [
             (*draw.choice(["ab", "ba"]), f"c{seed}-{number}", draw.random() < 0.5)
             for number in range(draw.choice([0, 0, 0, 1, 2]))
@@ -161,7 +161,7 @@ class Schedule:
             f"{'; '.join(self.log)}"
         )
 
-    # ---- the course ------------------------------------------------------------------------------
+    # ---- steps of a schedule ---------------------------------------------------------------------
 
     def run(self):
         nodes = self.rig.nodes
@@ -175,7 +175,7 @@ class Schedule:
             proxy.seed(f"{self.seed}{name}", self.faults)
         if self.fault in ("kill", "stop", "cancel", "cut"):
             side, step = self.step
-            phase = {"lent": "reading", "acknowledged": self.acknowledged_phase()}.get(step, step)
+            phase = {"leased": "reading", "acknowledged": self.acknowledged_phase()}.get(step, step)
             at = nodes[self.source if side == "source" else self.target]
             at.ask("pause_at", "out" if side == "source" else "in", phase, self.count)
         migration_id = self.begin()
@@ -210,7 +210,7 @@ class Schedule:
         return self.rig.nodes[starter].ask(how, "sequence", request_id, [], peer, True)
 
     def strike(self, migration_id):
-        """Wait until the step is reached, and do there what the schedule says."""
+        """Wait until the step is reached, then inject the fault of the schedule."""
         nodes = self.rig.nodes
         side, _ = self.step
         at = nodes[self.source if side == "source" else self.target]
@@ -245,22 +245,22 @@ class Schedule:
             at.ask("go_on")
 
     def may_cancel(self, victim):
-        """Does this node know the migration?"""
+        """Return True if this node knows the migration."""
         side, _ = self.step
         name = self.source if victim is self.rig.nodes[self.source] else self.target
         return name == (self.source if self.is_push else self.target) or side == "source"
 
     def outlast(self, victim, other, migration_id):
-        """The victim is stopped: until the other side has given up on it, and reused what it got back."""
+        """Suspend the victim until the other node has ended the transfer and reused its blocks."""
         if not self.is_woken_early:
-            given_up = ("failed", "cancelled", "done", "in doubt")
-            self.wait_for_phase(other, migration_id, given_up, self.rig.lease_s * 20)
+            ended = ("failed", "cancelled", "done", "in doubt")
+            self.wait_for_phase(other, migration_id, ended, self.rig.lease_s * 20)
             self.log.append(f"reused {other.ask('reuse', self.seed)}")
             self.is_reused = True
         victim.wake()
 
     def finish(self, migration_id):
-        """The network is good again: all comes to its end, and is looked at."""
+        """Repair the network, wait for all migrations to end, and check the result."""
         nodes = self.rig.nodes
         for name, proxy in self.rig.proxies.items():
             proxy.seed(name, NO_FAULTS)
@@ -288,7 +288,7 @@ class Schedule:
             assert node.ask("check", prompts) == []
 
     def check_subject(self, found, statuses, migration_id):
-        """Who has the subject, and who must."""
+        """Check which nodes have the subject."""
         is_here = self.request_id in found[self.source]
         is_there = self.request_id in found[self.target]
         there = statuses[self.target].get(migration_id)
@@ -313,7 +313,7 @@ class Schedule:
                 assert num_hit == len(self.token_ids) // 4
 
     def check_move(self, found, statuses, request_id, source, target, migration_id):
-        """A sequence is at one side; or went with a process that was killed, and that had it alone."""
+        """Check that a sequence is at one node, or was lost with a killed process that had the only copy."""
         is_here, is_there = request_id in found[source], request_id in found[target]
         here, there = statuses[source].get(migration_id), statuses[target].get(migration_id)
         assert not (is_here and is_there), request_id
@@ -333,7 +333,7 @@ class Schedule:
                 node.events.recv()
 
     def wait_for_pause(self, at, migration_id):
-        """Has the step been reached? False: the migration has ended before."""
+        """Wait for the step; return False if the migration ended before it."""
         starter = self.starter()
         has_ended = False
         while True:
@@ -354,7 +354,7 @@ class Schedule:
         self.wait_for_phase(node, migration_id, (*ENDED, "in doubt"), PATIENCE_S)
 
     def wait_for_phase(self, node, migration_id, phases, patience_s):
-        """Until the node tells of one of these, of this migration; or is long past knowing of it."""
+        """Wait until the node reports one of these phases of this migration, or until a timeout."""
         for found in node.ask("list_statuses"):
             if found[0] == migration_id and found[2] in phases:
                 return

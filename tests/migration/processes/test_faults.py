@@ -1,6 +1,6 @@
-"""Two processes, and all that can befall them and what is between them.
+"""Migrations between two processes, with faults of the processes and of the network between them.
 
-`KV_POOL_FAULT_SCHEDULES=1000 pytest tests/migration/processes` runs as many; a seed is one schedule.
+`KV_POOL_FAULT_SCHEDULES=1000 pytest tests/migration/processes` runs 1000 schedules, one per seed.
 """
 
 import os
@@ -24,7 +24,7 @@ NUM_NIXL_SCHEDULES = int(os.environ.get("KV_POOL_NIXL_FAULT_SCHEDULES", "12"))
 
 @pytest.fixture(scope="module")
 def rigs():
-    """By backend one for all schedules, until one fails."""
+    """One rig per backend, shared by all schedules until one fails."""
     made = {}
     yield made
     for rig in made.values():
@@ -42,12 +42,12 @@ def run_schedule(rigs, seed, backend, **options):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_block_is_lost_or_used_twice_whatever_happens(rigs, seed):
+def test_no_fault_loses_or_shares_a_block(rigs, seed):
     run_schedule(rigs, seed, "tcp")
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_NIXL_SCHEDULES))
-def test_nor_when_the_target_reads_the_memory_of_the_source_by_itself(rigs, seed):
-    """Killed and stopped only: the bytes do not pass through the proxy."""
+def test_no_fault_loses_a_block_with_one_sided_reads(rigs, seed):
+    """Only kills and suspensions: the bytes do not pass through the proxy."""
     run_schedule(rigs, seed, "nixl", lease_s=1.0, fault_kinds=("kill", "stop"))

@@ -1,4 +1,4 @@
-"""Blocks with chosen numbers in them, and by how much a format may be off: from each format's definition."""
+"""Blocks with chosen numbers, and the error bound of each format, derived from its definition."""
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +9,7 @@ from kv_pool.tiers.formats import make_format
 DTYPES = ("float16", "bfloat16", "float32")
 LOSSY = ("int8", "int4", "fp8", "low_rank")
 UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
-"""Half the distance to the next number, by number; and the same where numbers are as close as they get."""
+"""Relative and absolute rounding error: half the distance to the next number, and half the smallest one."""
 SMALLEST_SCALE = 2.0**-133
 
 
@@ -25,7 +25,7 @@ def make_storage(dtype="float16", layout="NHD", num_blocks=3, block_size=4, head
 
 
 def to_stored(values, dtype):
-    """Numbers as `KVStorage.write` takes them."""
+    """Convert numbers to the form that `KVStorage.write` takes."""
     with np.errstate(over="ignore", invalid="ignore"):
         made = np.asarray(values).astype(numbers_of(dtype))
     return made.view(np.uint16) if dtype == "bfloat16" else made
@@ -40,7 +40,7 @@ def write_all(storage, values):
 
 
 def read_all(storage):
-    """float64 of what is in every slot, (layers, 1 or 2, slots, heads, head_size)."""
+    """Return the content of every slot as float64, (layers, 1 or 2, slots, heads, head_size)."""
     slots = np.arange(storage.num_slots)
     found = [
         [part for part in storage.read(layer, slots) if part is not None]
@@ -51,13 +51,13 @@ def read_all(storage):
 
 
 def read_blocks(storage):
-    """(num_blocks, block_bytes), uint8."""
+    """Return all blocks, (num_blocks, block_bytes) uint8."""
     rows = [np.frombuffer(storage.read_block(block), np.uint8) for block in range(storage.num_blocks)]
     return np.stack(rows)
 
 
 def pass_through(storage, name):
-    """Encode and decode all blocks; what was there before and what is there now, as `read_all` gives it."""
+    """Encode and decode all blocks. Return the content before and after, as from `read_all`."""
     made = make_format(name, storage)
     before = read_all(storage)
     blocks = read_blocks(storage)
@@ -69,7 +69,7 @@ def pass_through(storage, name):
 
 
 def find_bound(name, before, storage):
-    """The most that each element may be off, in the shape of `before`, for what is finite."""
+    """Return the maximum error of each finite element, in the shape of `before`."""
     layers, parts, slots, heads, head_size = before.shape
     grouped = np.where(np.isfinite(before), np.abs(before), 0)
     grouped = grouped.reshape(
@@ -100,7 +100,7 @@ def find_bound(name, before, storage):
 
 
 def find_low_rank_bound(matrices, rank, relative, least):
-    """What a matrix (..., N, D) may be off in the Frobenius norm, by Eckart, Young and rounding."""
+    """Return the error bound of a matrix (..., N, D) in the Frobenius norm: Eckart-Young plus rounding."""
     tokens, head_size = matrices.shape[-2:]
     values = np.linalg.svd(matrices, compute_uv=False)
     kept, rest = values[..., :rank], values[..., rank:]

@@ -1,4 +1,4 @@
-"""What comes back from each format: within its own bound, for every layout and element type."""
+"""Tests of the block formats: errors within each format's bound, for every layout and element type."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def check(name, before, after, storage):
 @pytest.mark.parametrize("layout", BLOCK_AXES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_noise_comes_back_within_the_bound_from_every_layout(name, dtype, layout):
+def test_noise_is_decoded_within_the_bound(name, dtype, layout):
     storage = make_storage(dtype, layout)
     rng = np.random.default_rng(3)
     heads = storage.num_kv_heads
@@ -73,8 +73,8 @@ def test_noise_comes_back_within_the_bound_from_every_layout(name, dtype, layout
 @pytest.mark.parametrize("name", LOSSY)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
-def test_any_bits_come_back_within_the_bound(name, dtype, data):
-    """Random elements, and among them any bits: infinities, NaN, the smallest and the largest."""
+def test_arbitrary_bits_are_decoded_within_the_bound(name, dtype, data):
+    """Random elements with arbitrary bits: infinities, NaN, the smallest and the largest."""
     storage = make_storage(dtype)
     size = numbers_of(dtype).itemsize
     bits = data.draw(
@@ -97,7 +97,7 @@ def test_any_bits_come_back_within_the_bound(name, dtype, data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
-def test_zeros_come_back_as_zeros(name, dtype):
+def test_zeros_are_decoded_as_zeros(name, dtype):
     storage = make_storage(dtype)
     _, after = pass_through(storage, name)
     assert (after == 0).all()
@@ -105,7 +105,7 @@ def test_zeros_come_back_as_zeros(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", [-9, 0, 7])
-def test_what_int8_can_say_comes_back_exactly(dtype, exponent):
+def test_int8_is_exact_for_representable_numbers(dtype, exponent):
     storage = make_storage(dtype)
     rng = np.random.default_rng(5)
     levels = rng.integers(-126, 127, SHAPE)
@@ -119,7 +119,7 @@ def test_what_int8_can_say_comes_back_exactly(dtype, exponent):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", [-9, 0, 6])
-def test_what_fp8_can_say_comes_back_exactly(dtype, exponent):
+def test_fp8_is_exact_for_representable_numbers(dtype, exponent):
     storage = make_storage(dtype)
     rng = np.random.default_rng(6)
     mantissas = rng.integers(8, 16, SHAPE) * rng.choice([-1, 1], SHAPE)
@@ -132,7 +132,7 @@ def test_what_fp8_can_say_comes_back_exactly(dtype, exponent):
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_and_the_smallest_numbers_stay_finite(name, dtype):
+def test_extreme_numbers_stay_finite(name, dtype):
     largest = float(np.finfo(np.float16).max) if dtype == "float16" else float(np.finfo(np.float32).max)
     if dtype == "bfloat16":
         largest = float(np.uint32(0x7F7F0000).view(np.float32))
@@ -144,18 +144,18 @@ def test_the_largest_and_the_smallest_numbers_stay_finite(name, dtype):
         check(name, before, after, storage)
 
 
-def test_a_large_channel_of_keys_costs_the_others_nothing_in_int8():
+def test_int8_scales_isolate_a_large_channel_of_keys():
     storage = make_storage("float32")
     values = np.random.default_rng(7).standard_normal(SHAPE)
     values[..., 2] *= 1000
     write_all(storage, values)
     before, after = pass_through(storage, "int8")
     off = np.abs(after - before)
-    assert off[:, 0, ..., 3].max() < 0.02  # K: a scale a channel
-    assert off[:, 1, ..., 3].max() > 0.5  # V: a scale a token
+    assert off[:, 0, ..., 3].max() < 0.02  # K: a scale per channel
+    assert off[:, 1, ..., 3].max() > 0.5  # V: a scale per token
 
 
-def test_a_block_of_low_rank_comes_back_but_for_rounding():
+def test_low_rank_is_exact_for_low_rank_blocks():
     storage = make_storage("float32", block_size=16, head_size=16)
     rng = np.random.default_rng(8)
     rank = make_format("low_rank", storage).rank
@@ -169,8 +169,8 @@ def test_a_block_of_low_rank_comes_back_but_for_rounding():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_block_is_encoded_by_itself(name):
-    """However many come along, and in whatever chunks."""
+def test_each_block_is_encoded_separately(name):
+    """The result does not depend on the other blocks or on the chunks."""
     storage = make_storage("float16", num_blocks=7, block_size=16, head_size=64, layers=8, heads=8)
     write_all(storage, np.random.default_rng(9).standard_normal((8, 2, 7 * 16, 8, 64)))
     made = make_format(name, storage)
@@ -187,20 +187,20 @@ def test_each_block_is_encoded_by_itself(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
-def test_bytes_that_nobody_encoded_make_numbers_all_the_same(name, dtype):
+def test_arbitrary_bytes_decode_without_errors(name, dtype):
     made = make_format(name, make_storage(dtype))
     noise = np.random.default_rng(1).integers(0, 256, (5, made.encoded_bytes), np.uint8)
     assert made.decode(noise).shape == (5, make_storage(dtype).block_bytes)
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_is_written_takes_about_half_the_bytes_of_16_bit_floats_or_a_quarter_for_int4(name):
+def test_encoded_blocks_take_a_half_or_a_quarter(name):
     storage = make_storage(block_size=16, head_size=64)
     share = 0.25 if name == "int4" else 0.5
     assert share - 0.05 < make_format(name, storage).encoded_bytes / storage.block_bytes < share + 0.06
 
 
-def test_two_int4_codes_share_a_byte_and_an_odd_one_has_its_own():
+def test_int4_packs_two_codes_per_byte():
     storage = make_storage("float32", block_size=3, heads=1, head_size=3, layers=1, layout="MLA")
     made = make_format("int4", storage)
     assert made.encoded_bytes == 5 + 2 * 3  # 9 elements, a scale for each of 3 tokens
@@ -210,7 +210,7 @@ def test_two_int4_codes_share_a_byte_and_an_odd_one_has_its_own():
 
 
 @pytest.mark.parametrize("exponent", [-9, 0, 7])
-def test_what_int4_can_say_comes_back_exactly(exponent):
+def test_int4_is_exact_for_representable_numbers(exponent):
     storage = make_storage()
     levels = np.random.default_rng(5).integers(-7, 8, SHAPE)
     levels[:, 0, ::4] = 7
@@ -220,7 +220,7 @@ def test_what_int4_can_say_comes_back_exactly(exponent):
     np.testing.assert_array_equal(after, before)
 
 
-def test_int8_can_share_scales_otherwise():
+def test_int8_scale_groups_can_be_chosen():
     storage = make_storage("float32")
     axes = read_axes(storage)
     per_channel, per_token, both = (make_int8_format(axes, group, group) for group in ("N", "D", "ND"))
@@ -231,7 +231,7 @@ def test_int8_can_share_scales_otherwise():
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "low_rank:0.25"])
-def test_a_format_is_made_again_from_its_name_and_a_layout_that_was_written_down(name):
+def test_format_is_recreated_from_name_and_layout(name):
     storage = make_storage(block_size=16)
     layout = BlockLayout.describe(storage, 16)
     made = make_format(name, storage)
@@ -239,7 +239,7 @@ def test_a_format_is_made_again_from_its_name_and_a_layout_that_was_written_down
     assert (again.name, again.encoded_bytes) == (made.name, made.encoded_bytes)
 
 
-def test_a_latent_cache_is_scaled_by_token():
+def test_latent_cache_is_scaled_per_token():
     storage = make_storage("float32", "MLA")
     values = np.random.default_rng(2).standard_normal((2, 2, 12, 1, 8))
     values[:, :, ::2] *= 1000
@@ -250,7 +250,7 @@ def test_a_latent_cache_is_scaled_by_token():
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_state_without_tokens_is_refused(name):
+def test_lossy_formats_refuse_state_blocks(name):
     storage = BlockStorage.wrap_state([np.zeros((4, 3, 5), np.float32), np.zeros((4, 8), np.float16)])
     with pytest.raises(InvalidArgumentError, match="have no axes of tokens, heads and elements"):
         make_format(name, storage)
@@ -259,7 +259,7 @@ def test_state_without_tokens_is_refused(name):
     np.testing.assert_array_equal(raw.decode(raw.encode(blocks)), blocks)
 
 
-def test_what_can_not_be_meant_is_refused():
+def test_invalid_names_and_shapes_are_refused():
     storage = make_storage()
     with pytest.raises(
         InvalidArgumentError, match="no format 'int2'; there are raw, int8, int4, fp8, low_rank"
@@ -268,7 +268,7 @@ def test_what_can_not_be_meant_is_refused():
     for name in ("int8:0.5", "low_rank:", "low_rank:x", "low_rank:0", "low_rank:1.5", "low_rank:nan"):
         with pytest.raises(InvalidArgumentError):
             make_format(name, storage)
-    with pytest.raises(InvalidArgumentError, match="elements of float64 are not written in fewer bytes"):
+    with pytest.raises(InvalidArgumentError, match="elements of float64 cannot be compressed"):
         make_format("int8", KVStorage.allocate(2, 4, 2, 2, 8, "float64"))
     with pytest.raises(InvalidArgumentError, match="1 tokens and 8 elements takes 8 elements"):
         make_format("low_rank", make_storage(block_size=1))
@@ -282,13 +282,13 @@ def test_what_can_not_be_meant_is_refused():
             np.zeros((2, storage.block_bytes + 1), np.uint8),
             np.zeros((2, storage.block_bytes), np.int8),
         ):
-            with pytest.raises(InvalidArgumentError, match="of uint8, not"):
+            with pytest.raises(InvalidArgumentError, match="and type uint8, not"):
                 made.encode(rows)
-        with pytest.raises(InvalidArgumentError, match="of uint8, not"):
+        with pytest.raises(InvalidArgumentError, match="and type uint8, not"):
             made.decode(np.zeros((1, made.encoded_bytes - 1), np.uint8))
 
 
-def test_without_ml_dtypes_all_but_fp8_work():
+def test_only_fp8_needs_ml_dtypes():
     code = (
         "import sys; sys.modules['ml_dtypes'] = None\n"
         "from kv_pool.errors import MissingDependencyError\n"
@@ -304,6 +304,6 @@ def test_without_ml_dtypes_all_but_fp8_work():
         "raw",
         "int8",
         "int4",
-        "writing blocks as fp8 needs ml_dtypes: pip install '.[formats]' in a checkout of kv_pool",
+        "the block format fp8 needs ml_dtypes: pip install '.[formats]' in a checkout of kv_pool",
         "low_rank:0.5",
     ]

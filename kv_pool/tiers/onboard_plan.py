@@ -1,0 +1,196 @@
+"""`OnboardPlan`: a two-phase load of blocks from lower tiers into a request's block table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.extra_keys import check_announceable
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
+from kv_pool.tiers.allocated_tables import AllocatedTables
+from kv_pool.tiers.tier_hit import TierHit
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class OnboardPlan(TwoPhasePlan):
+    """A plan to load blocks from lower tiers for a request, made by `TierOnboarder.plan_onboard`.
+
+                 commit                              abort
+        OPEN --> request has blocks, prefix cached   request has no blocks; call find_prefix again
+
+    While the plan is open, the manager does not know the request, the plan owns and holds the device blocks,
+    and no tier evicts the blocks to be read.
+
+    Attributes:
+        request_id: the request.
+        hit: the hit that the plan loads.
+        num_computed_tokens: number of tokens with valid KV after the commit; the caller sets the request's
+            `num_computed_tokens` to it.
+        keys: the keys of the blocks to be read.
+        state: open, committed or aborted.
+        is_unreadable: True if a block could not be read.
+        is_counted: True if the statistics are up to date with this plan.
+    """
+
+    def __init__(
+        self,
+        request: SchedulableRequest,
+        hit: TierHit,
+        manager: KVCacheManager,
+        tiered_cache: TieredCache,
+        rows: Sequence[Mapping[int, BlockHashWithGroupId]],
+        allocate: Callable[[], object],
+        open_plans: OpenPlans[OnboardPlan],
+        on_close: Callable[[OnboardPlan], None],
+    ) -> None:
+        super().__init__(request, hit.num_device_tokens + hit.num_tokens)
+        self.hit = hit
+        self.keys = [key for row in rows for key in row.values()]
+        self.is_unreadable = False
+        self.is_counted = True
+        self._is_loaded = False
+        self._manager = manager
+        self._tiered_cache = tiered_cache
+        self._rows = rows
+        self._allocated = AllocatedTables(request, self.num_computed_tokens, manager, allocate)
+        self._held_keys: list[BlockHashWithGroupId] = []
+        self._targets: list[KVCacheBlock] = []
+        self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
+        self._open_plans = open_plans
+        self._on_close = on_close
+
+    def open(self) -> bool:
+        self._tiered_cache.hold_onto(self.keys, self._held_keys)
+        if not self._allocated.open():
+            return False
+        tables = self._allocated.tables
+        self._targets = [
+            table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
+        ]
+        # The device blocks of the prefix and the keys they were hit by. A block with wrong content loses
+        # its key.
+        read_into = set(self._targets)
+        self._hits = [
+            (block, block.block_hash)
+            for table in tables
+            for block in table.blocks
+            if block.block_hash is not None and block not in read_into
+        ]
+        reason = f"in an open plan to read tiers for request {self.request_id!r}"
+        self._hold(self._manager.block_pool, self.list_blocks(), reason)
+        self.is_counted = False
+        return True
+
+    def list_blocks(self) -> list[KVCacheBlock]:
+        """Return the device blocks that the plan references, the first to be reused first."""
+        return self._allocated.list_blocks()
+
+    def apply(self) -> bool:
+        """Load the blocks and commit; abort on failure.
+
+        Returns:
+            False if a block could not be read, or its content was invalidated. The plan is aborted, and the
+            next `find_prefix` returns a shorter prefix or none.
+        Raises:
+            CopyFailedError: copying to the device failed. The plan is aborted.
+            Others as in `commit`. The plan is aborted.
+        """
+        try:
+            if self.load():
+                self.commit()
+                return True
+        except BaseException:
+            if not self.is_decided:
+                self.abort()
+            raise
+        self.abort()
+        return False
+
+    def load(self) -> bool:
+        """Read the bytes into the device blocks. The copies are complete on return.
+
+        First offloads the old content of the newly allocated blocks (`flush_evicted`).
+
+        Returns:
+            False if a block could not be read, or was invalidated; the caller then aborts the plan.
+        Raises:
+            PlanClosedError: the plan is already committed or aborted.
+            CopyFailedError: copying to the device failed.
+        """
+        self._check_open()
+        wanted = {
+            key: block.block_id
+            for key, block in zip(self.keys, self._targets, strict=True)
+            if not block.is_null
+        }
+        failed = self._tiered_cache.load(list(wanted), list(wanted.values()))
+        self.is_unreadable = bool(failed)
+        self._is_loaded = not failed and not self._is_void()
+        return self._is_loaded
+
+    def commit(self) -> None:
+        """Assign the loaded blocks to the request and cache its prefix on the device.
+
+        Raises:
+            PlanClosedError: the plan is already committed or aborted.
+            InvalidBlockError: the blocks are not loaded, or the content of one was invalidated since, on the
+                device or in a tier. Abort the plan.
+            InvalidArgumentError, InvalidTypeError: the request has got blocks in the meantime, or lacks
+                fields that events need. In all cases nothing has changed.
+        """
+        self._check_open()
+        if not self._is_loaded or self._is_void():
+            raise InvalidBlockError(
+                f"the blocks for request {self.request_id!r} are not all loaded, or were invalidated since; "
+                "abort the plan and call find_prefix() again"
+            )
+        if self._manager.block_pool.enable_kv_cache_events:
+            check_announceable(self._request)
+        if self._manager.holds_blocks(self.request_id):
+            raise InvalidArgumentError(f"request {self.request_id!r} has blocks already; free them first")
+        self._open_plans.close(self, PlanState.COMMITTED)
+
+    def abort(self) -> None:
+        """Free the plan's device blocks. None of the loaded content can be hit.
+
+        Raises:
+            PlanClosedError: the plan is already committed or aborted. Nothing has changed.
+        """
+        self._check_open()
+        self._open_plans.close(self, PlanState.ABORTED)
+
+    def finish(self) -> None:
+        super().finish()
+        self._tiered_cache.release_out_of(self._held_keys)
+        if not self.is_counted:
+            self._on_close(self)
+
+    def _commit(self) -> None:
+        self._allocated.commit()
+
+    def _abort(self) -> None:
+        self._allocated.abort()
+
+    def _is_void(self) -> bool:
+        """Return True if the content of a block was invalidated since the hit."""
+        return not self._tiered_cache.has_all(self.keys) or any(
+            block.block_hash != key for block, key in self._hits
+        )
+
+    def _check_open(self) -> None:
+        self._open_plans.recover()
+        if self.state is not PlanState.OPEN:
+            raise PlanClosedError(
+                f"the plan to load blocks for request {self.request_id!r} is already {self.state.value}; "
+                "make a new one"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"OnboardPlan({self.request_id!r}, {self.state.value}, {len(self.keys)} blocks, "
+            f"{self.hit.num_tokens} tokens)"
+        )

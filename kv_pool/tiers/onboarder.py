@@ -1,0 +1,292 @@
+"""`TierOnboarder`: starts a manager's requests with prefixes from lower tiers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockId, GroupId, RequestId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState
+from kv_pool.tiers.onboard_plan import OnboardPlan
+from kv_pool.tiers.tier_hit import TierHit
+from kv_pool.tiers.tier_prefixes import TierPrefixes
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class AdmittableRequest(SchedulableRequest, Protocol):
+    """A request whose `num_computed_tokens` can be set."""
+
+    num_computed_tokens: int
+
+
+class OnboardStatistics(msgspec.Struct):
+    """Counts of the prefix tokens that requests started with, and of plans.
+
+    Attributes:
+        num_tokens_by_medium: number of tokens, for GPU (prefixes on the device) and each tier's medium.
+        num_committed, num_aborted: number of plans.
+        num_unreadable: number of plans that were aborted because a block could not be read.
+    """
+
+    num_tokens_by_medium: dict[str, int]
+    num_committed: int = 0
+    num_aborted: int = 0
+    num_unreadable: int = 0
+
+
+class TierOnboarder:
+    """Finds prefixes in the lower tiers of a manager's pool and onboards them into the blocks of requests.
+
+        found = onboarder.admit(request)
+        if found is not None:
+            print(found["GPU"], "tokens were on the device,", found["CPU"], "come from host memory")
+
+    `admit` does everything in one call. Its steps can be called separately: the manager's
+    `get_computed_blocks`, `find_prefix`, then `plan_onboard` or `allocate_slots`.
+
+    All KV cache groups take part. Of groups with windows, chunks or states, only the blocks that the next
+    token attends to are read.
+
+    Args:
+        manager: the manager of the requests.
+        tiered_cache: the tiers of the manager's pool.
+
+    `manager.take_events()` returns the events of tiers together with the pool's, in order and labelled with
+    their medium. Not thread-safe.
+    """
+
+    def __init__(self, manager: KVCacheManager, tiered_cache: TieredCache) -> None:
+        if tiered_cache.block_pool is not manager.block_pool:
+            raise InvalidArgumentError("the tiers belong to another pool than the manager's")
+        self.manager = manager
+        self.tiered_cache = tiered_cache
+        self._groups: list[BlockGroup] = [
+            make_group(spec, manager.block_pool, GroupId(group_id), manager.alignment)
+            for group_id, spec in enumerate(manager.groups)
+        ]
+        for group_id, spec in enumerate(manager.groups):
+            if spec.is_cacheable:
+                tiered_cache.note_block_size(GroupId(group_id), spec.block_size)
+        self._prefixes = TierPrefixes(tiered_cache, self._groups, manager.alignment)
+        self._open_plans: OpenPlans[OnboardPlan] = OpenPlans()
+        self._media = [tier.medium for tier in tiered_cache.tiers]
+        self._statistics = OnboardStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def find_prefix(
+        self,
+        request: SchedulableRequest,
+        cached_prefix: CachedPrefix | None = None,
+        max_num_tokens: int | None = None,
+    ) -> TierHit:
+        """Return the prefix tokens that lower tiers have beyond the device's. Changes nothing.
+
+        Args:
+            cached_prefix: the result of `get_computed_blocks`; None for an empty prefix.
+            max_num_tokens: limit for prefix and hit together; by default all tokens of the request but the
+                last.
+        Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
+            to be tried.
+        """
+        start = 0 if cached_prefix is None else cached_prefix.num_tokens
+        limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
+        num_tokens = self._prefixes.count_tokens(request, start, limit)
+        by_medium = dict.fromkeys(self._media, 0)
+        if num_tokens:
+            self._count_by_medium(request, start, start + num_tokens, by_medium)
+        return TierHit(request.request_id, start, num_tokens, by_medium)
+
+    def list_open_plans(self) -> list[OnboardPlan]:
+        """Return the plans that are neither committed nor aborted, oldest first."""
+        self._open_plans.recover()
+        return list(self._open_plans.by_request.values())
+
+    def list_device_ids_in_flight(self) -> list[BlockId]:
+        """Return the ids of the device blocks of open plans; the plans hold them (`BlockPool.holds`)."""
+        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks()]
+
+    def get_statistics(self) -> OnboardStatistics:
+        """Return a copy of the current counts."""
+        counts = self._statistics
+        return msgspec.structs.replace(counts, num_tokens_by_medium=dict(counts.num_tokens_by_medium))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        request: AdmittableRequest,
+        num_new_tokens: int | None = None,
+        *,
+        max_prefix_tokens: int | None = None,
+        delay_cache_blocks: bool = False,
+        **options: Any,
+    ) -> dict[str, int] | None:
+        """Allocate blocks for a request, reusing prefixes from the device and from lower tiers.
+
+            |<- device ->|<- tiers ->|<- num_new_tokens ->|
+            |  touched   |   read    |   to be computed   |
+
+        Args:
+            request: has no blocks yet. Its `num_computed_tokens` is set to the length of the reused prefix.
+            num_new_tokens: maximum number of tokens to allocate slots for; None for all remaining tokens.
+            max_prefix_tokens: maximum length of the reused prefix; None for all tokens but the last.
+            delay_cache_blocks: do not cache the blocks to be computed now; `cache_blocks` does so later.
+            options: for `allocate_slots`, such as `num_lookahead_tokens`.
+        Returns:
+            The number of reused tokens by medium; their sum is `num_computed_tokens`. None if the pool has
+            too few blocks; nothing has changed.
+        Raises:
+            CopyFailedError: copying to the device failed. The request has no blocks.
+            What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
+        A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
+        """
+        while True:
+            prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
+            hit = self.find_prefix(request, prefix, max_prefix_tokens)
+            num_found = prefix.num_tokens + hit.num_tokens
+            num_left = request.num_tokens - num_found
+            num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
+            if not hit.num_tokens:
+                options["delay_cache_blocks"] = delay_cache_blocks
+                if self.manager.allocate_slots(request, num_new, prefix, **options) is None:
+                    return None
+                self.note_started(prefix)
+                break
+            plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
+            if plan is None:
+                return None
+            if plan.apply():
+                break
+        request.num_computed_tokens = num_found
+        return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
+
+    def plan_onboard(
+        self,
+        request: SchedulableRequest,
+        hit: TierHit,
+        cached_prefix: CachedPrefix | None = None,
+        *,
+        num_new_tokens: int = 0,
+        **options: Any,
+    ) -> OnboardPlan | None:
+        """Plan to start a request with a prefix from the device followed by a hit in lower tiers.
+
+            |<- cached_prefix ->|<- hit ->|<- num_new_tokens ->|
+            |   touched         |  read   |   to be computed   |
+
+        Args:
+            hit: the result of `find_prefix` for the same prefix.
+            num_new_tokens: tokens to allocate slots for; more can be allocated after the commit.
+            options: for `allocate_slots`, such as `num_lookahead_tokens`.
+        Returns:
+            The plan; None if `allocate_slots` returns None. Then nothing has changed.
+        Raises:
+            InvalidArgumentError: the hit is empty, or for another request or prefix; or the request already
+                has blocks or an open plan. Nothing has changed.
+            InvalidBlockError: the tiers no longer have the whole hit; call `find_prefix` again. Nothing has
+                changed.
+        """
+        self._open_plans.recover()
+        request_id = request.request_id
+        num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
+        if request_id in self._open_plans.by_request:
+            raise InvalidArgumentError(
+                f"request {request_id!r} already has an open plan; commit or abort it first"
+            )
+        if self.manager.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
+        if hit.num_tokens < 1 or hit[:2] != (request_id, num_device_tokens):
+            raise InvalidArgumentError(
+                f"the hit has {hit.num_tokens} tokens after {hit.num_device_tokens} of request "
+                f"{hit.request_id!r}; this is request {request_id!r} with {num_device_tokens} on the device"
+            )
+        end = num_device_tokens + hit.num_tokens
+        rows = None
+        if end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size:
+            rows = self._prefixes.find_blocks(request, num_device_tokens, end)
+        if rows is None:
+            raise InvalidBlockError(
+                f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "
+                f"{request_id!r}; call find_prefix() again"
+            )
+        allocate = partial(
+            self.manager.allocate_slots,
+            request,
+            num_new_tokens,
+            cached_prefix,
+            num_external_computed_tokens=hit.num_tokens,
+            delay_cache_blocks=True,
+            **options,
+        )
+        plan = OnboardPlan(
+            request, hit, self.manager, self.tiered_cache, rows, allocate, self._open_plans, self._count
+        )
+        return plan if self._open_plans.open(plan) else None
+
+    def note_started(self, cached_prefix: CachedPrefix) -> None:
+        """Count a request that starts with a prefix from the device only."""
+        self._statistics.num_tokens_by_medium[MEDIUM_GPU] += cached_prefix.num_tokens
+
+    # ---- prefetching -----------------------------------------------------------------------------
+
+    def prefetch(self, request: SchedulableRequest) -> int:
+        """Read a waiting request's blocks from disk into host memory, in a background thread.
+
+        Returns:
+            The number of blocks that are being read for the request; 0 if none is on disk only, or if the
+            limit on prefetched blocks is reached.
+        A later `TieredCache.flush()` moves the blocks to host memory. A block that cannot be read is counted.
+        """
+        num_tokens = self.manager.get_computed_blocks(request).num_tokens
+        found = self._prefixes.count_tokens(request, num_tokens, request.num_tokens - 1)
+        rows = self._prefixes.find_blocks(request, num_tokens, num_tokens + found) if found else None
+        keys = [key for row in rows or () for key in row.values()]
+        return self.tiered_cache.prefetch(request.request_id, keys)
+
+    def cancel_prefetch(self, request_id: RequestId) -> None:
+        """Cancel the prefetch of a request. No-op if there is none."""
+        self.tiered_cache.cancel_prefetch(request_id)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _count_by_medium(
+        self, request: SchedulableRequest, start: int, end: int, by_medium: dict[str, int]
+    ) -> None:
+        """Add the tokens `[start, end)` to the counts; tokens that need no read count for the top tier."""
+        if len(self._media) == 1:
+            by_medium[self._media[0]] += end - start
+            return
+        step = self.manager.alignment
+        level_of = [0] * ((end - start) // step)
+        rows = self._prefixes.find_blocks(request, start, end) or []
+        for group, row in zip(self._groups, rows, strict=True):
+            for position, key in row.items():
+                level = self.tiered_cache.find_tier(key) or 0
+                place = (position * group.block_size - start) // step
+                level_of[place] = max(level_of[place], level)
+        for level in level_of:
+            by_medium[self._media[level]] += step
+
+    def _count(self, plan: OnboardPlan) -> None:
+        """Count a plan when it is closed, exactly once."""
+        counts = self.get_statistics()
+        if plan.outcome is PlanState.COMMITTED:
+            counts.num_committed += 1
+            counts.num_tokens_by_medium[MEDIUM_GPU] += plan.hit.num_device_tokens
+            for medium, num_tokens in plan.hit.num_tokens_by_medium.items():
+                counts.num_tokens_by_medium[medium] += num_tokens
+        else:
+            counts.num_aborted += 1
+            counts.num_unreadable += plan.is_unreadable
+        self._statistics = counts  # no call in between
+        plan.is_counted = True

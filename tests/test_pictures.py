@@ -1,0 +1,90 @@
+"""The pictures of the documentation are current and legible, and name existing code."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from pictures import layers
+from pictures.all_pictures import FOLDER, draw_all
+from pictures.drawing import Drawing
+from pictures.palette import DARK, FILLS, LIGHT, compute_contrast, make_style
+from test_layers import LAYERS
+
+from kv_pool.migration.status import MigrationPhase
+
+PACKAGE = Path(__file__).parent.parent / "kv_pool"
+PICTURES = {picture.name: picture for picture in draw_all()}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_committed_picture_is_what_its_source_draws(name):
+    svg = (FOLDER / f"{name}.svg").read_text()
+    assert svg == PICTURES[name].make_svg(), "run python -m pictures in .site"
+    root = ElementTree.fromstring(svg)
+    assert root.find("{http://www.w3.org/2000/svg}desc").text
+
+
+def test_every_committed_picture_is_drawn_and_shown():
+    assert {path.stem for path in FOLDER.glob("*.svg")} == set(PICTURES)
+    documents = [PACKAGE.parent / "README.md", *PACKAGE.rglob("README.md")]
+    shown = {name for path in documents for name in re.findall(r"pictures/(\w+)\.svg", path.read_text())}
+    assert shown == set(PICTURES)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("text", ["ink", "soft"])
+def test_text_is_legible(colours, text):
+    """WCAG 2.2, level AA: 4.5 for text of this size."""
+    contrasts = {fill: compute_contrast(colours[text], colours[fill]) for fill in ("paper", *FILLS)}
+    assert min(contrasts.values()) >= 4.5, contrasts
+
+
+def test_contrast_of_black_on_white():
+    assert compute_contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert compute_contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
+
+
+def test_style_has_both_schemes():
+    style = make_style()
+    assert "@media (prefers-color-scheme: dark)" in style
+    assert style.count(f"--kvp-ink: {LIGHT['ink']}") == style.count(f"--kvp-ink: {DARK['ink']}") == 2
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_code_in_a_picture_exists(name):
+    sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    texts = " ".join(PICTURES[name].texts)
+    spans = " ".join(re.findall(r"`([^`]+)`", texts))
+    names = re.findall(r"\w+", spans) + re.findall(r"\b(?:[A-Z]+[a-z]+){2,}\b|\b\w+_\w+\b", texts)
+    assert [each for each in names if not re.search(rf"\b{each}\b", sources)] == []
+
+
+def test_picture_of_the_layers_has_all_of_them():
+    drawn = {package: int(layer[1:]) for layer, row in layers.ROWS for package, _ in row}
+    for layer, modules in layers.SMALL.items():
+        drawn |= dict.fromkeys(modules.split(", "), int(layer[1:]))
+    assert drawn == {name: layer for name, layer in LAYERS.items() if name != "__main__"}
+
+
+def test_picture_of_a_migration_has_all_phases():
+    texts = " ".join(PICTURES["migration"].texts)
+    assert [phase.name for phase in MigrationPhase if phase.name not in texts] == []
+
+
+def test_text_wider_than_its_box_is_refused():
+    drawing = Drawing("name", "title", "description", 200, 100)
+    with pytest.raises(ValueError, match="'much too long for it' is wider than its box of 80"):
+        drawing.add_box(10, 10, 80, 30, ("much too long for it",))
+
+
+def test_anything_outside_the_picture_is_refused():
+    drawing = Drawing("name", "title", "description", 200, 100)
+    with pytest.raises(ValueError, match="from 150, 10 to 250, 40 is not inside of 200 x 100"):
+        drawing.add_box(150, 10, 100, 30)
+
+
+def test_unknown_fill_is_refused():
+    drawing = Drawing("name", "title", "description", 200, 100)
+    with pytest.raises(ValueError, match="'pink' is no fill"):
+        drawing.add_box(10, 10, 100, 30, fill="pink")

@@ -1,0 +1,556 @@
+"""Tests of `TierOnboarder`: evicted blocks are loaded from host memory and disk, and nothing else is."""
+
+import pytest
+from tiers.tier_engine import TierEngine
+
+from kv_pool import InvalidArgumentError, InvalidBlockError, PlanClosedError
+from kv_pool.core import invariants as core_invariants
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.tiers import invariants
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+def make_engine(tmp_path, *args, **options):
+    return TierEngine(tmp_path / "tier", *args, **options)
+
+
+def run_and_free(engine, name, first, num_tokens=16):
+    request = engine.make_request(name, range(first, first + num_tokens))
+    assert engine.compute(request) is not None
+    engine.manager.free(request)
+    return request
+
+
+def again(engine, request):
+    return engine.make_request(request.request_id + "'", request.all_token_ids)
+
+
+def fill(engine, num_requests=3):
+    """Run requests of four full blocks and one token each; the device keeps the blocks of the last one."""
+    return [run_and_free(engine, f"r{number}", 100 * number, 17) for number in range(num_requests)]
+
+
+def test_blocks_move_from_device_to_host_to_disk(tmp_path):
+    engine = make_engine(tmp_path)
+    requests = fill(engine, 4)
+    assert [engine.where(request) for request in requests] == ["HSSS", "HHHH", "DDDH", "DDDD"]
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_request_starts_with_a_prefix_from_tiers(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    before = engine.where(first)
+    assert "S" in before
+    request = again(engine, first)
+    prefix = engine.manager.get_computed_blocks(request)
+    hit = engine.onboarder.find_prefix(request, prefix)
+    assert prefix.num_tokens + hit.num_tokens == 16
+    assert hit.num_tokens_by_medium == {"CPU": 4 * before.count("H"), "STORAGE": 4 * before.count("S")}
+    assert engine.compute(request) == (0, 16)
+    told = engine.onboarder.get_statistics()
+    assert told.num_tokens_by_medium == {"GPU": 0, **hit.num_tokens_by_medium}
+    assert engine.where(first) == "DDDD"
+    assert all(key in engine.cache for key in engine.keys_of(first)), "loaded blocks stay in their tier"
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_loaded_blocks_are_not_offloaded_again(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30)
+    first, *_ = fill(engine, 4)
+    engine.compute(request := again(engine, first))
+    engine.manager.free(request)
+    num_stored = engine.cache.tiers[0].get_statistics().num_stored
+    other = run_and_free(engine, "other", 700, 29)
+    gone = engine.where(first).count("H")
+    assert gone
+    del other
+    assert engine.cache.tiers[0].get_statistics().num_stored - num_stored < 7, "fewer than were reused"
+    engine.check_cached()
+
+
+def test_find_prefix_changes_nothing(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    order = [tier.list_keys() for tier in engine.cache.tiers]
+    request = again(engine, first)
+    hit = engine.onboarder.find_prefix(request, engine.manager.get_computed_blocks(request))
+    assert hit.num_tokens == 16
+    assert engine.onboarder.find_prefix(request, None, max_num_tokens=11).num_tokens == 8
+    assert [tier.list_keys() for tier in engine.cache.tiers] == order
+
+
+def test_blocks_reused_in_a_step_can_be_hit_in_it(tmp_path):
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, *_ = fill(engine, 3)
+    other = engine.make_request("other", range(900, 909))
+    assert engine.start(other) == (0, 0)
+    pending = engine.cache.list_pending()
+    assert set(pending) & set(engine.keys_of(first))
+    request = again(engine, first)
+    num_device, num_tiers = engine.start(request)
+    assert num_device + num_tiers == 16
+    assert num_tiers > 0
+    engine.run()
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def start_fork(engine):
+    """Start a fork whose private block completes a block of a prompt that the tiers have."""
+    first, *_ = fill(engine, 4)
+    parent = engine.make_request("parent", first.all_token_ids[:10])
+    engine.compute(parent)
+    child = engine.make_request("child", first.all_token_ids[:12])
+    child.num_computed_tokens = 10
+    engine.manager.fork(parent, child)
+    assert engine.grow(child, 2)
+    assert len(engine.manager.copies) == 1
+    return first, child
+
+
+def test_admit_continues_a_prefix_completed_by_a_fork(tmp_path):
+    """`admit` refused it until the copies were made, but the documented order makes them later."""
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, child = start_fork(engine)
+    request = again(engine, first)
+    assert engine.start(request) == (12, 4)
+    engine.run()
+    for computed in (child, request):
+        engine.check(computed)
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_aborted_plan_leaves_no_copy_into_a_free_block(tmp_path):
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, child = start_fork(engine)
+    plan = make_plan(engine, again(engine, first))
+    engine.scheduled.clear()
+    engine.manager.free(child)
+    assert len(engine.manager.copies) == 1
+    plan.abort()
+    assert engine.manager.take_block_copies() == []
+    core_invariants.check(engine.pool)
+
+
+def test_plan_without_free_blocks_changes_nothing(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    engine.compute(engine.make_request("big", range(500, 525)))
+    order = [tier.list_keys() for tier in engine.cache.tiers]
+    num_free = engine.manager.get_num_free_blocks()
+    request = again(engine, first)
+    assert engine.start(request) is None
+    assert [sorted(tier.list_keys()) for tier in engine.cache.tiers] == [sorted(keys) for keys in order]
+    assert engine.manager.get_num_free_blocks() == num_free
+    assert not engine.onboarder.list_open_plans()
+    invariants.check(engine.onboarder)
+
+
+def make_plan(engine, request, num_new_tokens=1):
+    prefix = engine.manager.get_computed_blocks(request)
+    hit = engine.onboarder.find_prefix(request, prefix)
+    return engine.onboarder.plan_onboard(request, hit, prefix, num_new_tokens=num_new_tokens)
+
+
+def test_abort_restores_the_state(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    plan = make_plan(engine, request := again(engine, first))
+    assert sorted(engine.onboarder.list_device_ids_in_flight()) == sorted(
+        block.block_id for block in plan.list_blocks()
+    )
+    [hold] = engine.pool.holds.list_holds()
+    assert [block.block_id for block in hold.blocks] == engine.onboarder.list_device_ids_in_flight()
+    invariants.check(engine.onboarder)
+    plan.load()
+    plan.abort()
+    assert engine.pool.holds.list_immovable_ids() == []
+    assert engine.manager.get_num_free_blocks() == 8
+    assert engine.manager.get_computed_blocks(request).num_tokens == 0
+    assert engine.onboarder.find_prefix(request).num_tokens == 16
+    for close in (plan.abort, plan.commit, plan.load, plan.apply):
+        with pytest.raises(PlanClosedError, match="already aborted"):
+            close()
+    assert engine.onboarder.get_statistics().num_aborted == 1
+    invariants.check(engine.onboarder)
+
+
+def test_commit_requires_load(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    plan = make_plan(engine, again(engine, first))
+    with pytest.raises(InvalidBlockError, match="are not all loaded"):
+        plan.commit()
+    assert plan.apply()
+
+
+def test_commit_is_refused_after_invalidation(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    plan = make_plan(engine, request := again(engine, first))
+    assert plan.load()
+    engine.cache.forget(engine.keys_of(first)[2:3])
+    assert not plan.apply()
+    assert engine.onboarder.find_prefix(request).num_tokens == 8
+    invariants.check(engine.onboarder)
+
+
+def test_open_plan_holds_its_blocks_in_tiers(tmp_path):
+    engine = make_engine(tmp_path, num_blocks=12, num_host_blocks=4, num_disk_blocks=0)
+    first = run_and_free(engine, "first", 0, 17)
+    run_and_free(engine, "second", 100, 45)
+    plan = make_plan(engine, request := again(engine, first))
+    run_and_free(engine, "third", 200, 25)
+    assert engine.cache.num_dropped > 0
+    assert plan.apply()
+    request.num_computed_tokens = plan.num_computed_tokens
+    engine.check(request)
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def damage(engine, key):
+    """Flip a byte of a block on disk."""
+    slot = engine.cache.tiers[1].get_slot(key)
+    with open(engine.folder / "blocks", "r+b") as file:
+        file.seek(slot * 4096)
+        first = file.read(1)
+        file.seek(slot * 4096)
+        file.write(bytes([first[0] ^ 255]))
+
+
+def test_unreadable_block_shortens_the_prefix(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=1)
+    first, *_ = fill(engine, 4)
+    damage(engine, engine.keys_of(first)[2])
+    plan = make_plan(engine, request := again(engine, first))
+    assert not plan.apply()
+    assert plan.is_unreadable
+    assert engine.pool.get_num_free_blocks() == 8
+    assert engine.compute(request) == (0, 8)
+    assert engine.onboarder.get_statistics().num_unreadable == 1
+    assert engine.cache.get_statistics()[1].num_read_errors == 1
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_admit_returns_tokens_by_medium(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    request = again(engine, first)
+    assert engine.onboarder.admit(request) == {"GPU": 0, "CPU": 4, "STORAGE": 12}
+    assert request.num_computed_tokens == 16
+    assert len(engine.manager.get_block_ids(request.request_id)) == 5
+    same = engine.make_request("same", first.all_token_ids)
+    assert engine.onboarder.admit(same, max_prefix_tokens=8) == {"GPU": 8, "CPU": 0, "STORAGE": 0}
+    assert same.num_computed_tokens == 8
+    assert engine.onboarder.get_statistics().num_tokens_by_medium == {"GPU": 8, "CPU": 4, "STORAGE": 12}
+    invariants.check(engine.onboarder)
+
+
+def test_admit_with_an_unreadable_block_uses_those_before_it(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=1)
+    first, *_ = fill(engine, 4)
+    damage(engine, engine.keys_of(first)[2])
+    request = again(engine, first)
+    assert engine.onboarder.admit(request, 3) == {"GPU": 0, "CPU": 0, "STORAGE": 8}
+    assert request.num_computed_tokens == 8
+    assert len(engine.manager.get_block_ids(request.request_id)) == 3
+    assert engine.onboarder.get_statistics().num_unreadable == 1
+    invariants.check(engine.onboarder)
+
+
+def test_delayed_blocks_are_findable_after_cache_blocks(tmp_path):
+    engine = make_engine(tmp_path)
+    request = engine.make_request("a", range(9))
+    assert engine.onboarder.admit(request, delay_cache_blocks=True) == {"GPU": 0, "CPU": 0, "STORAGE": 0}
+    assert engine.where(request) == "--"
+    engine.schedule(request, 9)
+    engine.run()
+    assert engine.where(request) == "DD"
+
+
+def test_admit_without_free_blocks_changes_nothing(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    engine.compute(engine.make_request("big", range(500, 525)))
+    statistics, num_free = engine.onboarder.get_statistics(), engine.manager.get_num_free_blocks()
+    for request in (again(engine, first), engine.make_request("new", range(800, 817))):
+        assert engine.onboarder.admit(request) is None
+        assert request.num_computed_tokens == 0
+        assert not engine.manager.holds_blocks(request.request_id)
+    assert engine.onboarder.get_statistics() == statistics
+    assert engine.manager.get_num_free_blocks() == num_free
+    invariants.check(engine.onboarder)
+
+
+def test_failed_copy_aborts_the_plan(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30)
+    first, *_ = fill(engine, 4)
+    plan = make_plan(engine, request := again(engine, first))
+    host = engine.cache.tiers[0]._storage
+    copy, host._copy = host._copy, None  # not callable: the copy fails
+    with pytest.raises(RuntimeError, match=r"copying 4 blocks .* failed"):
+        plan.apply()
+    host._copy = copy
+    assert plan.state.value == "aborted"
+    assert engine.compute(request) == (0, 16)
+
+
+def test_failed_offload_loses_only_its_blocks(tmp_path, caplog):
+    engine = make_engine(tmp_path)
+    copy, engine.device._copy = engine.device._copy, None
+    first, *_ = fill(engine, 3)
+    engine.device._copy = copy
+    assert engine.cache.num_dropped > 0
+    assert "were not offloaded" in caplog.text
+    assert engine.compute(again(engine, first)) == (0, 0)
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+@pytest.mark.parametrize("how", ["evict", "report"])
+def test_invalidated_content_is_not_found_again(tmp_path, how):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    engine.compute(request := again(engine, first))
+    keys = engine.keys_of(first)
+    wrong = engine.manager.get_block_ids(request.request_id)[1]
+    if how == "evict":
+        engine.manager.evict_blocks([wrong])
+        void = keys[1:2]
+    else:
+        engine.manager.report_invalid_blocks([wrong])
+        void = keys[1:]
+    assert not any(key in engine.cache for key in void)
+    engine.manager.free(request)
+    for number in range(4):
+        run_and_free(engine, f"other{number}", 5000 + 100 * number, 17)
+    assert not any(key in engine.cache for key in void)
+    engine.restart_tiers()
+    assert not any(key in engine.cache for key in void)
+    invariants.check(engine.onboarder)
+
+
+def test_prefix_cache_reset_clears_the_tiers(tmp_path):
+    engine = make_engine(tmp_path)
+    requests = fill(engine, 4)
+    assert engine.manager.reset_prefix_cache()
+    assert [len(tier) for tier in engine.cache.tiers] == [0, 0]
+    engine.restart_tiers()
+    assert [engine.compute(again(engine, request)) for request in requests[:1]] == [(0, 0)]
+
+
+def test_blocks_on_disk_are_found_after_a_restart(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=1, num_disk_blocks=30)
+    requests = fill(engine, 4)
+    engine.cache.flush()
+    engine.cache.close()
+    other = make_engine(tmp_path, num_disk_blocks=30)
+    other.promised = engine.promised
+    assert other.cache.tiers[1].reopened.num_dropped == 0
+    assert other.compute(again(other, requests[0]))[1] >= 12
+    other.check_cached()
+
+
+@pytest.mark.parametrize("groups", [None, (FullAttentionSpec(block_size=8),)])
+def test_written_through_blocks_need_no_copy_on_eviction(tmp_path, groups):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through", groups=groups)
+    first = run_and_free(engine, "first", 0, 17)
+    assert not any(key in engine.cache for key in engine.keys_of(first)), "flushed before the step wrote them"
+    engine.cache.flush()
+    assert all(key in engine.cache for key in engine.keys_of(first))
+    engine.check_cached()
+    num_stored = engine.cache.get_statistics()[0].num_stored
+    engine.start(engine.make_request("other", range(900, 931)))
+    engine.cache.flush_evicted()
+    assert engine.cache.get_statistics()[0].num_stored == num_stored
+    engine.run()
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_written_blocks_reused_before_flush_are_offloaded(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
+    engine.schedule(request, 17)
+    engine.run()
+    engine.manager.free(request)
+    assert engine.start(engine.make_request("other", range(900, 931))) == (0, 0)
+    engine.run()
+    assert engine.where(request) == "HHHH"
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_next_flush_writes_blocks_cached_after_their_step(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
+    engine.schedule(request, 17)
+    engine.run()
+    engine.cache.flush()
+    assert set(engine.cache.tiers[0].list_keys()) == set(engine.keys_of(request))
+    engine.check_cached()
+
+
+def test_blocks_reused_before_they_are_written_are_not_stored(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17) is not None
+    engine.manager.free(request)
+    engine.compute(engine.make_request("other", range(900, 931)))
+    assert engine.where(request) == "----"
+    engine.check_cached()
+
+
+def test_partial_blocks_are_not_stored(tmp_path):
+    engine = make_engine(tmp_path, groups=(FullAttentionSpec(block_size=8),))
+    request = engine.make_request("a", range(21))
+    engine.compute(request)
+    table = engine.manager.get_table("a").blocks
+    key = engine.pool.cache_partial_block(request, table[2], 20, 0, 8)
+    assert key is not None
+    engine.manager.free(request)
+    engine.pool.get_new_blocks(8)
+    engine.cache.flush()
+    assert engine.cache.tiers[0].list_keys() == engine.keys_of(request)[::-1]
+
+
+def test_only_blocks_inside_a_window_are_read(tmp_path):
+    groups = (
+        FullAttentionSpec(block_size=4),
+        SlidingWindowSpec(block_size=4, sliding_window=5),
+    )
+    engine = make_engine(tmp_path, num_blocks=20, num_host_blocks=60, groups=groups)
+    first = run_and_free(engine, "first", 0, 33)
+    run_and_free(engine, "second", 500, 35)
+    request = again(engine, first)
+    plan = make_plan(engine, request)
+    assert len(plan.keys) == 8 + 1
+    assert plan.apply()
+    request.num_computed_tokens = plan.num_computed_tokens
+    engine.check(request)
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_prefetch_reads_blocks_into_host_memory(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=8)
+    first, *_ = fill(engine, 6)
+    assert engine.where(first) == "SSSS"
+    request = again(engine, first)
+    assert engine.onboarder.prefetch(request) == 4
+    assert engine.cache.wait_for_prefetch(60)
+    assert engine.where(first) == "SSSS", "only a flush moves blocks"
+    engine.cache.flush()
+    assert engine.where(first) == "HHHH"
+    assert engine.onboarder.prefetch(request) == 0
+    engine.check_cached()
+    assert engine.compute(request) == (0, 16)
+    assert engine.onboarder.get_statistics().num_tokens_by_medium == {"GPU": 0, "CPU": 16, "STORAGE": 0}
+    invariants.check(engine.onboarder)
+
+
+def test_prefetch_is_limited_to_half_the_host_tier(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=4)
+    first, *_ = fill(engine, 4)
+    assert engine.where(first) == "SSSS"
+    assert engine.onboarder.prefetch(again(engine, first)) == 2
+    assert engine.cache.wait_for_prefetch(60)
+    engine.cache.flush()
+    assert engine.where(first) == "HHSS"
+    assert engine.onboarder.prefetch(again(engine, first)) == 2
+
+
+@pytest.mark.parametrize("why", ["cancelled", "forgotten", "reset", "closed"])
+def test_cancelled_or_outdated_prefetch_is_dropped(tmp_path, why):
+    engine = make_engine(tmp_path, num_host_blocks=8)
+    first, *_ = fill(engine, 6)
+    request = again(engine, first)
+    engine.onboarder.prefetch(request)
+    if why == "cancelled":
+        engine.onboarder.cancel_prefetch(request.request_id)
+    elif why == "forgotten":
+        engine.cache.forget(engine.keys_of(first))
+    elif why == "reset":
+        assert engine.manager.reset_prefix_cache()
+    else:
+        engine.cache.close()
+        return
+    assert engine.cache.wait_for_prefetch(60)
+    engine.cache.flush()
+    assert engine.where(first) == ("SSSS" if why == "cancelled" else "----")
+    engine.check_cached()
+    invariants.check(engine.onboarder)
+
+
+def test_prefetch_counts_unreadable_blocks(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=8)
+    first, *_ = fill(engine, 6)
+    damage(engine, engine.keys_of(first)[1])
+    engine.onboarder.prefetch(again(engine, first))
+    assert engine.cache.wait_for_prefetch(60)
+    engine.cache.flush()
+    assert engine.where(first) == "H-HH"
+    assert engine.cache.get_statistics()[1].num_read_errors == 1
+    engine.check_cached()
+
+
+def test_plan_refuses_other_hits_and_requests_with_blocks(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    request, other = again(engine, first), engine.make_request("other", range(9))
+    hit = engine.onboarder.find_prefix(request)
+    with pytest.raises(InvalidArgumentError, match="this is request 'other'"):
+        engine.onboarder.plan_onboard(other, hit)
+    plan = engine.onboarder.plan_onboard(request, hit)
+    with pytest.raises(InvalidArgumentError, match="already has an open plan"):
+        engine.onboarder.plan_onboard(request, hit)
+    assert plan.apply()
+    with pytest.raises(InvalidArgumentError, match="has blocks already"):
+        engine.onboarder.plan_onboard(request, hit)
+    engine.manager.free(request)
+    hit = engine.onboarder.find_prefix(request)
+    engine.cache.forget(engine.keys_of(first))
+    with pytest.raises(InvalidBlockError, match="call find_prefix"):
+        engine.onboarder.plan_onboard(request, hit)
+
+
+def test_mixing_tiers_with_and_without_bytes_is_refused(tmp_path):
+    engine = make_engine(tmp_path)
+    engine.cache.close()
+    for storage, tiers, write, message in (
+        (engine.device, [Tier(4)], "back", "has no bytes"),
+        (None, engine.cache.tiers[:1], "back", "has bytes"),
+        (None, [], "back", "tiers is empty"),
+        (None, [Tier(4)], "sideways", "back, through"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            TieredCache(engine.pool, storage, tiers, write)
+    TieredCache(engine.pool, None, [Tier(4)])
+    with pytest.raises(InvalidArgumentError, match="already has lower tiers"):
+        TieredCache(engine.pool, None, [Tier(4)])
+
+
+def test_pending_blocks_cannot_be_moved(tmp_path):
+    engine = make_engine(tmp_path)
+    first = run_and_free(engine, "first", 0, 17)
+    engine.pool.holds.clock = lambda: 3.0
+    taken = engine.pool.get_new_blocks(8)
+    with pytest.raises(InvalidBlockError, match="C3: block 2 is not yet offloaded to a lower tier"):
+        engine.pool.swap_block_ids([(1, 2)])
+    [report] = engine.pool.explain_holds(2)
+    assert (report.since, report.is_movable, report.has_references) == (3.0, False, False)
+    engine.cache.flush()
+    engine.check_cached()
+    assert engine.where(first).count("-") == 0
+    assert engine.pool.explain_holds(2) == []
+    engine.pool.swap_block_ids([(1, 2)])
+    engine.pool.free_blocks(taken)
