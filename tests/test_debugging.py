@@ -39,7 +39,7 @@ def test_repr_shows_the_use_of_pools_and_requests():
     assert repr(pool) == "<BlockPool of 100 blocks: 86 free, 13 in use, 12 keys cached>"
     assert repr(RunBlockPool(8, True, 4)) == "<RunBlockPool of 8 blocks: 7 free, 0 in use, 0 keys cached>"
     assert repr(manager) == f"<KVCacheManager of 1 requests over {pool!r}>"
-    assert repr(retention) == "<BlockRetention: 0 blocks kept, 0 of 8 pins, 0 sessions>"
+    assert repr(retention) == "<BlockRetention: 0 blocks retained, 0 of 8 pins, 0 sessions>"
     assert repr(leases) == "<BlockLeases: 1 leases of 2 blocks>"
     assert repr(request) == "<Request 'chat': 50 tokens, 50 of the prompt, 0 computed, 12 block hashes>"
     assert repr(adapter) == "<GPUKVPool of 20 blocks on device 2: 17 free, 3 in use by 1 sequences, 3 pinned>"

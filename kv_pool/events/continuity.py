@@ -135,7 +135,7 @@ class Continuity:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `handle_timers` if no message arrives before; None for never."""
+        """The time at which `handle_timers` must run if no message arrives first; None if no timer is set."""
         if self.request is not None:
             return self.request.deadline
         times = [time for time in (self._settled_at, self._healing.due_s) if time is not None]

@@ -11,7 +11,7 @@ from kv_pool.migration.topology import Link, Nearness, Topology
 
 
 def test_lru_sequences_move_until_the_request_fits():
-    hook = MigrationHook(nodes=["b", "nobody"])
+    hook = MigrationHook(nodes=["b", "missing"])
     with running_nodes(10, 10, migration_hook=hook) as (a, b):
         here, there = a.site.sequences.gpu_pool, b.site.sequences.gpu_pool
         take_all(here, 3, 3, 3)

@@ -1,4 +1,4 @@
-"""When `YieldTimer` yields."""
+"""`YieldTimer` yields on time."""
 
 from kv_pool.events.yield_timer import YieldTimer
 

@@ -12,8 +12,8 @@ from kv_pool.integrations.attention.work_items import IntArray, ItemBatch, itera
 
 TILE_TOKENS = 256
 BATCH_ELEMENTS = 512 * 1024
-"""Of K and V of a batch of items, which are gathered and read again at once: 2 MiB in float32, 1 MiB in half
-precision. Larger ones leave the processor's caches, in smaller ones the calls take longer than the work."""
+"""Elements of K and V that are gathered for one batch of items: 2 MiB in float32, 1 MiB in half precision.
+A larger batch leaves the processor's caches; in a smaller one, the calls take longer than the work."""
 
 MERGE_ELEMENTS = 512 * 1024
 """Elements of results that are collected before they are summed."""
@@ -187,7 +187,7 @@ def _keep_buffer(cache: torch.Tensor, number: int, num_elements: int) -> torch.T
 
 @dataclass(frozen=True)
 class _Views:
-    """Of a gather's buffers, for batches of one shape.
+    """Views of a gather's buffers, for batches of one shape.
 
     Attributes:
         copies: caches, the first element of each of their blocks, and where blocks are gathered to.

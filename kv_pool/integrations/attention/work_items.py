@@ -142,7 +142,7 @@ def _cut_chunks(
 
 
 def _list_pieces(starts: IntArray, counts: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """Of `counts[i]` pieces one after another from `starts[i]`: the i, and where each begins."""
+    """List `counts[i]` pieces of `size` from `starts[i]` on, for each i: each piece's i, and its start."""
     owners = np.repeat(np.arange(len(counts)), counts)
     numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     return owners, starts[owners] + numbers * size

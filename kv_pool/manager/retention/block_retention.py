@@ -92,7 +92,7 @@ class BlockRetention:
 
     def __repr__(self) -> str:
         return (
-            f"<BlockRetention: {self.num_retained} blocks kept, {self._pins.count()} of "
+            f"<BlockRetention: {self.num_retained} blocks retained, {self._pins.count()} of "
             f"{self._pins.max_pinned_blocks} pins, {len(self._sessions.by_id)} sessions>"
         )
 
