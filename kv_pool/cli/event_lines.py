@@ -24,6 +24,7 @@ STYLES = {
     "removed": "red",
     "cleared": "bold yellow",
     "lost": "bold white on red",
+    "healed": "yellow",
     "restarted": "bold magenta",
     "silent": "dim",
 }
@@ -37,6 +38,11 @@ class Line:
     kind: str
     text: str
     fields: dict[str, Any]
+
+    @property
+    def style(self) -> str:
+        """The style on a terminal. A loss that a snapshot heals, as at a first connection, is no alarm."""
+        return STYLES["healed" if self.fields.get("is_healed") else self.kind]
 
     def to_json(self) -> str:
         return escape_json(msgspec.json.encode(self.fields, enc_hook=str).decode())

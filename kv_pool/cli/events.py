@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.console import fit_table, print_table
-from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
+from kv_pool.cli.event_lines import LineFilter, make_lines
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
@@ -212,7 +212,7 @@ class EventPrinter:
                 sys.stdout.write(line.to_json() + "\n")
                 sys.stdout.flush()
             else:
-                self._console.print(Text(line.text, style=STYLES[line.kind]))
+                self._console.print(Text(line.text, style=line.style))
             self._counts[line.kind] += 1
             self._num_lines += 1
             self.has_enough = self._num_lines == self._limit

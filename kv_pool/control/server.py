@@ -322,8 +322,8 @@ class ControlServer:
             case TiersCommand():
                 if self._tiers is None:
                     raise ControlError(
-                        f"the pool at {self.path} has no tiers: start it with kv-pool serve --host-tier "
-                        "BLOCKS, --disk-tier FOLDER, or both; or pass tiers to ControlServer"
+                        f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
+                        "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=...)"
                     )
                 return self._tiers()
             case StatsCommand():

@@ -94,7 +94,7 @@ class PrefixMirror:
     def __init__(
         self,
         learns_tokens: bool = False,
-        counts_copies: bool = False,
+        counts_copies: bool = True,
         max_places: int = MAX_PLACES,
         max_block_sizes: int = MAX_BLOCK_SIZES,
         max_blocks: int = MAX_BLOCKS,
@@ -118,11 +118,11 @@ class PrefixMirror:
         """Register a publisher before its first event. No-op if it is known.
 
         Args:
-            counts_copies: hold a hash until it is removed as often as it was stored. For publishers that
-                announce each copy of a block, as vLLM does. Do not use it for publishers that also announce
-                hits (vLLM's full report mode): on the wire hits look like copies, so such a hash would be
-                held forever. It is unnecessary but harmless for publishers that announce only the first copy
-                and the removal of the last.
+            counts_copies: hold a hash until it is removed as often as it was stored. True is correct for
+                publishers that announce each copy of a block, as vLLM does, and for those that announce the
+                first copy and the removal of the last. Pass False for publishers that also announce hits
+                (vLLM's full report mode): on the wire hits look like copies, so such a hash would be held
+                forever. None: as the mirror's `counts_copies`.
         """
         with self._lock:
             self._get_publisher(publisher_id, counts_copies)
@@ -130,7 +130,7 @@ class PrefixMirror:
     def apply(self, publisher_id: str, events: Iterable[Any]) -> None:
         """Apply events of a publisher, in their order.
 
-        An unknown publisher is added. A hash stored twice is held once (see `add_publisher`). Removing a hash
+        An unknown publisher is added. How often a hash must be removed: see `add_publisher`. Removing a hash
         that is not held only increments a counter. A clear removes all blocks of this publisher in every
         medium, because the event does not name one.
 

@@ -60,6 +60,12 @@ def test_line_describes_its_event():
     assert texts(PublisherSilent(2.04)) == ["         silent   for 2.0 s"]
 
 
+@pytest.mark.parametrize(("is_healed", "style"), [(True, "yellow"), (False, "bold white on red")])
+def test_only_a_loss_for_good_is_red(is_healed, style):
+    (line,) = make_lines(BatchesLost(3, 5, is_healed), LineFilter())
+    assert line.style == style
+
+
 @pytest.mark.parametrize(
     ("chosen", "kinds"),
     [

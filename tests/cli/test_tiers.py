@@ -28,7 +28,7 @@ def test_a_served_pool_shows_its_tiers(tmp_path):
     with serving("trace.jsonl", *SIZES, "--socket", "here.sock", cwd=tmp_path):
         done = kv_pool_command("tiers", "--socket", "here.sock", cwd=tmp_path)
     assert done.returncode == 2
-    assert "error: the pool at here.sock has no tiers" in done.stderr
+    assert "error: the pool at here.sock has no lower tiers" in done.stderr
 
 
 def test_invalid_tier_folder_is_one_line_and_status_2(tmp_path):

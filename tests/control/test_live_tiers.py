@@ -116,6 +116,6 @@ def test_running_pool_reports_its_tiers(replaying, tmp_path):
     with (
         ControlServer(replay.pool, tmp_path / "here.sock"),
         ControlClient(tmp_path / "here.sock") as client,
-        pytest.raises(ControlError, match="has no tiers: start it with kv-pool serve --host-tier"),
+        pytest.raises(ControlError, match="has no lower tiers; kv-pool serve adds them with --host-tier"),
     ):
         client.list_tiers()

@@ -176,7 +176,7 @@ def test_events_about_remote_blocks_are_ignored():
 
 def test_copies_are_counted_if_the_publisher_announces_each():
     mirror = PrefixMirror()
-    mirror.add_publisher("each copy", counts_copies=True)
+    mirror.add_publisher("first and last", counts_copies=False)
     for name in ("each copy", "first and last"):
         mirror.apply(name, [stored(1), stored(1), stored(1), removed(1)])
     assert mirror.find_prefix([1]) == {"each copy": 1}
@@ -190,13 +190,13 @@ def test_copies_are_counted_if_the_publisher_announces_each():
 
 
 def test_reported_hit_is_not_a_copy():
-    mirror = PrefixMirror(counts_copies=True)
+    mirror = PrefixMirror()
     mirror.apply("a", [stored(1), BlockReported([1], None, [1] * 4, 4, None, "GPU", None), removed(1)])
     assert mirror.get_blocks("a") == set()
 
 
 def test_clear_resets_copy_counts():
-    mirror = PrefixMirror(counts_copies=True)
+    mirror = PrefixMirror()
     mirror.apply("a", [stored(1), stored(1), AllBlocksCleared(), stored(1), removed(1)])
     assert mirror.get_blocks("a") == set()
 
@@ -371,6 +371,8 @@ def test_blocks_without_known_tokens_are_found_by_hash_only():
     # Stored again after a known parent, the block can be found by tokens.
     mirror.apply("a", [stored(1, 2, tokens=[1, 2, 3, 4, 5, 6, 7, 8])])
     assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 8}
+    mirror.apply("a", [removed(2)])  # one of two copies
+    assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 8}
     mirror.apply("a", [removed(2)])
     assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 4}
 
@@ -468,7 +470,7 @@ def test_mirror_matches_pool_and_its_hasher_finds_prompts():
     pool = BlockPool(9, True, 4, enable_kv_cache_events=True)
     manager = KVCacheManager(pool)
     hasher = BlockHasher("sha256_cbor", block_size=4)
-    mirror = PrefixMirror(learns_tokens=True, counts_copies=True)
+    mirror = PrefixMirror(learns_tokens=True)
     adapter = LoRARequest(1, "sql", "/adapters/sql")
     prompts = [range(14), [*range(8), 70, 71, 72, 73], range(100, 120), range(14)]
     for number, prompt in enumerate(prompts):
@@ -488,7 +490,7 @@ def test_mirror_matches_pool_and_its_hasher_finds_prompts():
 def test_second_copy_keeps_a_block_in_the_mirror():
     """vLLM's pools announce copies one by one (vLLM #55092)."""
     pool = BlockPool(4, True, 4, enable_kv_cache_events=True)
-    mirror = PrefixMirror(counts_copies=True)
+    mirror = PrefixMirror()
     hasher = BlockHasher(block_size=4)
     first, second = (Request(name, [1, 2, 3, 4], hasher) for name in "ab")
     blocks = pool.get_new_blocks(2)

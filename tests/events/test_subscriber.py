@@ -406,7 +406,7 @@ def test_mirror_matches_the_pool_with_1_percent_loss(buffer_steps):
 def test_stream_of_vllm_is_followed_by_counting_copies():
     """The publisher has no state: it announces each copy and replays only buffered batches."""
     life = LivingPool()
-    mirror = PrefixMirror(counts_copies=True)
+    mirror = PrefixMirror()
     with WirePublisher() as publisher:
         import msgspec
 
@@ -420,7 +420,7 @@ def test_stream_of_vllm_is_followed_by_counting_copies():
 
 def test_loss_clears_the_publisher_in_the_mirror():
     life = LivingPool()
-    mirror = PrefixMirror(counts_copies=True)
+    mirror = PrefixMirror()
     with WirePublisher(buffer_steps=5) as publisher:
         import msgspec
 

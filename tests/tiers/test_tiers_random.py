@@ -53,7 +53,7 @@ class Life:
         self.damaged = set()
         self.num_made = 0
         self.counts = Counter()
-        self.mirror, self.exact_mirror = PrefixMirror(counts_copies=True), PrefixMirror()
+        self.mirror, self.exact_mirror = PrefixMirror(), PrefixMirror(counts_copies=False)
         self.state = StreamState()
 
     def watch(self):
