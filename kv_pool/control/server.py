@@ -323,7 +323,7 @@ class ControlServer:
                 if self._tiers is None:
                     raise ControlError(
                         f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
-                        "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=...)"
+                        "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
                     )
                 return self._tiers()
             case StatsCommand():
