@@ -128,6 +128,8 @@ class KVCacheManager(ManagerQueries):
 
         Changes nothing. Raises the errors of `allocate_slots`.
         """
+        if not isinstance(num_in_flight_tokens, int):
+            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
             self,
             request,
@@ -208,6 +210,8 @@ class KVCacheManager(ManagerQueries):
             recover(self)
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
+        if not isinstance(num_in_flight_tokens, int):
+            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
             self,
             request,
@@ -383,10 +387,10 @@ class KVCacheManager(ManagerQueries):
             InvalidArgumentError: the request has no blocks. Nothing has changed.
         """
         request_id = get_request_id("request", request)
+        tables = find_tables(self, request_id)
+        num_final = as_int("num_tokens", num_tokens)
         try:
-            free_skipped_blocks(
-                self, request_id, find_tables(self, request_id), as_int("num_tokens", num_tokens)
-            )
+            free_skipped_blocks(self, request_id, tables, num_final)
         except BaseException:
             recover(self)
             raise
