@@ -146,7 +146,7 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    tests = options.tests or TESTS
+    tests = [name for name in options.tests or TESTS if (options.source / name.partition("::")[0]).exists()]
     outcomes = []
     for with_ours in (False, True):
         with tempfile.TemporaryDirectory() as folder:
