@@ -3,8 +3,11 @@
 Reads the source of the installed vLLM (marker `vllm`) and compares it with kv_pool's classes for its release.
 """
 
+import importlib
+
 import pytest
 from integrations.vllm_names import (
+    find_changes,
     find_missing_attributes,
     find_other_classes,
     find_other_event_fields,
@@ -75,3 +78,29 @@ def test_parameters_match_those_of_vllm(theirs, ours):
 
 def test_events_have_the_fields_of_vllm(ours):
     assert not find_other_event_fields(ours["BlockPool"])
+
+
+def test_nothing_has_changed():
+    assert find_changes() == []
+
+
+def test_changes_are_listed_name_by_name(monkeypatch):
+    module = importlib.import_module("vllm.v1.core.block_pool")
+
+    def touch(self, blocks, weight=1): ...
+
+    def compact(self): ...
+
+    class RunIndex:
+        __module__ = module.__name__
+
+    monkeypatch.setattr(module.BlockPool, "touch", touch)
+    monkeypatch.setattr(module.BlockPool, "compact", compact, raising=False)
+    monkeypatch.setattr(module, "RunIndex", RunIndex, raising=False)
+    assert find_changes() == [
+        "vllm.v1.core.block_pool.RunIndex is not replaced",
+        "BlockPool.touch has the parameters (self, blocks, weight=1)",
+        "BlockPool.compact is missing",
+    ]
+    monkeypatch.delattr(module, "BlockHashToBlockMap")
+    assert find_changes() == ["vllm.v1.core.block_pool.BlockHashToBlockMap is gone"]

@@ -23,8 +23,8 @@ class PartialBlocksOnly(BlockPool):
         """Add a key for the first tokens of a block; see `BlockPool.cache_partial_block`.
 
         Raises:
-            InvalidArgumentError: the tokens end at a block, or hashes are as long as blocks. Not for the
-                null block and with `replace_existing_hashes`. Nothing has changed.
+            InvalidArgumentError: the tokens end at a block, or hashes are as long as blocks. Never raised for
+                the null block or with `replace_existing_hashes`. Nothing has changed.
         """
         is_partial = block_size > self.hash_block_size and num_tokens % block_size != 0
         if not is_partial and not replace_existing_hashes and not block.is_null:
