@@ -12,18 +12,19 @@ from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockId, BlockMove
+from kv_pool.ids import BlockId, BlockMove
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import extend_tables, free_skipped_blocks, replace_shared, start_tables
+from kv_pool.manager.allocating import allocate, free_skipped_blocks
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
-from kv_pool.manager.prefix_hit import find_common_hit
+from kv_pool.manager.prefix_rules import PrefixRules
+from kv_pool.manager.queries import ManagerQueries
 from kv_pool.manager.recovery import recover
-from kv_pool.manager.request_tables import RequestTables, find_tables
+from kv_pool.manager.request_tables import find_tables
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
@@ -31,7 +32,7 @@ from kv_pool.manager.step_checks import read_step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class KVCacheManager(RequestTables):
+class KVCacheManager(ManagerQueries):
     """The block tables of requests over one pool, for one KV cache group or several.
 
         >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
@@ -61,6 +62,8 @@ class KVCacheManager(RequestTables):
         watermark: share of the pool, 0 to 1, that a request without blocks must leave free while other
             requests hold blocks, so that these can grow.
         retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
+        prefix_rules: which blocks of windows and states are cached, and how hits with drafters end. None:
+            all blocks that can serve a hit; no drafter.
 
     Attributes:
         detached_requests: id -> reason, such as "it is being moved to another node", for errors.
@@ -80,6 +83,7 @@ class KVCacheManager(RequestTables):
         max_in_flight_tokens: SupportsIndex | None = None,
         watermark: float = 0.0,
         retention: BlockRetention | None = None,
+        prefix_rules: PrefixRules | None = None,
     ) -> None:
         check_type("block_pool", block_pool, BlockPoolCore)
         check_number("watermark", watermark)
@@ -96,6 +100,7 @@ class KVCacheManager(RequestTables):
             check_bound("max_in_flight_tokens", max_in_flight_tokens),
             watermark,
             retention,
+            prefix_rules,
         )
 
     def __repr__(self) -> str:
@@ -104,68 +109,7 @@ class KVCacheManager(RequestTables):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(self)
 
-    # ---- looking ---------------------------------------------------------------------------------
-
-    @property
-    def usage(self) -> float:
-        """Share of the pool's blocks that are in use, 0 to 1."""
-        num_blocks = self.block_pool.num_gpu_blocks - 1
-        return 1.0 - self.get_num_free_blocks() / num_blocks if num_blocks else 0.0
-
-    def get_num_free_blocks(self) -> int:
-        """Return the number of free blocks of the pool, including those that a retention keeps."""
-        if self.retention is not None and self.retention.holds_blocks:
-            self.retention.expire()  # expired pins free their blocks
-        return self.block_pool.free_block_queue.num_free_blocks
-
-    def get_computed_blocks(
-        self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None = None
-    ) -> CachedPrefix:
-        """Find the longest cached prefix that all groups have; it may be empty. Changes nothing.
-
-        Args:
-            max_num_tokens: maximum length of the prefix. Default: all tokens but the last. The logits of the
-                last token are needed, so its whole block is recomputed. A caller that needs no logits passes
-                `request.num_tokens`.
-        Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for other
-            groups.
-        """
-        request_id = get_request_id("request", request)
-        num_tokens = 0
-        blocks: list[list[KVCacheBlock]]
-        if not self.block_pool.enable_caching:
-            blocks = [[] for _ in self._groups]
-        else:
-            num_known = request.num_tokens
-            limit = num_known - 1
-            if max_num_tokens is not None:
-                limit = as_int("max_num_tokens", max_num_tokens)
-            hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            if len(hashes) * self.block_pool.hash_block_size > num_known:
-                self._caching.raise_wrong_block_size(request, len(hashes))
-            blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
-        return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions)
-
-    def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
-        """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.
-
-        If False, reject the request on arrival, or it waits forever. A window needs few blocks if steps are
-        short, hence `max_in_flight_tokens`; without it, one step for all tokens is assumed.
-        """
-        num_most = self.count_max_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
-        return num_most <= self.block_pool.num_gpu_blocks - 1
-
-    def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
-        """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""
-        if not isinstance(num_encoder_tokens, int):
-            num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-        num_all = as_int("num_tokens", num_tokens)
-        if num_all < 0 or num_encoder_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_tokens is {num_all}, num_encoder_tokens {num_encoder_tokens}; they count tokens, 0 "
-                "or more"
-            )
-        return self._needs.count_max_blocks(num_all, num_encoder_tokens)
+    # ---- allocating ------------------------------------------------------------------------------
 
     def can_allocate(
         self,
@@ -178,11 +122,14 @@ class KVCacheManager(RequestTables):
         num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
+        num_in_flight_tokens: int = 0,
     ) -> AllocStatus:
         """Return OK if `allocate_slots` with the same arguments would succeed now, else LATER or NEVER.
 
         Changes nothing. Raises the errors of `allocate_slots`.
         """
+        if not isinstance(num_in_flight_tokens, int):
+            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
             self,
             request,
@@ -201,15 +148,14 @@ class KVCacheManager(RequestTables):
             num_available -= self.watermark_blocks
         if not num_sequence or self._needs.count_full_sequence(step, num_sequence) <= num_available:
             if tables is not None:
-                num_available += self._needs.count_to_forget(step.request_id, tables, step.num_before)
+                num_final = step.num_before - num_in_flight_tokens
+                num_available += self._needs.count_to_forget(step.request_id, tables, num_final)
             fits = self._needs.count(step) <= num_available - reserved_blocks
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
         num_usable = self.block_pool.num_gpu_blocks - 1
         fits_alone = self._needs.fits_alone(num_usable, step, num_sequence, reserved_blocks)
         return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
-
-    # ---- taking ----------------------------------------------------------------------------------
 
     def allocate_slots(
         self,
@@ -223,6 +169,7 @@ class KVCacheManager(RequestTables):
         num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
+        num_in_flight_tokens: int = 0,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Make room for the next `num_new_tokens` tokens of the request.
 
@@ -242,6 +189,8 @@ class KVCacheManager(RequestTables):
             full_sequence_must_fit: return None unless all tokens of the request fit now, even if this call
                 asks for the first chunk only.
             reserved_blocks: number of blocks to leave free.
+            num_in_flight_tokens: computed tokens of steps that still run, or whose drafts may be rejected:
+                windows and states before them are kept.
         Returns:
             For each group, the blocks added after the prefix and the external tokens. None if they do not
             fit: nothing has changed, except that blocks which left the window are released. Free prefix
@@ -261,6 +210,8 @@ class KVCacheManager(RequestTables):
             recover(self)
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
+        if not isinstance(num_in_flight_tokens, int):
+            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
             self,
             request,
@@ -287,7 +238,8 @@ class KVCacheManager(RequestTables):
                 return None
         if self._forgets and tables is not None:
             try:
-                free_skipped_blocks(self, step.request_id, tables, step.num_before)
+                num_final = step.num_before - num_in_flight_tokens
+                free_skipped_blocks(self, step.request_id, tables, num_final)
             except BaseException:
                 recover(self)
                 raise
@@ -298,49 +250,41 @@ class KVCacheManager(RequestTables):
         if len(self._caching.unwritten) > 0 and self._caching.is_unwritten(step.prefix_blocks):
             return None
 
-        if not (is_new or need or full or self._has_forks):
+        if not (is_new or need or full or self._has_forks or self._plans_checkpoints):
             return self._no_blocks
-        if self.retention is not None:
-            self.retention.expire()  # the time decides which blocks are hit or taken next
-        if tables is None:
-            tables = []
-        for table in tables:
-            table.num_settled = len(table.blocks)
-            table.num_settled_cached = table.num_cached_blocks
-        try:
-            if is_new:
-                # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
-                start_tables(self, tables, step)
-                if self.retention is not None and self.retention.is_active:
-                    self.retention.note_admitted(request)
-                if num_external_computed_tokens:
-                    extend_tables(self, tables, step.num_before, 0, 0)
-            elif self._has_forks:
-                replace_shared(self, tables, step)
-            added = self._no_blocks
-            if need or num_external_computed_tokens:
-                added = extend_tables(
-                    self, tables, step.num_scheduled, step.num_lookahead, num_encoder_tokens
-                )
-            if full is not None:
-                self._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
-            if is_new:
-                self._tables[step.request_id] = tables
-        except BaseException:
-            self._is_leaving = False
-            self._unsettled = tables
-            recover(self)
-            raise
-        return added
+        return allocate(self, request, step, full, need)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.
 
         A request that writes to a block shared with a fork gets another block, whose content one of these
-        copies provides. Allocations after this call may reuse the sources.
+        copies provides; so does one whose hit ends within a block. Make the copies in order. Allocations
+        after this call may reuse the sources.
         """
         self._caching.begin_step()
-        return self.copies.take()
+        if not self.copies.state_pairs:
+            return self.copies.take()
+        try:
+            moves = self.copies.take_onto(self._leaving)
+            self.block_pool.free_out_of(self._leaving)
+        except BaseException:
+            recover(self)
+            raise
+        return moves
+
+    def take_block_copies_onto(self, retained: list[KVCacheBlock]) -> list[BlockMove]:
+        """Return the copies as `take_block_copies` does, but keep their blocks until they are made.
+
+        Args:
+            retained: the blocks of the copies are appended, with one reference each. The caller frees them,
+                in this order, once the copies are made.
+        Does not begin a step: see `begin_step`.
+        """
+        return self.copies.take_onto(retained)
+
+    def begin_step(self) -> None:
+        """Begin a step: states written by the steps before it can be hit. `take_block_copies` calls it."""
+        self._caching.begin_step()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
         """Start `child` from the current state of `parent`, in the same blocks.
@@ -435,6 +379,21 @@ class KVCacheManager(RequestTables):
         return label_events(self.block_pool.take_events(), self.groups)
 
     # ---- releasing -------------------------------------------------------------------------------
+
+    def release_skipped_blocks(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
+        """Release the blocks that no token after the first `num_tokens` attends to, as `allocate_slots` does.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks. Nothing has changed.
+        """
+        request_id = get_request_id("request", request)
+        tables = find_tables(self, request_id)
+        num_final = as_int("num_tokens", num_tokens)
+        try:
+            free_skipped_blocks(self, request_id, tables, num_final)
+        except BaseException:
+            recover(self)
+            raise
 
     def free(self, request: SchedulableRequest) -> None:
         """Release all blocks of the request. Its tail is reused before its head.
