@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kv_pool.ids import BlockId
 from kv_pool.integrations.vllm.connector.cache_storage import count_block_bytes, describe_bytes, wrap_caches
 from kv_pool.integrations.vllm.connector.disk_folder import describe_blocks, open_disk_tier
 from kv_pool.integrations.vllm.connector.event_log import TierEventLog
@@ -124,14 +125,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {source: num_tokens for source, num_tokens in found.items() if num_tokens}
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Any, block_ids: tuple[list[BlockId], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store the request's last blocks, which are held until they are read; so they can be freed now."""
         if self.scheduler is not None:
-            self.scheduler.finish_request(request, block_ids)  # type: ignore[arg-type]
+            self.scheduler.finish_request(request, block_ids)
         return False, None if self.handler is None else self.handler.request_finished(request)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[BlockId]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     # ---- scheduler: steps ------------------------------------------------------------------------
