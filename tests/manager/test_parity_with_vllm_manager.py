@@ -1,8 +1,8 @@
 """Random schedules through vLLM 0.33's `KVCacheManager` and ours: after every call the same state.
 
 Compared are hits (tokens, and blocks of each group), junctions, refusals, new blocks of each group, block
-tables, copies, the whole free queue in order, the prefix map, and events. Each result of our `can_allocate` is
-also compared with the call that follows. Runs if vLLM's core can be imported (marker `vllm`).
+tables, copies, the whole free queue in order, the prefix map, and events. Each result of our `can_allocate`
+is also compared with the call that follows. Runs if vLLM's core can be imported (marker `vllm`).
 
 With `PrefixRules`, half of the seeds: vLLM's retention intervals 0, N and None, drafters that drop a block or
 hash ahead, tokens in flight, states after drafts, in the middle of a step and at the ends of prompts within a
@@ -16,8 +16,8 @@ Known differences, which the schedules avoid:
   hit.
 - A hash that covers 2 or more tokens after its block, with windows or states: vLLM raises IndexError in a
   look-up of a prompt that ends right after a block.
-- A drafter with several modules whose groups include the states, and hits within blocks: vLLM caches the state
-  after later tokens under the hash of earlier ones, and then fails an assertion. kv_pool does not cache it.
+- A drafter with several modules whose groups include the states, and hits within blocks: vLLM caches the
+  state after later tokens under the hash of earlier ones, and then fails an assertion. kv_pool does not cache it.
 - More drafts than a hash has tokens, with states saved in the middle of a step: vLLM saves a state after
   drafts, and fails an assertion because the hash does not exist yet. kv_pool does not cache it.
 - External tokens and states, where the same step also computes tokens of a later block: vLLM counts one block
