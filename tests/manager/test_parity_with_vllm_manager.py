@@ -17,7 +17,8 @@ Known differences, which the schedules avoid:
 - A hash that covers 2 or more tokens after its block, with windows or states: vLLM raises IndexError in a
   look-up of a prompt that ends right after a block.
 - A drafter with several modules whose groups include the states, and hits within blocks: vLLM caches the
-  state after later tokens under the hash of earlier ones, and then fails an assertion. kv_pool does not cache it.
+  state after later tokens under the hash of earlier ones, and then fails an assertion. kv_pool does not cache
+  it.
 - More drafts than a hash has tokens, with states saved in the middle of a step: vLLM saves a state after
   drafts, and fails an assertion because the hash does not exist yet. kv_pool does not cache it.
 - External tokens and states, where the same step also computes tokens of a later block: vLLM counts one block
