@@ -4,7 +4,7 @@
 
 Compared after every operation: all fields of the scheduler's output (new requests with the block ids of each
 group, new blocks of the running ones, numbers of tokens, preempted and finished requests, copies, blocks to
-zero), the outputs to the clients with their statistics, KV events with all their fields, the arguments of a KV
+zero), the outputs to the clients with their statistics, KV events with all their fields, the calls of a KV
 connector, each request's state and block table, the free queue in order, and the prefix map. At the end all
 blocks must be free.
 """
@@ -40,7 +40,11 @@ class Comparison:
             self.fail("the constructor", traceback.format_exc().splitlines()[-NUM_LINES:])
             return
         while operation is not None:
-            answer = theirs.apply(operation)
+            try:
+                answer = theirs.apply(operation)
+            except Exception:
+                self.fail(operation, ["vLLM raises", *traceback.format_exc().splitlines()[-NUM_LINES:]])
+                return
             self.num_steps += operation[0] == "schedule"
             try:
                 lines = self.compare(answer, ours.apply(operation), theirs, ours)
@@ -65,7 +69,7 @@ class Comparison:
         self.difference = [
             f"options {self.schedule.options}",
             f"step {self.num_steps}, after {operation}",
-            *lines[:NUM_LINES],
+            *lines[: NUM_LINES + 1],
         ]
 
 
@@ -96,7 +100,7 @@ def main():
             num_steps += comparison.num_steps
             if comparison.difference:
                 different.append(seed)
-                lines = comparison.difference[1:3] if options.keep_going else comparison.difference
+                lines = comparison.difference[1:4] if options.keep_going else comparison.difference
                 print(f"{kind}, seed {seed}:", *lines, sep="\n    ", flush=True)
                 if not options.keep_going:
                     sys.exit(1)

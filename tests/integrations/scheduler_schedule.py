@@ -1,9 +1,9 @@
 """`SchedulerSchedule`: a random engine over vLLM's scheduler, as plain operations for a `SchedulerSide`.
 
 Requests arrive with shared prefixes and all that changes what is cached or hit: salts, adapters, images,
-priorities, prefixes not to be read, external tokens, grammars. The model runner is a fake, whose tokens, accepted
-drafts and transfers are random. As in vLLM's engine, with async scheduling a step is scheduled before the
-previous one is answered; some answers are later still.
+priorities, prefixes not to be read, external tokens, grammars. Sessions get their input in pieces. The model
+runner is a fake with random tokens, accepted drafts and transfers. As in vLLM's engine, with async scheduling
+a step is scheduled before the previous one is answered.
 
 Excluded, since no engine does it:
 
@@ -29,6 +29,7 @@ class SchedulerSchedule:
         self.num_drafts = options["spec"]["num_speculative_tokens"] if options["spec"] else 0
         self.num_requests = 0
         self.living = {}  # request: its tokens so far
+        self.sessions = {}  # request that gets its input in pieces: whether it waits for the next
         self.compiling = []
         self.steps = []  # answers of `schedule` that `update` did not follow yet
         self.loading, self.sending = {}, []  # requests, with the loaded blocks of each group
@@ -46,6 +47,8 @@ class SchedulerSchedule:
                 yield from self.arrive()
             if self.compiling and rng.random() < 0.3:
                 yield ["compile_grammar", self.compiling.pop(0)]
+            if self.sessions and rng.random() < 0.2:
+                yield from self.stream(rng.choice(list(self.sessions)))
             if self.living and rng.random() < 0.03:
                 yield from self.abort(rng.choice(list(self.living)))
             if rng.random() < 0.02:
@@ -90,6 +93,9 @@ class SchedulerSchedule:
             self.compiling.append(name)
         if options["encoder_budget"] and (options["is_encoder_decoder"] or rng.random() < 0.5):
             request["images"] = self.some_images(len(tokens))
+        if rng.random() < 0.04 and not options["is_encoder_decoder"] and "images" not in request:
+            request["resumable"] = True
+            self.sessions[name] = False
         self.living[name] = list(tokens)
         yield ["add", name, tokens, sampling, request]
 
@@ -117,8 +123,26 @@ class SchedulerSchedule:
             images.append([start, length, f"image {length} {rng.randrange(3)}"])
         return images
 
+    def stream(self, name):
+        """Send more input to a session, or end it."""
+        rng = self.rng
+        num_left = self.options["max_model_len"] - len(self.living[name]) - 1
+        tokens = []
+        if num_left > 1 and rng.random() < 0.7:
+            if not self.sessions[name]:
+                return
+            tokens = self.some_tokens(min(rng.randrange(1, num_left), 3 * self.options["block_size"]))
+            self.living[name] += tokens
+            self.sessions[name] = False
+        else:
+            del self.sessions[name]
+        exists = yield ["stream", name, tokens, {"max_tokens": rng.randrange(1, 10)}]
+        if not exists:
+            self.forget(name)
+
     def forget(self, name):
         tokens = self.living.pop(name)
+        self.sessions.pop(name, None)
         if name in self.compiling:
             self.compiling.remove(name)
         if self.rng.random() < 0.3:
@@ -160,7 +184,7 @@ class SchedulerSchedule:
         drafts = {}
         if self.num_drafts and not self.is_async:
             drafts = {name: self.some_tokens(self.rng.randrange(self.num_drafts + 1)) for name in sampled}
-        transfers = self.some_transfers() if self.connector else None
+        transfers = self.some_transfers(step) if self.connector else None
         answer = yield ["update", sampled, transfers, drafts]
         self.note_transfers(answer)
         for outputs in answer["outputs"].values():
@@ -168,11 +192,15 @@ class SchedulerSchedule:
                 name = output["request_id"]
                 if name in self.living:
                     self.living[name] += output["new_token_ids"]
-                    if output["finish_reason"] is not None:
+                    if output["finish_reason"] is None:
+                        continue
+                    if name in self.sessions:
+                        self.sessions[name] = True
+                    else:
                         self.forget(name)
 
-    def some_transfers(self):
-        """Return the transfers that have ended, of which some loads have failed."""
+    def some_transfers(self, step):
+        """Return the transfers that have ended with this step, of which some loads have failed."""
         rng = self.rng
         received = [name for name in self.loading if rng.random() < 0.4]
         failed = [name for name in received if rng.random() < 0.15]
@@ -181,7 +209,11 @@ class SchedulerSchedule:
         if len(self.options["groups"]) > 1:
             transfers["failed_recving"] = failed
         elif not self.steps:
-            lost = [rng.choice(self.loading[name][0]) for name in failed if self.loading[name][0]]
+            loads = [self.loading[name] for name in failed]
+            if not self.connector["is_async"] and not self.is_async:
+                calls = [call for call in step["connector"] if call[0] == "load"]
+                loads += [call[3] for call in calls if rng.random() < 0.2]
+            lost = [rng.choice(blocks[0]) for blocks in loads if blocks[0]]
             transfers["invalid_block_ids"] = lost
         for name in received:
             del self.loading[name]
@@ -191,7 +223,7 @@ class SchedulerSchedule:
     def end(self):
         """Abort all requests, and answer steps and transfers until nothing is left."""
         yield ["abort", None]
-        self.living = {}
+        self.living, self.sessions = {}, {}
         while self.steps:
             yield from self.update()
         while self.loading or self.sending:

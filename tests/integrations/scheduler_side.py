@@ -1,7 +1,7 @@
-"""`SchedulerSide`: vLLM's scheduler over one KV cache manager, driven by operations; and its state as plain data.
+"""`SchedulerSide`: vLLM's scheduler over one KV cache manager, driven by operations; and its state as data.
 
-Importing this needs an importable vLLM 0.33. The classes are chosen while the scheduler is created: `LEVELS` has
-the names to rebind in vLLM's modules for the time of its constructor.
+Importing this needs an importable vLLM 0.33. `LEVELS` has the classes of a manager: the names to rebind in
+vLLM's modules while the scheduler is created.
 """
 
 import contextlib
@@ -196,6 +196,12 @@ class SchedulerSide(Side):
             **options,
         )
         self.scheduler.add_request(request)
+
+    def stream(self, request_id, tokens, sampling):
+        """Add input to a session; without tokens, end it. Return whether it still exists."""
+        request = make_request(request_id, list(tokens), None, sampling, resumable=bool(tokens))
+        self.scheduler.add_request(request)
+        return request_id in self.scheduler.requests
 
     def compile_grammar(self, request_id):
         self.requests[request_id].structured_output_request.grammar = EveryToken()
