@@ -77,7 +77,8 @@ class SchedulerSchedule:
         if rng.random() < 0.1:
             sampling["ignore_eos"] = True
         extra = {}
-        if rng.random() < 0.1 and options["kind"] != "full + mamba, finer hashes":
+        has_finer_hits = options["kind"] == "full + mamba, finer hashes"
+        if rng.random() < 0.1 and not has_finer_hits:
             extra["kv_cache_report_mode"] = "full"
         if self.connector and rng.random() < 0.6:
             extra["kv_transfer_params"] = self.some_transfer(len(tokens))
@@ -93,7 +94,8 @@ class SchedulerSchedule:
             self.compiling.append(name)
         if options["encoder_budget"] and (options["is_encoder_decoder"] or rng.random() < 0.5):
             request["images"] = self.some_images(len(tokens))
-        if rng.random() < 0.04 and not options["is_encoder_decoder"] and "images" not in request:
+        has_session = not (options["is_encoder_decoder"] or has_finer_hits or "images" in request)
+        if rng.random() < 0.04 and has_session:
             request["resumable"] = True
             self.sessions[name] = False
         self.living[name] = list(tokens)
