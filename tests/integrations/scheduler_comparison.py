@@ -14,23 +14,32 @@ import logging
 import sys
 import time
 import traceback
+import warnings
 
 from core.plain_operations import agree, find_differences
 from integrations.scheduler_options import SCHEDULER_KINDS
 from integrations.scheduler_schedule import SchedulerSchedule
 from integrations.scheduler_side import LEVELS, SchedulerSide
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # for vLLM's imports
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
 NUM_LINES = 8
 
 
 class Comparison:
-    """A seed of a kind. `difference` has the first difference, one line each; [] if there is none."""
+    """A seed of a kind. `difference` has the first difference, one line each; [] if there is none.
+
+    `is_served` is False if our classes left the configuration to vLLM's own manager.
+    """
 
     def __init__(self, kind, seed, names, num_steps, note=None):
         """`names` has our classes, as for `SchedulerSide`; `note` gets each operation and its answer."""
         self.schedule = SchedulerSchedule(kind, seed)
         self.num_steps = 0
         self.difference = []
+        self.is_served = True
         theirs = SchedulerSide(self.schedule.options, LEVELS["vllm"]())
         decisions = self.schedule.decide(num_steps)
         operation = next(decisions)
@@ -39,6 +48,7 @@ class Comparison:
         except Exception:
             self.fail("the constructor", traceback.format_exc().splitlines()[-NUM_LINES:])
             return
+        self.is_served = not isinstance(ours.manager, KVCacheManager)
         while operation is not None:
             try:
                 answer = theirs.apply(operation)
@@ -94,10 +104,11 @@ def main():
     names = LEVELS[options.level]()
     num_different = 0
     for kind in options.kind or SCHEDULER_KINDS:
-        start, num_steps, different = time.monotonic(), 0, []
+        start, num_steps, num_served, different = time.monotonic(), 0, 0, []
         for seed in range(options.first, options.first + options.seeds):
             comparison = Comparison(kind, seed, names, options.steps)
             num_steps += comparison.num_steps
+            num_served += comparison.is_served
             if comparison.difference:
                 different.append(seed)
                 lines = comparison.difference[1:4] if options.keep_going else comparison.difference
@@ -107,7 +118,8 @@ def main():
         num_different += len(different)
         seconds = time.monotonic() - start
         found = f"{len(different)} seeds differ" if different else "no difference"
-        print(f"{kind}: {options.seeds} seeds, {num_steps} steps, {found} ({seconds:.0f} s)", flush=True)
+        counts = f"{options.seeds} seeds, {num_served} of them served by a manager of ours, {num_steps} steps"
+        print(f"{kind}: {counts}, {found} ({seconds:.0f} s)", flush=True)
     sys.exit(min(num_different, 100))
 
 

@@ -6,7 +6,7 @@ Excluded, since vLLM 0.33's scheduler or manager raises an error with them:
 - a threshold for long prompts below a decode step with drafts: its assertion on padded steps fails
 - loads into Mamba states within a step: it needs more blocks than it has counted
 - reports of all hits (`kv_cache_report_mode`) with hits within a block: the event reads behind the last hash
-- sessions (`resumable`) with hits within a block: a session's hashes are fewer than the prompt's when it waits
+- sessions (`resumable`) with hits within a block: a waiting session has fewer hashes than its prompt has
 - drafts by EAGLE with chunked local attention
 """
 

@@ -62,8 +62,9 @@ def pool_classes():
 def manager_classes():
     from kv_pool.integrations.vllm import manager_classes
 
-    pool = pool_classes()
-    return {SCHEDULER: {**pool[SCHEDULER], "KVCacheManager": manager_classes.KVCacheManager}}
+    names = pool_classes()
+    names[SCHEDULER]["KVCacheManager"] = manager_classes.KVCacheManager
+    return names
 
 
 LEVELS = {"vllm": own_classes, "pool": pool_classes, "manager": manager_classes}
