@@ -196,7 +196,7 @@ class SchedulerSchedule:
                     self.living[name] += output["new_token_ids"]
                     if output["finish_reason"] is None:
                         continue
-                    if name in self.sessions:
+                    if name in self.sessions and output["finish_reason"] in ("STOP", "LENGTH"):
                         self.sessions[name] = True
                     else:
                         self.forget(name)

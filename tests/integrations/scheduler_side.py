@@ -6,6 +6,7 @@ vLLM's modules while the scheduler is created.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import importlib
 import tempfile
@@ -285,6 +286,8 @@ class SchedulerSide(Side):
 
 def plain(value):
     """Return a value of vLLM's interface as plain data; sets are sorted."""
+    if isinstance(value, enum.Enum):
+        return value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
