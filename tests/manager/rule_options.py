@@ -46,6 +46,9 @@ def make_ruled_groups(kind, rng, make_groups):
     """
     groups = make_groups(kind, rng)
     unit = None
+    for group in groups:
+        if group["kind"] == "window" and rng.random() < 0.1:
+            group["sliding_window"] = 1
     if kind == "full + mamba":
         unit = rng.choice([1, 2, 2, 4])
         size = unit * rng.choice([1, 2, 3, 4])
