@@ -62,7 +62,7 @@ def make_options(kind, rng):
         budget = max(budget, max_model_len)
     for group in groups:
         if group["kind"] == "mamba" and num_drafts:
-            group["num_speculative_blocks"] = num_drafts
+            group["speculative"] = num_drafts
         if group["kind"] == "window" and spec and spec["method"] == "mtp":
             group["extra_retained_tokens"] = num_drafts - 1
     mark_draft_group(groups, spec, rng)
@@ -153,7 +153,7 @@ def choose_num_blocks(groups, max_model_len, num_drafts, rng):
     """Return enough blocks for one request, at most for four; the engine checks this when it starts."""
     per_request = sum(
         ceil((max_model_len + 2 * num_drafts + 1) / group["block_size"])
-        + group.get("num_speculative_blocks", 0)
+        + group.get("speculative", 0)
         + 2
         for group in groups
     )
