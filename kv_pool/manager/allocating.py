@@ -8,6 +8,7 @@ from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -15,7 +16,12 @@ from kv_pool.manager.step import Step
 
 
 def allocate(
-    state: ManagerState, request: SchedulableRequest, step: Step, full: list[int] | None, need: int
+    state: ManagerState,
+    request: SchedulableRequest,
+    step: Step,
+    cached_prefix: CachedPrefix | None,
+    full: list[int] | None,
+    need: int,
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
 
@@ -38,6 +44,9 @@ def allocate(
         if is_new:
             # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
             start_tables(state, tables, step)
+            if cached_prefix is not None and cached_prefix.junction:
+                for table in tables:
+                    table.junction = cached_prefix.junction
             if retention is not None and retention.is_active:
                 retention.note_admitted(request)
             num_external = step.num_before - step.num_computed - step.num_prefix
@@ -66,7 +75,6 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
     for group in state._groups:
         table = BlockTable()
         tables.append(table)
-        table.junction = step.junction
         used = step.prefix_blocks[group.group_id]
         num_skipped = 0
         if group.forgets:

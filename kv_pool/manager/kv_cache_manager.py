@@ -141,6 +141,8 @@ class KVCacheManager(ManagerQueries):
             full_sequence_must_fit,
             reserved_blocks,
         )
+        if self._plans_checkpoints and self._rules is not None:
+            step.prefill_end = self._rules.find_prefill_end(request)
         tables = step.tables
         num_sequence = request.num_tokens if full_sequence_must_fit else 0
         num_available = self.get_num_free_blocks()
@@ -223,6 +225,8 @@ class KVCacheManager(ManagerQueries):
             full_sequence_must_fit,
             reserved_blocks,
         )
+        if self._plans_checkpoints and self._rules is not None:
+            step.prefill_end = self._rules.find_prefill_end(request)
         tables = step.tables
         is_new = tables is None
         full: list[int] | None = None
@@ -252,7 +256,7 @@ class KVCacheManager(ManagerQueries):
 
         if not (is_new or need or full or self._has_forks or self._plans_checkpoints):
             return self._no_blocks
-        return allocate(self, request, step, full, need)
+        return allocate(self, request, step, cached_prefix, full, need)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.

@@ -82,6 +82,7 @@ class ManagerState:
             self.copies,
             retention,
             prefix_rules is not None,
+            self._plans_checkpoints,
         )
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = retention

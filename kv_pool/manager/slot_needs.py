@@ -21,6 +21,7 @@ class SlotNeeds:
         retention: blocks that it keeps count as free.
         has_rules: whether the manager has `PrefixRules`: `count_full_sequence` then counts states as the
             first step needs them.
+        plans_checkpoints: whether a group saves states in the middle of a step.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class SlotNeeds:
         copies: BlockCopies,
         retention: BlockRetention | None,
         has_rules: bool,
+        plans_checkpoints: bool,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
@@ -38,6 +40,7 @@ class SlotNeeds:
         self._copies: BlockCopies = copies
         self._retention: BlockRetention | None = retention
         self._has_rules: bool = has_rules
+        self._plans_checkpoints: bool = plans_checkpoints
 
     def _limit(self, num_tokens: int) -> int:
         """Limit a number of tokens to that of the longest request."""
@@ -51,9 +54,6 @@ class SlotNeeds:
         """
         num_free = 0
         for group in self._groups:
-            if group.adds_null_blocks:
-                num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
-                continue
             num_blocks = group.count_table_blocks(
                 step.num_scheduled, step.num_lookahead, step.num_encoder_tokens
             )
@@ -62,6 +62,17 @@ class SlotNeeds:
                 num_entries = len(table.blocks)
                 if table.is_forked and not is_alone:
                     num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
+                if group.adds_null_blocks:
+                    if (
+                        num_blocks > num_entries - table.num_speculative
+                        or table.copy_position >= 0
+                        or self._plans_checkpoints
+                    ):
+                        num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
+                    continue
+            elif group.adds_null_blocks:
+                num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
+                continue
             else:
                 num_entries, num_hits = _count_hits(group, step, is_alone)
                 num_free += num_hits
@@ -83,9 +94,6 @@ class SlotNeeds:
             table = step.tables[group.group_id]
             num_entries = 0
             has_copy = table.copy_position >= 0
-            if table.is_forked and not is_alone:
-                num_blocks = group.count_table_blocks(num_tokens)
-                num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
         else:
             table = None
             hits = step.prefix_blocks[group.group_id]
