@@ -1,6 +1,7 @@
 """Check whether kv_pool fits a release of vLLM, and if so, add it to `checked_versions.py`.
 
-    python tests/integrations/check_vllm_release.py 0.34.0 [--suites pool|all|none] [--source FOLDER]
+    python tests/integrations/check_vllm_release.py 0.34.0 [--level pool|manager] [--suites pool|all|none]
+        [--source FOLDER]
 
 Run it in the environment that `.ci/peers vllm` makes, which it does not change. It tests the sources of
 kv_pool in this checkout, with the classes of the newest release in `releases.py` that is not newer:
@@ -26,10 +27,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from kv_pool.integrations.vllm.releases import find_release  # noqa: E402 (of this checkout)
+
 ENTRIES = ROOT / "kv_pool" / "integrations" / "vllm" / "checked_versions.py"
 
 PARITY_TESTS = {
     "pool": ["tests/core/test_parity_with_vllm.py", "tests/integrations/test_vllm_engine.py"],
+    "manager": ["tests/integrations/test_vllm_scheduler_random.py"],
 }
 
 
@@ -66,10 +72,10 @@ def make_environment(source):
     }
 
 
-def compare_names(environment):
+def compare_names(level, environment):
     """Return what kv_pool's classes lack; if vLLM cannot be imported, the error with the way out."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "vllm_names.py")], env=environment, capture_output=True, text=True
+        [sys.executable, str(HERE / "vllm_names.py"), level], env=environment, capture_output=True, text=True
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1]
@@ -87,12 +93,12 @@ def run_parity(tests, environment):
     return failed or [f"pytest ended with status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"]
 
 
-def run_suites(source, tests, environment, processes):
+def run_suites(source, level, tests, environment, processes):
     """Return the tests of vLLM with different outcomes, and those that pass only with its own classes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, str(HERE / "run_vllm_suite.py"), str(source), *tests]
-        command += ["--json", str(result), "--processes", str(processes)]
+        command += ["--level", level, "--json", str(result), "--processes", str(processes)]
         done = subprocess.run(command, env=environment)
         if not result.exists():
             return [f"vLLM's tests could not run: status {done.returncode}"]
@@ -123,14 +129,14 @@ def find_differences(source, level, options):
     from run_vllm_suite import POOL_TESTS, TESTS
 
     environment = make_environment(source)
-    missing = compare_names(environment)
+    missing = compare_names(level, environment)
     yield "names", missing
     if missing:
         return
     yield "parity", run_parity(PARITY_TESTS[level], environment)
     if options.suites != "none":
         tests = TESTS if options.suites == "all" else POOL_TESTS
-        yield "vLLM's own tests", run_suites(source, tests, environment, options.processes)
+        yield "vLLM's own tests", run_suites(source, level, tests, environment, options.processes)
 
 
 def record(level, version):
@@ -144,12 +150,15 @@ def record(level, version):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version")
+    parser.add_argument("--level", choices=list(PARITY_TESTS), default="pool")
     parser.add_argument("--source", type=Path, help="the unpacked source, if it need not be downloaded")
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where downloads are kept")
     parser.add_argument("--suites", choices=["pool", "all", "none"], default="pool")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    level, name = "pool", f"vLLM {options.version}"
+    level, name = options.level, f"vLLM {options.version}"
+    if level not in find_release(options.version).replaced:
+        parser.error(f"level {level} is not available for {name}: see kv_pool/integrations/vllm/releases.py")
     source = (options.source or download(options.version, options.folder)).resolve()
     num_differences = 0
     for title, found in find_differences(source, level, options):

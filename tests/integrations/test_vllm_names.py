@@ -23,10 +23,15 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def ours():
+def release():
     import vllm
 
-    return load_classes(find_release(vllm.__version__), "pool")
+    return find_release(vllm.__version__)
+
+
+@pytest.fixture(scope="module")
+def ours(release):
+    return load_classes(release, "pool")
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +85,9 @@ def test_events_have_the_fields_of_vllm(ours):
     assert not find_other_event_fields(ours["BlockPool"])
 
 
-def test_nothing_has_changed():
-    assert find_changes() == []
+def test_nothing_has_changed(release):
+    for level in release.replaced:
+        assert find_changes(level) == []
 
 
 def test_changes_are_listed_name_by_name(monkeypatch):

@@ -1,14 +1,19 @@
 """The names by which the installed vLLM uses the classes that kv_pool replaces, and those that kv_pool lacks.
 
-    PYTHONPATH=tests:VLLM_SOURCE python tests/integrations/vllm_names.py
+    PYTHONPATH=VLLM_SOURCE python tests/integrations/vllm_names.py LEVEL
 
-prints what kv_pool's classes for the installed release lack, one line each; nothing if they fit.
+prints what kv_pool's classes for the installed release lack at level pool or manager, one line each; nothing
+if they fit.
 """
 
 import ast
 import importlib
 import inspect
+import sys
 from pathlib import Path
+from types import FunctionType
+
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_classes
 
 # Parts of vLLM that handle blocks, and their names for the objects. The files that define the classes are
 # omitted: they are not used.
@@ -120,6 +125,16 @@ def find_missing_attributes(theirs, ours):
     ]
 
 
+def find_missing_methods(theirs, ours):
+    """Return the public methods and class attributes of vLLM's classes that ours do not have."""
+    return [
+        f"{class_name}.{name} is missing"
+        for class_name, cls in theirs.items()
+        for name in dir(cls)
+        if not name.startswith("_") and not hasattr(ours[class_name], name)
+    ]
+
+
 def find_other_classes(replaced):
     """Return the classes of the replaced modules that are not replaced."""
     return [
@@ -138,6 +153,8 @@ def methods_of(cls):
 
 
 def list_parameters(function):
+    if isinstance(function, type) and isinstance(function.__init__, FunctionType):
+        function = function.__init__  # its class may have a `__new__` with other parameters
     return [
         (parameter.name, parameter.default)
         for parameter in inspect.signature(function).parameters.values()
@@ -173,14 +190,12 @@ def find_other_event_fields(pool_class):
     ]
 
 
-def find_changes():
+def find_changes(level="pool"):
     """Return everything by which the installed vLLM does not fit kv_pool's classes for it, one line each."""
     import vllm
 
-    from kv_pool.integrations.vllm.releases import find_release, load_classes
-
     release = find_release(vllm.__version__)
-    replaced = release.replaced["pool"]
+    replaced = release.replaced[level]
     missing = []
     for module_name, names in replaced.items():
         try:
@@ -191,15 +206,17 @@ def find_changes():
         missing += [f"{module_name}.{name} is gone" for name in names if not hasattr(module, name)]
     if missing:
         return missing
-    theirs, ours = load_theirs(replaced), load_classes(release, "pool")
+    theirs, ours = load_theirs(replaced), load_classes(release, level)
+    their_pool = load_theirs(POOL_LEVEL)
     return [
-        *find_other_classes(replaced),
+        *find_other_classes(POOL_LEVEL),
         *find_other_parameters(theirs, ours),
         *find_other_event_fields(ours["BlockPool"]),
-        *find_missing_attributes(theirs, ours),
-        *find_unknown_uses(replaced, ours),
+        *find_missing_attributes(their_pool, ours),
+        *find_missing_methods({name: theirs[name] for name in theirs.keys() - their_pool.keys()}, ours),
+        *find_unknown_uses(POOL_LEVEL, ours),
     ]
 
 
 if __name__ == "__main__":
-    print(*find_changes(), sep="\n")
+    print(*find_changes(*sys.argv[1:]), sep="\n")
