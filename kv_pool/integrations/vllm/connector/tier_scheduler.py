@@ -407,7 +407,8 @@ class TierScheduler:
         self._orders.forgotten += left_out
         if self._listener is not None:
             self._listener.on_stored(keys[len(left_out) :], True)
-        _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
+        if keys:
+            _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
 
     def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys from the index, and order their removal from the tiers."""
