@@ -2,7 +2,7 @@
 
     python complete_engine.py FOLDER
 
-vLLM itself makes the configuration of the KV cache, loads the connector by its name, and runs the engine's loop.
+vLLM itself makes the configuration of the KV cache, loads the connector by its name, and runs the engine.
 Only the executor is not vLLM's: it has one rank, whose KV it checks as `checked_engine` does.
 """
 
