@@ -6,7 +6,7 @@ therefore found in the step that uses it.
 """
 
 import json
-import random
+import pickle
 import zlib
 from collections import Counter
 
@@ -135,7 +135,7 @@ class Rank:
         for placed in cache_config.kv_cache_tensors:
             for layer, name in enumerate(placed.layers):
                 self.caches[name] = numbers.as_strided(
-                    (cache_config.num_blocks, make_spec("full").page_size_bytes // 8),
+                    (cache_config.num_blocks, BLOCK_SIZE),
                     (placed.block_stride // 8, 1),
                     (placed.offset + layer * placed.layer_stride) // 8,
                 )
@@ -289,8 +289,8 @@ class CheckedEngine:
             start, end = started[name], started[name] + num_scheduled
             table = self.scheduler.kv_cache_manager.get_block_ids(name)
             for rank in self.ranks:
-                self.check(rank, table, tokens, start, name)
-                self.write(rank, table, tokens, start, end)
+                check_kv(rank, self.cache_config, table, tokens, start, name)
+                write_kv(rank, self.cache_config, table, tokens, start, end)
             is_sampling = end >= len(tokens)
             if is_sampling and self.is_async:
                 self.sampled.setdefault(name, []).append(make_token(tokens))
@@ -310,56 +310,11 @@ class CheckedEngine:
         sampled = self.sampled.get(request.request_id, [])
         return [*request.prompt_token_ids, *sampled] if len(sampled) > request.num_output_tokens else tokens
 
-    def check(self, rank, table, tokens, end, name):
-        """Check that the blocks that the token after the first `end` tokens attends to hold their KV."""
-        for group, block_ids in zip(self.cache_config.kv_cache_groups, table, strict=True):
-            first = count_skipped(group.kv_cache_spec, end)
-            for layer_name in group.layer_names:
-                expected = list_kv(tokens, layer_name, rank.number)
-                cache = rank.caches[layer_name]
-                for position in range(first, end):
-                    block_id = block_ids[position // BLOCK_SIZE]
-                    assert block_id, f"{name}: no block for token {position} of {end} in {layer_name}"
-                    found = cache[block_id, position % BLOCK_SIZE].item()
-                    assert found == expected[position], (
-                        f"{name}: wrong KV of token {position} of {end}, block {block_id}, {layer_name}, "
-                        f"rank {rank.number}"
-                    )
-
-    def write(self, rank, table, tokens, start, end):
-        for group, block_ids in zip(self.cache_config.kv_cache_groups, table, strict=True):
-            for layer_name in group.layer_names:
-                kv = list_kv(tokens, layer_name, rank.number)
-                for position in range(start, end):
-                    block_id = block_ids[position // BLOCK_SIZE]
-                    if block_id:
-                        rank.caches[layer_name][block_id, position % BLOCK_SIZE] = kv[position]
-
     # ---- the connectors --------------------------------------------------------------------------
 
     def transfer(self, output, waits):
-        """Call the hooks of each rank's connector in the order of vLLM's model runner."""
-        answers = []
-        for rank in self.ranks:
-            connector = rank.connector
-            connector.handle_preemptions(output.kv_connector_metadata)
-            connector.bind_connector_metadata(output.kv_connector_metadata)
-            connector.start_load_kv(None)
-            connector.wait_for_save()
-            if waits and connector.worker is not None:
-                assert connector.worker.transfers.wait(TIMEOUT_S)
-            results = connector.get_transfer_results(output.finished_req_ids)
-            answers.append(
-                KVConnectorOutput(
-                    finished_sending=results.finished_sending or None,
-                    finished_recving=results.finished_recving or None,
-                    failed_recving=results.failed_recving,
-                    invalid_block_ids=connector.get_block_ids_with_load_errors(),
-                    kv_connector_stats=connector.get_kv_connector_stats(),
-                    kv_connector_worker_meta=connector.build_connector_worker_meta(),
-                )
-            )
-            connector.clear_connector_metadata()
+        """Call the hooks of each rank's connector; return their merged results."""
+        answers = [call_connector(rank.connector, output, waits) for rank in self.ranks]
         if len(answers) == 1:
             return answers[0]
         answered = [
@@ -383,6 +338,58 @@ class CheckedEngine:
 
     def count_free(self):
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def call_connector(connector, output, waits=True):
+    """Call the hooks of a worker's connector in the order of vLLM's model runner.
+
+    What is sent to the worker and back is pickled, as between vLLM's processes.
+    """
+    metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    if waits and connector.worker is not None:
+        assert connector.worker.transfers.wait(TIMEOUT_S)
+    results = connector.get_transfer_results(output.finished_req_ids)
+    answer = KVConnectorOutput(
+        finished_sending=results.finished_sending or None,
+        finished_recving=results.finished_recving or None,
+        failed_recving=results.failed_recving,
+        invalid_block_ids=connector.get_block_ids_with_load_errors(),
+        kv_connector_stats=connector.get_kv_connector_stats(),
+        kv_connector_worker_meta=connector.build_connector_worker_meta(),
+    )
+    connector.clear_connector_metadata()
+    return pickle.loads(pickle.dumps(answer))
+
+
+def check_kv(rank, cache_config, table, tokens, end, name):
+    """Check that the blocks that the token after the first `end` tokens attends to hold their KV."""
+    for group, block_ids in zip(cache_config.kv_cache_groups, table, strict=True):
+        first = count_skipped(group.kv_cache_spec, end)
+        for layer_name in group.layer_names:
+            expected = list_kv(tokens, layer_name, rank.number)
+            cache = rank.caches[layer_name]
+            for position in range(first, end):
+                block_id = block_ids[position // BLOCK_SIZE]
+                assert block_id, f"{name}: no block for token {position} of {end} in {layer_name}"
+                found = cache[block_id, position % BLOCK_SIZE].item()
+                assert found == expected[position], (
+                    f"{name}: wrong KV of token {position} of {end}, block {block_id}, {layer_name}, "
+                    f"rank {rank.number}"
+                )
+
+
+def write_kv(rank, cache_config, table, tokens, start, end):
+    for group, block_ids in zip(cache_config.kv_cache_groups, table, strict=True):
+        for layer_name in group.layer_names:
+            kv = list_kv(tokens, layer_name, rank.number)
+            for position in range(start, end):
+                block_id = block_ids[position // BLOCK_SIZE]
+                if block_id:
+                    rank.caches[layer_name][block_id, position % BLOCK_SIZE] = kv[position]
 
 
 def list_kv(tokens, layer_name, rank):
@@ -436,7 +443,3 @@ def live(engine, rng, num_requests, max_tokens=12, abort_share=0.1, waits=None):
         engine.step(rng.random() < 0.5 if waits is None else waits)
     engine.run()
     return engine.counts
-
-
-def make_rng(seed):
-    return random.Random(seed)

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 from collections import Counter
 
 import pytest
@@ -158,6 +159,35 @@ def test_a_failed_store_is_not_found(make_engine, monkeypatch):
     scheduler = engine.connector.scheduler
     assert len(scheduler.index.host) == 0
     assert not scheduler.has_work()
+
+
+@pytest.mark.parametrize("ends", ["aborted", "preempted"])
+def test_blocks_are_not_reused_while_a_store_reads_them(make_engine, monkeypatch, ends):
+    engine = make_engine(200)
+    opened = threading.Event()
+    store = tiers_of(engine).store
+
+    def wait_and_store(order):
+        assert opened.wait(60)
+        return store(order)
+
+    monkeypatch.setattr(tiers_of(engine), "store", wait_and_store)
+    engine.add("first", PROMPT, 20)
+    for _ in range(4):
+        engine.step(waits=False)
+    if ends == "aborted":
+        engine.abort("first")
+    else:
+        engine.scheduler._preempt_request(engine.scheduler.running.pop(), 0.0)
+        engine.abort("first")
+    for number, prompt in enumerate(OTHERS[:4]):
+        engine.add(f"other {number}", prompt)
+    for _ in range(12):
+        engine.step(waits=False)
+    assert len(engine.connector.scheduler.index.host) == 0
+    opened.set()
+    fill(engine)
+    assert engine.generate("again", PROMPT) == (0, 40)
 
 
 def test_an_aborted_request_is_loaded_to_the_end(make_engine):

@@ -23,7 +23,7 @@ def test_a_block_is_found_once_its_store_has_finished():
     index = TierIndex(4, 0)
     order = index.plan_store(blocks("a", "b"), 100)
     assert order.blocks == blocks("a", "b")
-    assert index.is_in_host(b"a")
+    assert index.find_missing([b"x", b"a"]) == [0]
     assert b"a" not in index
     assert index.finish_store(order, True) == [b"a", b"b"]
     assert b"a" in index
@@ -162,7 +162,7 @@ def test_random_calls_match_a_slow_model(seed):
         if action == 0:
             arriving = {key for _, keys in planned for key in keys}
             new = [key for key in some if key not in host and key not in arriving]
-            assert [key for key in some if not index.is_in_host(key)] == new
+            assert [some[place] for place in index.find_missing(some)] == new
             order = index.plan_store([(key, 0) for key in new], 3)
             wanted = new[:3]
             num_free = host_size - len(host) - len(arriving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kv_pool.core.block_keys import group_suffix
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
@@ -53,7 +53,7 @@ class GroupKeys:
         """Return the keys of blocks [start, end) of a request. All of them must have a hash."""
         hashes: Sequence[BlockHash] = request.block_hashes
         stride, suffix = self.stride, group_suffix(self.group_id)
-        return [
-            BlockHashWithGroupId(hashes[(position + 1) * stride - 1] + suffix)
-            for position in range(start, end)
-        ]
+        chosen = (
+            hashes[start:end] if stride == 1 else hashes[(start + 1) * stride - 1 : end * stride : stride]
+        )
+        return cast("list[BlockHashWithGroupId]", [block_hash + suffix for block_hash in chosen])

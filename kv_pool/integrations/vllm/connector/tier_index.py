@@ -49,9 +49,10 @@ class TierIndex:
         """Return mappings whose keys are in a tier, for many look-ups. Valid until a change."""
         return [self.host.index] if self.disk is None else [self.host.index, self.disk.index]
 
-    def is_in_host(self, key: BlockHashWithGroupId) -> bool:
-        """Return True if the block is in host memory, or on its way there."""
-        return key in self.host or key in self._arriving
+    def find_missing(self, keys: Sequence[BlockHashWithGroupId]) -> list[int]:
+        """Return the positions in `keys` of those that are neither in host memory nor on their way there."""
+        host, arriving = self.host.index, self._arriving
+        return [place for place, key in enumerate(keys) if key not in host and key not in arriving]
 
     # ---- storing ---------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ class TierIndex:
         """Reserve places for blocks and return the order; None if there is no place for any of them.
 
         Args:
-            blocks: blocks with distinct keys, for which `is_in_host` is False. If there are too few places,
+            blocks: blocks with distinct keys, that `find_missing` has found. If there are too few places,
                 because the rest is held or arriving, the last blocks are left out.
             max_blocks: the maximum number of blocks of the order.
         """

@@ -35,10 +35,12 @@ class FollowedRequest:
     Attributes:
         request: vLLM's request.
         num_seen: for each group, the number of blocks that are stored or need not be.
+        next_at: the number of computed tokens from which there are other blocks.
     """
 
     request: Any
     num_seen: list[int]
+    next_at: int = 0
 
 
 @dataclass
@@ -212,7 +214,7 @@ class TierScheduler:
         self._reads.expire()
         for request_id in request_ids:
             followed = self._followed.get(request_id)
-            if followed is not None and self._has_new_blocks(followed):
+            if followed is not None and has_new_blocks(followed):
                 self._store_new_blocks(followed, self._get_block_ids(request_id))
         orders, self._orders = self._orders, StepOrders()
         return orders
@@ -227,7 +229,7 @@ class TierScheduler:
         followed = self._followed.pop(request_id, None)
         if followed is None or request_id in self._loading:
             return
-        if self._has_new_blocks(followed):
+        if has_new_blocks(followed):
             self._counts.num_skipped += self._store_new_blocks(followed, block_ids)
         num_tokens = self._count_storable(request)
         for group in self._groups:
@@ -285,6 +287,7 @@ class TierScheduler:
         self._orders.forgotten.clear()
         for followed in self._followed.values():
             followed.num_seen = [0] * len(self._groups)
+            followed.next_at = 0
         return True
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -317,13 +320,6 @@ class TierScheduler:
         num_tokens: int = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         return num_tokens - num_tokens % self._alignment
 
-    def _has_new_blocks(self, followed: FollowedRequest) -> bool:
-        num_tokens = self._count_storable(followed.request)
-        return any(
-            num_seen < num_tokens // group.block_size
-            for group, num_seen in zip(self._groups, followed.num_seen, strict=True)
-        )
-
     def _store_new_blocks(self, followed: FollowedRequest, block_ids: Sequence[Sequence[BlockId]]) -> int:
         """Plan the store of a request's computed blocks that host memory does not have.
 
@@ -339,10 +335,10 @@ class TierScheduler:
             start = followed.num_seen[number]
             end = min(group.count_blocks(request, num_tokens), len(table))
             keys = group.list_keys(request, start, end)
-            missing = [
-                (place, key) for place, key in enumerate(keys, start) if not self.index.is_in_host(key)
+            found = [
+                (start + place, self._find_block(keys[place], table[start + place], group))
+                for place in self.index.find_missing(keys)
             ]
-            found = [(place, self._find_block(key, table[place], group)) for place, key in missing]
             stored = [(place, block) for place, block in found if block is not None]
             if not stored:
                 followed.num_seen[number] = max(start, end)
@@ -351,6 +347,11 @@ class TierScheduler:
             # Blocks that found no place are tried again in the next step.
             followed.num_seen[number] = end if num_taken == len(stored) else stored[num_taken][0]
             num_skipped += len(stored) - num_taken
+        num_done = min(
+            num_seen * group.block_size
+            for group, num_seen in zip(self._groups, followed.num_seen, strict=True)
+        )
+        followed.next_at = (num_done // self._alignment + 1) * self._alignment
         return num_skipped
 
     def _find_block(self, key: BlockHashWithGroupId, block_id: BlockId, group: GroupKeys) -> Any:
@@ -407,7 +408,8 @@ class TierScheduler:
         self._orders.forgotten += left_out
         if self._listener is not None:
             self._listener.on_stored(keys[len(left_out) :], True)
-        _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
+        if keys:
+            _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
 
     def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys from the index, and order their removal from the tiers."""
@@ -423,3 +425,10 @@ class TierScheduler:
     def _note_removed(self, keys: Sequence[BlockHashWithGroupId], *, on_disk: bool) -> None:
         if self._listener is not None:
             self._listener.on_removed(keys, on_disk)
+
+
+def has_new_blocks(followed: FollowedRequest) -> bool:
+    """Return True if the request may have computed blocks that are not stored. Called in each step."""
+    request = followed.request
+    has_new: bool = request.num_computed_tokens - request.num_in_flight_tokens >= followed.next_at
+    return has_new

@@ -194,6 +194,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             f", and on disk, {self._disk_blocks} at most" if self._disk_blocks else "",
         )
 
+    def unregister_kv_caches(self) -> None:
+        """Wait for all copies, before the memory of the KV caches is released for a while."""
+        if self.worker is not None:
+            self.worker.transfers.wait()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.start_loads(self._get_orders())
