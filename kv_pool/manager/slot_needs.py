@@ -17,6 +17,8 @@ class SlotNeeds:
     Args:
         max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
         copies: the pending copies; their references to blocks are not those of requests.
+
+    Attributes:
         retention: blocks that it keeps count as free.
     """
 
@@ -26,13 +28,12 @@ class SlotNeeds:
         max_model_len: int,
         max_in_flight_tokens: int,
         copies: BlockCopies,
-        retention: BlockRetention | None,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
         self._copies: BlockCopies = copies
-        self._retention: BlockRetention | None = retention
+        self.retention: BlockRetention | None = None
 
     def _limit(self, num_tokens: int) -> int:
         """Limit a number of tokens to that of the longest request."""
@@ -106,7 +107,7 @@ class SlotNeeds:
 
     def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
         """Count the blocks that become free if blocks which no later token attends to are released."""
-        retention = self._retention
+        retention = self.retention
         num_free = 0
         for group in self._groups:
             table = tables[group.group_id]
