@@ -62,9 +62,7 @@ class ManagerState:
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
-        self._needs: SlotNeeds = SlotNeeds(
-            self._groups, max_model_len, max_in_flight_tokens, self.copies
-        )
+        self._needs: SlotNeeds = SlotNeeds(self._groups, max_model_len, max_in_flight_tokens, self.copies)
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = None
         # Left by an interrupted call for `recover`: a request's tables, whether all their blocks are freed,

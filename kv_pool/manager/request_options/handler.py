@@ -128,7 +128,9 @@ class RequestOptionsHandler:
             except KVPoolError as error:
                 self._refuse(request.request_id, report, error)
                 session = None
-        report.retained_tokens, report.expires_in_ms = self._count_retained(request, kept, session is not None)
+        report.retained_tokens, report.expires_in_ms = self._count_retained(
+            request, kept, session is not None
+        )
         return report
 
     def note_preempted(self, request: SchedulableRequest) -> None:

@@ -24,7 +24,9 @@ CHAT = range(1000, 1016)  # 4 blocks
 class Engine:
     """A manager of 8 blocks with options, on a clock that stands still."""
 
-    def __init__(self, num_blocks=8, *, max_pinned_blocks=4, groups=None, enable_caching=True, retention=None):
+    def __init__(
+        self, num_blocks=8, *, max_pinned_blocks=4, groups=None, enable_caching=True, retention=None
+    ):
         self.now = 100.0
         self.refusals = []
         self.pool = BlockPool(num_blocks + 1, enable_caching, 4)
@@ -337,7 +339,9 @@ def test_pins_of_a_preempted_request_count_once():
 def test_pins_that_no_longer_fit_after_a_preemption_are_refused():
     engine = Engine(max_pinned_blocks=4)
     request = Request("chat", CHAT, HASHER)
-    engine.handler.receive(request, {**retain(16, duration_ms=5000, pin=True), "decode_retention_priority": 90})
+    engine.handler.receive(
+        request, {**retain(16, duration_ms=5000, pin=True), "decode_retention_priority": 90}
+    )
     engine.manager.allocate_slots(request, 16)
     request.num_computed_tokens = 10  # the step of the last tokens did not run
     preempt(engine, request)

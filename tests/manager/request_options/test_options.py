@@ -21,7 +21,9 @@ PIN = {"token_end": 64, "duration_ms": 1000, "pin": True}
 
 
 def test_ranges_become_directives():
-    options = read_options({"token_range_retention_configs": [SYSTEM_PROMPT, {"token_start": 1200, "priority": 1}]})
+    options = read_options(
+        {"token_range_retention_configs": [SYSTEM_PROMPT, {"token_start": 1200, "priority": 1}]}
+    )
     assert options.list_directives(2000) == [
         RetentionDirective(0, 1200, 80, 300.0),
         RetentionDirective(1200, None, 1),
@@ -130,7 +132,14 @@ def make_value(rng, depth=0):
 
 
 def make_name(rng):
-    fields = RequestOptions.__struct_fields__ + ("token_start", "token_end", "priority", "duration_ms", "pin", "id")
+    fields = RequestOptions.__struct_fields__ + (
+        "token_start",
+        "token_end",
+        "priority",
+        "duration_ms",
+        "pin",
+        "id",
+    )
     return rng.choice([*fields, rng.choice(WORDS)])
 
 
