@@ -8,7 +8,12 @@ from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import InvalidArgumentError, KVPoolError, PinLimitError
 from kv_pool.ids import RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request_options.options import RequestOptions, make_refusal, read_options
+from kv_pool.manager.request_options.options import (
+    RequestOptions,
+    SessionOptions,
+    make_refusal,
+    read_options,
+)
 from kv_pool.manager.request_options.report import RequestReport
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
@@ -19,7 +24,7 @@ from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirec
 class OpenOptions:
     """The options of a request that has not ended, its directives and its report so far."""
 
-    __slots__ = ("directives", "num_computed", "options", "report")
+    __slots__ = ("directives", "has_ended", "num_computed", "options", "report")
 
     def __init__(
         self, options: RequestOptions, directives: list[RetentionDirective], report: RequestReport
@@ -28,6 +33,7 @@ class OpenOptions:
         self.directives = directives
         self.report = report
         self.num_computed = 0
+        self.has_ended = False
 
 
 class RequestOptionsHandler:
@@ -109,29 +115,36 @@ class RequestOptionsHandler:
             self._refuse(request_id, report, error)
         self.by_request[request_id] = kept
 
+    def refuse(self, request: SchedulableRequest, reason: str) -> None:
+        """Refuse the options of a request that has arrived, for a reason of the engine."""
+        request_id = get_request_id("request", request)
+        if request_id not in self.by_request:
+            report = RequestReport()
+            self.by_request[request_id] = OpenOptions(RequestOptions(), [], report)
+            self._refuse(request_id, report, InvalidArgumentError(reason))
+
     def note_end(self, request: SchedulableRequest) -> RequestReport | None:
         """Keep the session of a request that ends, and return its report; None without options.
 
-        Call it before the request's blocks are freed. Directives end with the free; see `note_freed`.
+        Call it before the request's blocks are freed. A second call returns the same report.
         """
         kept = self.by_request.get(get_request_id("request", request))
         if kept is None:
             return None
-        options, report = kept.options, kept.report
-        session = options.session
+        if kept.has_ended:
+            return kept.report
+        kept.has_ended = True
+        session = kept.options.session
         if session is not None:
-            session_id = session.id or getattr(request, "session_id", None)
+            session_id: Any = session.id or getattr(request, "session_id", None)
+            until = self._clock() + session.duration_ms / 1000
             try:
-                self._get_retention().keep_session(
-                    session_id, request, self._clock() + session.duration_ms / 1000, session.priority
-                )
+                self._get_retention().keep_session(session_id, request, until, session.priority)
             except KVPoolError as error:
-                self._refuse(request.request_id, report, error)
+                self._refuse(request.request_id, kept.report, error)
                 session = None
-        report.retained_tokens, report.expires_in_ms = self._count_retained(
-            request, kept, session is not None
-        )
-        return report
+        self._count_retained(request, kept, session)
+        return kept.report
 
     def note_preempted(self, request: SchedulableRequest) -> None:
         """Record how far a request was computed that is about to free its blocks and will return."""
@@ -219,12 +232,12 @@ class RequestOptionsHandler:
             if one.pin and one.end is not None and (one.end - one.start) // smallest > limit:
                 raise PinLimitError(
                     f"a pin of tokens {one.start} to {one.end} takes up to {-(-one.end // smallest)} blocks; "
-                    f"this engine allows {limit} pinned blocks in total. Pin less, use a priority, or have the "
-                    "operator raise the limit"
+                    f"this engine allows {limit} pinned blocks in total. Pin less, use a priority, or have "
+                    "the operator raise the limit"
                 )
 
     def _cut_pin(self, directive: RetentionDirective, num_computed: int) -> RetentionDirective | None:
-        """Return the part of a pin behind the tokens whose blocks have it; others are returned as they are."""
+        """Return the part of a pin after the tokens whose blocks have it; other directives unchanged."""
         if not directive.pin or directive.end is None:
             return directive
         largest = max([spec.block_size for spec in self._manager.groups if spec.is_cacheable], default=1)
@@ -234,9 +247,9 @@ class RequestOptionsHandler:
         return RetentionDirective(start, directive.end, directive.priority, directive.duration_s, True)
 
     def _count_retained(
-        self, request: SchedulableRequest, kept: OpenOptions, has_session: bool
-    ) -> tuple[int, int | None]:
-        """Return how many tokens in full blocks are kept, and for how many milliseconds."""
+        self, request: SchedulableRequest, kept: OpenOptions, session: SessionOptions | None
+    ) -> None:
+        """Report how many tokens in full blocks are kept, and for how many milliseconds."""
         block_size = self._manager.block_size
         num_known = min(request.num_computed_tokens, request.num_tokens)
         num_full = num_known // block_size
@@ -249,13 +262,12 @@ class RequestOptionsHandler:
                 covered.update(blocks)
                 if blocks:
                     until_s = max(until_s, NEVER if one.duration_s is None else one.duration_s)
-        session = kept.options.session
-        if has_session and session is not None:
+        if session is not None:
             covered.update(range(num_full))
             until_s = max(until_s, session.duration_ms / 1000)
-        if not covered:
-            return 0, None
-        return len(covered) * block_size, None if until_s == NEVER else round(until_s * 1000)
+        kept.report.retained_tokens = len(covered) * block_size
+        if covered and until_s < NEVER:
+            kept.report.expires_in_ms = round(until_s * 1000)
 
     def _refuse(self, request_id: RequestId, report: RequestReport, error: Exception) -> None:
         report.refused = make_refusal(error)

@@ -1,7 +1,7 @@
 """`RequestOptions`: what a client asks for one request, as JSON; `read_options` decodes and checks it.
 
-The names of ranges, priorities and durations are those of TensorRT-LLM's `KvCacheRetentionConfig`. The structs are
-plain Python: compiled ones would accept unknown fields.
+The names of ranges, priorities and durations are those of TensorRT-LLM's `KvCacheRetentionConfig`. Do not
+compile this module: compiled structs accept unknown fields.
 """
 
 from typing import Annotated, Any, Final
@@ -64,7 +64,7 @@ class TokenRangeRetention(TokenRange, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a pinned range has no priority; leave priority out")
         if not self.pin and self.priority == DEFAULT_PRIORITY and self.duration_ms is None:
             raise ValueError(
-                f"the range has no effect: give a priority other than {DEFAULT_PRIORITY}, a duration_ms, or pin"
+                f"the range has no effect; give duration_ms, pin, or a priority other than {DEFAULT_PRIORITY}"
             )
 
     def make_directive(self) -> RetentionDirective:
@@ -102,8 +102,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         session: keep its blocks for the next turn.
         change: replace the directives on the cached blocks of this prompt now, from whichever request they
             come.
-        demote: evict the blocks of these ranges before others: the cached blocks of the prompt, and this request's
-            own; true: of all its tokens.
+        demote: evict the blocks of these ranges before others: cached blocks of the prompt now, and this
+            request's own from its end on; true: of all its tokens.
         release: remove the directives and pins of these ranges; true: of the whole prompt.
         end_session: end this session now.
     """
@@ -157,8 +157,8 @@ def read_options(value: Any) -> RequestOptions:
     """Decode the `kv_pool` object of a request: a dict, or JSON text.
 
     Raises:
-        InvalidArgumentError: unknown fields, wrong types, numbers out of bounds, or ranges without effect. The
-            message names the field; it is printable ASCII of at most 400 characters.
+        InvalidArgumentError: unknown fields, wrong types, numbers out of bounds, or ranges without effect.
+            The message names the field; it is printable ASCII of at most 400 characters.
     """
     if isinstance(value, str | bytes) and len(value) > MAX_TEXT:
         raise InvalidArgumentError(

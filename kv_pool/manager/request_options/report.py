@@ -10,8 +10,8 @@ class RequestReport(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         retained_tokens: tokens of the request whose blocks its directives or its session keep.
-        expires_in_ms: milliseconds until the last of these directives and sessions ends; absent if one of them
-            has no end.
+        expires_in_ms: milliseconds until the last of these directives and the session end; absent if one of
+            them has no end.
         changed_blocks: cached blocks that `change`, `demote` and `release` have found.
         ended_session: whether the session of `end_session` existed.
         refused: why the options, or the part that the message names, had no effect.

@@ -1,4 +1,4 @@
-"""The options of requests over a `KVCacheManager`: what stays in the cache, for how long, and what is refused."""
+"""The options of requests over a `KVCacheManager`: what stays cached, for how long, and what is refused."""
 
 import pytest
 

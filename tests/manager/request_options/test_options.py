@@ -132,14 +132,8 @@ def make_value(rng, depth=0):
 
 
 def make_name(rng):
-    fields = RequestOptions.__struct_fields__ + (
-        "token_start",
-        "token_end",
-        "priority",
-        "duration_ms",
-        "pin",
-        "id",
-    )
+    others = ("token_start", "token_end", "priority", "duration_ms", "pin", "id")
+    fields = [*RequestOptions.__struct_fields__, *others]
     return rng.choice([*fields, rng.choice(WORDS)])
 
 
@@ -169,6 +163,7 @@ VALID = {
 def test_any_json_is_read_or_refused(seed):
     rng = random.Random(seed)
     num_read = 0
+    refusals = []
     for _ in range(300):
         value = make_value(rng) if rng.random() < 0.3 else damage(rng, VALID)
         sent = value
@@ -179,9 +174,7 @@ def test_any_json_is_read_or_refused(seed):
         try:
             options = read_options(sent)
         except InvalidArgumentError as error:
-            assert str(error).isascii()
-            assert str(error).isprintable()
-            assert len(str(error)) <= 400
+            refusals.append(str(error))
             continue
         num_read += 1
         assert isinstance(options, RequestOptions)
@@ -189,3 +182,4 @@ def test_any_json_is_read_or_refused(seed):
             assert 0 <= directive.priority <= 100
         assert read_options(msgspec.to_builtins(options)) == options
     assert num_read > 3
+    assert all(text.isascii() and text.isprintable() and len(text) <= 400 for text in refusals)
