@@ -1,0 +1,156 @@
+"""`GroupsView` and `GroupView`: the groups of an `EngineManager`, as connectors of an engine read them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import RequestId
+from kv_pool.manager.engine.engine_manager import EngineManager
+
+
+class BlocksByRequest(Mapping[RequestId, list[KVCacheBlock]]):
+    """The live block tables of one group by request id. A request without blocks has an empty list."""
+
+    def __init__(self, engine: EngineManager, group_id: int) -> None:
+        self._engine = engine
+        self._group_id = group_id
+
+    def __getitem__(self, request_id: RequestId) -> list[KVCacheBlock]:
+        tables = self._engine.manager._tables.get(request_id)
+        return [] if tables is None else tables[self._group_id].blocks
+
+    def get(self, request_id: RequestId, default: Any = None) -> Any:
+        tables = self._engine.manager._tables.get(request_id)
+        return default if tables is None else tables[self._group_id].blocks
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._engine.manager._tables
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._engine.manager._tables)
+
+    def __len__(self) -> int:
+        return len(self._engine.manager._tables)
+
+
+class CachedBlocksByRequest(Mapping[RequestId, int]):
+    """The number of leading cached blocks in one group by request id."""
+
+    def __init__(self, engine: EngineManager, group_id: int) -> None:
+        self._engine = engine
+        self._group_id = group_id
+
+    def __getitem__(self, request_id: RequestId) -> int:
+        return self._engine.manager._tables[request_id][self._group_id].num_cached_blocks
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._engine.manager._tables)
+
+    def __len__(self) -> int:
+        return len(self._engine.manager._tables)
+
+
+class GroupView:
+    """One group of an engine's manager, read-only.
+
+    Attributes:
+        kv_cache_spec: the engine's own specification of the group.
+        req_to_blocks: request id -> live block table.
+        num_cached_block: request id -> number of leading cached blocks.
+
+    Contract: what vLLM 0.33 reads of a `SingleTypeKVCacheManager` outside its manager.
+    """
+
+    retains_longer_hit = False
+
+    def __init__(self, engine: EngineManager, group_id: int, kv_cache_spec: Any) -> None:
+        group = engine.manager._groups[group_id]
+        self.block_size: int = group.block_size
+        self.kv_cache_group_id = group_id
+        self.kv_cache_spec = kv_cache_spec
+        self.block_pool: BlockPoolCore = engine.block_pool
+        self.enable_caching: bool = engine.enable_caching
+        self.req_to_blocks = BlocksByRequest(engine, group_id)
+        self.num_cached_block = CachedBlocksByRequest(engine, group_id)
+        self.records_new_block_ids: bool = group_id in engine._zeroed_groups
+        self._group = group
+
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        """Whether a table entry keeps its range of tokens."""
+        return not self._group.reads_before_writes
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return the number of leading tokens that no token after the computed ones attends to."""
+        return self._group.count_skipped_tokens(num_computed_tokens)
+
+
+class GroupsView:
+    """The groups of an engine's manager, and calls that concern all of them.
+
+    Attributes:
+        single_type_managers: one `GroupView` per group.
+        scheduler_block_size: tokens; a chunk of a prefill that ends at a multiple can be continued by a hit.
+        full_attention_group_id: the first group that keeps all tokens; None if there is none.
+
+    Contract: what vLLM 0.33 reads of a `KVCacheCoordinator` outside its manager.
+    """
+
+    enable_partial_hash_hits = False
+
+    def __init__(
+        self,
+        engine: EngineManager,
+        specs: Sequence[Any],
+        *,
+        scheduler_block_size: int,
+        eagle_group_ids: set[int],
+        num_reprefillable_tokens: int,
+        retention_interval: int | None,
+        full_attention_group_id: int | None,
+    ) -> None:
+        self._engine = engine
+        self.block_pool: BlockPoolCore = engine.block_pool
+        self.hash_block_size: int = engine.block_pool.hash_block_size
+        self.scheduler_block_size = scheduler_block_size
+        self.eagle_group_ids = eagle_group_ids
+        self.num_reprefillable_tokens = num_reprefillable_tokens
+        self.retention_interval = retention_interval
+        self.full_attention_group_id = full_attention_group_id
+        self.single_type_managers = tuple(
+            [GroupView(engine, group_id, spec) for group_id, spec in enumerate(specs)]
+        )
+        self.group_block_sizes = tuple([view.block_size for view in self.single_type_managers])
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: RequestId,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Return the number of free blocks that slots for the first `num_tokens` tokens take."""
+        return self._engine.count_needed_blocks(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            num_encoder_tokens,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+        )
+
+    def get_blocks(self, request_id: RequestId) -> tuple[list[KVCacheBlock], ...]:
+        """Return the live block tables of the request; empty lists for an unknown one."""
+        return tuple([view.req_to_blocks[request_id] for view in self.single_type_managers])
+
+    def reset_prefix_cache(self) -> bool:
+        """Evict every prefix; see `EngineManager.reset_prefix_cache`."""
+        return self._engine.reset_prefix_cache()
