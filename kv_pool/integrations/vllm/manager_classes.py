@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm.pool_classes import BlockPool
+from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
@@ -137,6 +138,7 @@ class KVCacheManager(EngineManager):
                 and not isinstance(spec, CircularBufferSpec)
             ],
         )
+        self.set_request_options(EngineOptions(self.manager, read_max_pinned_blocks(self.manager)))
         self.kv_cache_config = kv_cache_config
         self.use_eagle = use_eagle
         self.log_stats = log_stats

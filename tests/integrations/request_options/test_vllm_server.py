@@ -1,4 +1,4 @@
-"""Clients of vLLM's OpenAI-compatible server send options: a flood, deadlines, releases, refusals (marker `vllm`)."""
+"""Clients of vLLM's OpenAI-compatible server send options; a flood shows what they do (marker `vllm`)."""
 
 import json
 import os
@@ -50,7 +50,7 @@ class Client:
         self.steps.append(["wait", seconds])
 
     def run(self, folder, *options, **environment):
-        """Send the requests; return the answers by name: (cached tokens, `kv_pool` object or error message)."""
+        """Send the requests; return by name (cached tokens, `kv_pool` object), or (status, error message)."""
         metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
         metadata.mkdir(parents=True)
         (metadata / "METADATA").write_text(

@@ -2,8 +2,8 @@
 
     VLLM_PLUGINS=kv_pool KV_POOL_VLLM=manager python vllm_random_options.py FOLDER SEED [connector]
 
-With `connector` the scheduler is the asynchronous one: a step is scheduled while the one before it runs, blocks are
-freed later, and reports are returned. The numbered invariants are checked after each step.
+With `connector` the scheduler is the asynchronous one: a step is scheduled while the one before it runs,
+blocks are freed later, and reports are returned. The numbered invariants are checked after each step.
 """
 
 import json
@@ -67,7 +67,9 @@ def make_options(rng):
 class Life:
     def __init__(self, folder, seed, has_connector):
         self.rng = random.Random(seed)
-        vllm_schedule.NUM_BLOCKS = 100  # more than a request of the maximum length needs, so that pins are allowed
+        vllm_schedule.NUM_BLOCKS = (
+            100  # more than a request of the maximum length needs, so that pins are allowed
+        )
         if has_connector:
             vllm_schedule.Scheduler = async_scheduler.AsyncScheduler
             vllm_schedule.VllmConfig = make_connector_config

@@ -2,9 +2,9 @@
 
     VLLM_PLUGINS=kv_pool KV_POOL_VLLM=manager python vllm_server.py FOLDER [--kv-transfer-config ...]
 
-FOLDER/requests.json lists steps: ["post", path, body], or ["wait", seconds]. Prints the answers of the posts as
-JSON: status and body. The engine runs in its own process; only its executor is not vLLM's. It samples the number
-of computed tokens.
+FOLDER/requests.json lists steps: ["post", path, body], or ["wait", seconds]. Prints the answers of the posts
+as JSON: status and body. The engine runs in its own process; only its executor is not vLLM's. It samples the
+number of computed tokens.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
@@ -90,10 +90,9 @@ class FakeExecutor(Executor):
 async def serve(folder, options):
     """Start the server, make the requests, return the answers."""
     parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(
-        ["--model", str(folder), "--skip-tokenizer-init", "--max-model-len", "256", "--dtype", "float32"]
-        + ["--enable-prompt-tokens-details", "--served-model-name", "fake", "--no-async-scheduling", *options]
-    )
+    settings = "--skip-tokenizer-init --max-model-len 256 --dtype float32 --served-model-name fake"
+    settings += " --enable-prompt-tokens-details --no-async-scheduling"
+    args = parser.parse_args(["--model", str(folder), *settings.split(), *options])
     validate_parsed_serve_args(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.distributed_executor_backend = FakeExecutor

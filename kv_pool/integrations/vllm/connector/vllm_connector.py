@@ -31,6 +31,7 @@ from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
+from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -80,7 +81,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
             self._host_blocks, self._disk_blocks = self._count_tier_blocks()
         if role is KVConnectorRole.SCHEDULER:
-            self.handler = make_request_handler(vllm_config, self.settings)
+            self.handler = ConnectorOptions()
             if has_tiers:
                 self.scheduler = self._make_scheduler()
 
@@ -281,8 +282,3 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config.parallel_config.world_size,
         )
         return scheduler
-
-
-def make_request_handler(vllm_config: Any, settings: ConnectorSettings) -> RequestHandler | None:
-    """Return the handler that follows the requests of an engine; None if there is none."""
-    return None
