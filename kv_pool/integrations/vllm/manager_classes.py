@@ -5,24 +5,25 @@ from typing import Any
 
 from vllm.v1.core import kv_cache_manager as vllm_manager
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CircularBufferSpec,
-    FullAttentionSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm.pool_classes import BlockPool
 from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
-from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups
+from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.manager.engine.group_views import GroupsView
+from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
+from kv_pool.manager.engine.group_views import GroupsView, GroupView
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 
@@ -38,8 +39,19 @@ class HybridGroupsView(GroupsView):
 
 HybridKVCacheCoordinator.register(HybridGroupsView)
 
+_VIEW_CLASSES: dict[type, type[GroupView]] = {}
 
-class KVCacheManager(EngineManager):
+
+def _view_class(manager_class: Any) -> type[GroupView]:
+    """Return the class of views that are instances of the class which vLLM uses for the group."""
+    if manager_class not in _VIEW_CLASSES:
+        view_class = type(f"{manager_class.__name__}View", (GroupView,), {})
+        manager_class.register(view_class)
+        _VIEW_CLASSES[manager_class] = view_class
+    return _VIEW_CLASSES[manager_class]
+
+
+class KVCacheManager(ManagerWithOptions):
     """kv_pool's manager for one engine of vLLM.
 
     With a configuration that it does not serve, the constructor logs which feature that is and returns vLLM's
@@ -125,6 +137,12 @@ class KVCacheManager(EngineManager):
                 max_model_len=max_model_len,
                 max_in_flight_tokens=max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
                 watermark=watermark,
+                prefix_rules=read_rules(
+                    kv_cache_config,
+                    use_eagle=use_eagle,
+                    num_prefill_lookahead=num_prefill_lookahead,
+                    has_junction_states=enable_mamba_shared_prefix_checkpoint,
+                ),
             ),
             event_labels=[
                 (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs
@@ -137,8 +155,14 @@ class KVCacheManager(EngineManager):
                 and isinstance(spec, AttentionSpec)
                 and not isinstance(spec, CircularBufferSpec)
             ],
+            copy_type=KVCacheBlockCopy,
         )
         self.set_request_options(EngineOptions(self.manager, read_max_pinned_blocks(self.manager)))
+        eagle_group_ids = {
+            group_id for group_id, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group
+        }
+        if use_eagle and not eagle_group_ids:
+            eagle_group_ids = set(range(len(specs)))
         self.kv_cache_config = kv_cache_config
         self.use_eagle = use_eagle
         self.log_stats = log_stats
@@ -146,18 +170,18 @@ class KVCacheManager(EngineManager):
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.retained_hit_group_ids: tuple[int, ...] = ()
-        self.mamba_shared_prefix_checkpoint = False
+        self.mamba_shared_prefix_checkpoint = self._rules.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
             self,
+            [
+                _view_class(KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role))
+                for group in kv_cache_config.kv_cache_groups
+            ],
             specs,
             scheduler_block_size=scheduler_block_size,
-            eagle_group_ids=set(),
-            num_reprefillable_tokens=max(0, num_prefill_lookahead - 1),
-            retention_interval=kv_cache_config.prefix_cache_retention_interval,
-            full_attention_group_id=next(
-                (group_id for group_id, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), None
-            ),
+            eagle_group_ids=eagle_group_ids,
+            use_eagle=use_eagle,
         )
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:

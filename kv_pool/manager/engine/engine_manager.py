@@ -1,6 +1,6 @@
 """`EngineManager`: a `KVCacheManager` behind the interface that vLLM's scheduler calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mypy_extensions import mypyc_attr
@@ -9,12 +9,15 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId
-from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
+from kv_pool.manager.allocating import free_skipped_blocks
+from kv_pool.manager.applied_rules import AppliedRules
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.slot_taking import cache_known, is_quiet, release_passed, take_slots
+from kv_pool.manager.engine.slot_taking import cache_written, is_quiet, take_slots
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.prefix_hit import find_common_hit
+from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
 
 
@@ -23,10 +26,12 @@ class EngineManager:
     """The calls of vLLM's scheduler and connectors, answered by a `KVCacheManager`.
 
     Args:
-        manager: the tables, groups and pool; further methods, such as those for retention, are called on it.
+        manager: the tables, groups and pool, with `PrefixRules`; further methods, such as those for
+            retention, are called on it.
         event_labels: for each group, the kind of attention and the window that events state.
         waiting_statuses: values of `request.status` to which the watermark applies.
         zeroed_groups: groups whose new blocks are listed for the worker to overwrite with zeros.
+        copy_type: makes a copy's description for the worker from the ids of its source and its target.
 
     Attributes:
         empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
@@ -43,8 +48,14 @@ class EngineManager:
         event_labels: Sequence[tuple[str, int | None]],
         waiting_statuses: Sequence[Any] = (),
         zeroed_groups: Sequence[int] = (),
+        copy_type: Callable[[BlockId, BlockId], Any] = BlockMove,
     ) -> None:
+        rules = manager._rules
+        if rules is None:
+            raise InvalidArgumentError("an EngineManager needs a manager with prefix_rules")
         self.manager: KVCacheManager = manager
+        self._rules: AppliedRules = rules
+        self._groups: list[BlockGroup] = manager._groups
         self.block_pool: BlockPoolCore = manager.block_pool
         self.num_kv_cache_groups: int = len(manager.groups)
         self.max_model_len: int = manager.max_model_len
@@ -55,6 +66,12 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self._zeroed_groups: list[int] = list(zeroed_groups)
         self._ids_to_zero: list[list[BlockId]] = [[] for _ in manager.groups]
+        self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
+        self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
+        # Whether parts of blocks, or states, are cached when a prompt ends: then its steps are never quiet.
+        self._caches_ends: bool = self.enable_caching and any(
+            group.is_cacheable and (group.reads_before_writes or group.stride > 1) for group in self._groups
+        )
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -79,28 +96,42 @@ class EngineManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        hashes: list[BlockHash] = request.block_hashes
-        blocks, num_tokens = find_common_hit(self.manager._groups, hashes, limit)
+        blocks, num_tokens, junction = self._rules.lookup.find(list_hashes(request), limit)
         if num_tokens == 0:
-            return self.empty_kv_cache_blocks, 0, 0
+            return self.empty_kv_cache_blocks, 0, junction
         if self.block_pool.enable_kv_cache_events:
             mode: Any = getattr(request, "kv_cache_report_mode", "incremental")
             if mode == "full":
                 self._report_hits(request, blocks)
-        return KVCacheBlocks(tuple(blocks)), num_tokens, 0
+        return self.create_kv_cache_blocks(tuple(blocks)), num_tokens, junction
 
     def _report_hits(self, request: Any, blocks: list[list[KVCacheBlock]]) -> None:
         for group_id, found in enumerate(blocks):
             if len(found) > 0:
-                block_size = self.manager._groups[group_id].block_size
+                block_size = self._groups[group_id].block_size
                 self.block_pool.emit_cached_block_events(request, len(found), block_size, GroupId(group_id))
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
-        """Find the prefix as `get_computed_blocks`; the last value is True if the groups' hits differ."""
-        blocks, num_tokens, boundary = self.get_computed_blocks(request, max_cache_hit_length)
-        return blocks, num_tokens, boundary, False
+        """Find the prefix of a request whose states a connector may load, as `get_computed_blocks`.
+
+        With full attention and states, the prefix is that of full attention; the last value is True if a
+        group has a shorter one.
+        """
+        full_group = self._rules.full_group_beside_states
+        if full_group < 0 or not self.enable_caching:
+            blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
+            return blocks, num_tokens, junction, False
+        if request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0, 0, False
+        limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        found, lengths = self._rules.lookup.find_by_group(list_hashes(request), limit)
+        num_full = lengths[full_group]
+        if max(lengths) > num_full:
+            blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
+            return blocks, num_tokens, junction, False
+        return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
 
     def get_blocks(self, request_id: RequestId) -> KVCacheBlocks:
         """Return the live block tables of the request; no blocks for an unknown one."""
@@ -113,7 +144,7 @@ class EngineManager:
         """Return the block ids of the request by group; empty lists for an unknown one."""
         tables = self.manager._tables.get(request_id)
         if tables is None:
-            return tuple([[] for _ in self.manager._groups])
+            return tuple([[] for _ in self._groups])
         return tuple([table.list_ids() for table in tables])
 
     def get_block_ids_for_computed_tokens(
@@ -121,8 +152,8 @@ class EngineManager:
     ) -> tuple[list[BlockId], ...]:
         """Return the block ids as `get_block_ids`; of attention groups only those of the computed tokens."""
         clipped: list[list[BlockId]] = []
-        for ids, group in zip(self.get_block_ids(request_id), self.manager._groups, strict=True):
-            if group.is_cacheable and not group.reads_before_writes:
+        for ids, group in zip(self.get_block_ids(request_id), self._groups, strict=True):
+            if group.is_cacheable and not self._is_state[group.group_id]:
                 del ids[-(-num_computed_tokens // group.block_size) :]
             clipped.append(ids)
         return tuple(clipped)
@@ -134,7 +165,7 @@ class EngineManager:
         if tables is None:
             return 0
         num_cached = -1
-        for group in self.manager._groups:
+        for group in self._groups:
             if not group.is_cacheable:
                 continue
             num_in_group = 0
@@ -154,11 +185,11 @@ class EngineManager:
     def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
         """Return the first `num_computed_tokens` tokens of a look-up; a multiple of every block size."""
         clipped: list[list[KVCacheBlock]] = []
-        for group, found in zip(self.manager._groups, blocks.blocks, strict=True):
+        for group, found in zip(self._groups, blocks.blocks, strict=True):
             num_blocks = num_computed_tokens // group.block_size
             if group.is_cacheable and (
                 num_computed_tokens % group.block_size
-                or (num_blocks > len(found) and not group.reads_before_writes)
+                or (num_blocks > len(found) and not self._is_state[group.group_id])
             ):
                 raise InvalidArgumentError(
                     f"cannot cut a prefix of {len(found)} blocks of {group.block_size} tokens to "
@@ -211,7 +242,11 @@ class EngineManager:
             and not num_encoder_tokens
             and num_new_tokens > 0
             and not full_sequence_must_fit
-            and is_quiet(manager, tables, num_scheduled, num_lookahead, num_processed)
+            and not (self._caches_ends and self._is_near_prompt(request, num_computed))
+            and not manager._has_forks
+            and is_quiet(
+                self._groups, tables, self.enable_caching, num_scheduled, num_lookahead, num_processed
+            )
         ):
             return self.empty_kv_cache_blocks
         if num_new_tokens == 0 and num_before == num_computed:
@@ -233,6 +268,10 @@ class EngineManager:
             num_lookahead,
             num_encoder_tokens,
         )
+        if tables is None:
+            step.junction = request.shared_prefix_boundary
+        if manager._plans_checkpoints:
+            step.prefill_end = self._rules.find_prefill_end(request)
         num_left = 0
         if has_scheduled_reqs and self.watermark_blocks and request.status in self._waiting_statuses:
             num_left = self.watermark_blocks
@@ -288,6 +327,11 @@ class EngineManager:
             return self.manager._needs.count_full_sequence(step, num_tokens)
         return self.manager._needs.count(step)
 
+    def _is_near_prompt(self, request: Any, num_computed: int) -> bool:
+        """Return True if a step may cache the end of the request's prompt."""
+        num_prompt: int = request.num_prompt_tokens
+        return num_computed <= num_prompt + self._rules.num_reprefillable
+
     def _note_to_zero(
         self,
         request_id: RequestId,
@@ -309,7 +353,7 @@ class EngineManager:
 
     def new_step_starts(self) -> None:
         """Start a step: what was allocated before is written before what follows is read."""
-        self.manager._caching.begin_step()
+        self.manager.begin_step()
 
     def take_new_block_ids(self) -> list[BlockId]:
         """Return the ids of new blocks to overwrite with zeros, since the last call."""
@@ -323,7 +367,7 @@ class EngineManager:
         """List the request's blocks from `start_token` on, a block's start, for zeroing."""
         tables = self.manager._tables[request_id]
         for group_id in self._zeroed_groups:
-            first = start_token // self.manager._groups[group_id].block_size
+            first = start_token // self._groups[group_id].block_size
             self._ids_to_zero[group_id] += [block.block_id for block in tables[group_id].blocks[first:]]
 
     # ---- caching ---------------------------------------------------------------------------------
@@ -334,18 +378,15 @@ class EngineManager:
             return
         request_id: RequestId = request.request_id
         tables = self.manager._tables.get(request_id)
-        if tables is None or not self._may_cache(tables, num_computed_tokens):
+        if tables is None:
             return
-        cache_known(self.manager, request, tables, num_computed_tokens, is_written=True)
-
-    def _may_cache(self, tables: list[BlockTable], num_tokens: int) -> bool:
-        """Return False if all full blocks of the first `num_tokens` tokens are cached already."""
-        for group in self.manager._groups:
+        is_due = self._caches_ends and self._is_near_prompt(request, num_computed_tokens)
+        for group in self._groups:
             if group.is_cacheable:
                 num_cached = tables[group.group_id].num_cached_blocks
-                if num_tokens >= (num_cached + 1) * group.block_size:
-                    return True
-        return False
+                is_due = is_due or num_computed_tokens >= (num_cached + 1) * group.block_size
+        if is_due:
+            cache_written(self.manager, request, tables, num_computed_tokens)
 
     def evict_blocks(self, block_ids: Any) -> None:
         """Evict these blocks from the prefix cache. References stay."""
@@ -397,13 +438,21 @@ class EngineManager:
         """Release the blocks that no token after the processed ones attends to."""
         tables = self.manager._tables.get(request_id)
         if tables is not None and self.manager._forgets:
-            release_passed(self.manager, request_id, tables, processed_computed_tokens)
+            try:
+                free_skipped_blocks(self.manager, request_id, tables, processed_computed_tokens)
+            except BaseException:
+                recover(self.manager)
+                raise
 
     # ---- hand-overs to workers and connectors ----------------------------------------------------
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
         """Return the copies to make before the step writes, and the blocks to free once they are made."""
-        return [], []
+        if not len(self.manager.copies):
+            return [], []
+        retained: list[KVCacheBlock] = []
+        moves = self.manager.take_block_copies_onto(retained)
+        return [self._copy_type(move.source, move.target) for move in moves], retained
 
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
         """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
@@ -412,3 +461,9 @@ class EngineManager:
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
         """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
         return []
+
+
+def list_hashes(request: Any) -> list[BlockHash]:
+    """Return the block hashes of an engine's request as a list."""
+    hashes: Any = request.block_hashes
+    return hashes if isinstance(hashes, list) else list(hashes)

@@ -5,7 +5,7 @@ from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import RequestId
+from kv_pool.ids import BlockHash, RequestId
 from kv_pool.manager.engine.engine_manager import EngineManager
 
 
@@ -79,7 +79,7 @@ class GroupView:
     @property
     def has_positionally_stable_blocks(self) -> bool:
         """Whether a table entry keeps its range of tokens."""
-        return not self._group.reads_before_writes
+        return not self._group.adds_null_blocks
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the number of leading tokens that no token after the computed ones attends to."""
@@ -97,29 +97,32 @@ class GroupsView:
     Contract: what vLLM 0.33 reads of a `KVCacheCoordinator` outside its manager.
     """
 
-    enable_partial_hash_hits = False
-
     def __init__(
         self,
         engine: EngineManager,
+        view_classes: Sequence[type[GroupView]],
         specs: Sequence[Any],
         *,
         scheduler_block_size: int,
         eagle_group_ids: set[int],
-        num_reprefillable_tokens: int,
-        retention_interval: int | None,
-        full_attention_group_id: int | None,
+        use_eagle: bool,
     ) -> None:
+        rules = engine._rules
         self._engine = engine
         self.block_pool: BlockPoolCore = engine.block_pool
         self.hash_block_size: int = engine.block_pool.hash_block_size
         self.scheduler_block_size = scheduler_block_size
         self.eagle_group_ids = eagle_group_ids
-        self.num_reprefillable_tokens = num_reprefillable_tokens
-        self.retention_interval = retention_interval
-        self.full_attention_group_id = full_attention_group_id
+        self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
+        self.num_reprefillable_tokens: int = rules.num_reprefillable
+        self.retention_interval: int | None = rules.interval
+        self.enable_partial_hash_hits: bool = rules.is_partial
+        self.full_attention_group_id: int | None = rules.lookup.find_full_group()
         self.single_type_managers = tuple(
-            [GroupView(engine, group_id, spec) for group_id, spec in enumerate(specs)]
+            [
+                view_class(engine, group_id, spec)
+                for group_id, (view_class, spec) in enumerate(zip(view_classes, specs, strict=True))
+            ]
         )
         self.group_block_sizes = tuple([view.block_size for view in self.single_type_managers])
 
@@ -146,6 +149,22 @@ class GroupsView:
             num_tokens_main_model,
             apply_admission_cap,
         )
+
+    def find_longest_cache_hit(
+        self, block_hashes: list[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
+        """Return the blocks by group, the tokens of the common prefix, and those of the junction after it."""
+        if not self._engine.enable_caching:
+            return tuple([[] for _ in self.single_type_managers]), 0, 0
+        blocks, num_tokens, junction = self._engine._rules.lookup.find(block_hashes, max_cache_hit_length)
+        return tuple(blocks), num_tokens, max(0, junction - num_tokens)
+
+    def find_longest_cache_hit_per_group(
+        self, block_hashes: list[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[KVCacheBlock], ...], tuple[int, ...]]:
+        """Return the blocks and the tokens of each group's own longest prefix."""
+        found, lengths = self._engine._rules.lookup.find_by_group(block_hashes, max_cache_hit_length)
+        return tuple(found), tuple(lengths)
 
     def get_blocks(self, request_id: RequestId) -> tuple[list[KVCacheBlock], ...]:
         """Return the live block tables of the request; empty lists for an unknown one."""
