@@ -26,6 +26,7 @@ class BlockTable:
         checkpoint_position, checkpoint_tokens: entry of the state that the current step saves on its way,
             and the number of tokens that it covers; -1 and 0 without one.
         junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
+        tail_tokens: tokens of the state within a block that the request has cached and not overwritten; or 0.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
         settled_blocks, num_settled_speculative: the list of blocks before the current call, if the call has
@@ -47,6 +48,7 @@ class BlockTable:
         "num_settled_speculative",
         "num_speculative",
         "settled_blocks",
+        "tail_tokens",
     )
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class BlockTable:
         self.checkpoint_position: int = -1
         self.checkpoint_tokens: int = 0
         self.junction: int = 0
+        self.tail_tokens: int = 0
         self.num_settled: int = 0
         self.num_settled_cached: int = 0
         self.num_settled_speculative: int = 0

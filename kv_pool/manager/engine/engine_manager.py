@@ -16,6 +16,7 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.slot_taking import cache_written, is_quiet, take_slots
+from kv_pool.manager.engine.state_offers import drop_offers, finish_tails, take_offers
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
@@ -66,6 +67,8 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self._zeroed_groups: list[int] = list(zeroed_groups)
         self._ids_to_zero: list[list[BlockId]] = [[] for _ in manager.groups]
+        self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
+        rules.caching.offers_states = self._offers_states
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         # Whether parts of blocks, or states, are cached when a prompt ends: then its steps are never quiet.
@@ -417,6 +420,8 @@ class EngineManager:
         """Release all blocks of the request, tail first. Nothing happens if it has none."""
         request_id: RequestId = request.request_id
         if request_id in self.manager._tables:
+            if self._rules.caching.state_offers:
+                drop_offers(self._rules.caching, request_id)
             self.manager.free(request)
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
@@ -424,6 +429,8 @@ class EngineManager:
         request_id: RequestId = request.request_id
         if request_id not in self.manager._tables:
             return []
+        if self._rules.caching.state_offers:
+            drop_offers(self._rules.caching, request_id)
         popped: list[KVCacheBlock] = []
         for table in self.manager.pop_tables(request_id):
             popped += table.blocks[table.num_null_blocks :]
@@ -456,11 +463,11 @@ class EngineManager:
 
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
         """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
-        return {}
+        return take_offers(self._rules.caching) if self._rules.caching.state_offers else {}
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
         """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
-        return []
+        return finish_tails(self.manager, request) if self._offers_states else []
 
 
 def list_hashes(request: Any) -> list[BlockHash]:
