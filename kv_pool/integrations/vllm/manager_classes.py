@@ -22,8 +22,8 @@ from kv_pool.integrations.vllm.request_options.engine_options import EngineOptio
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
+from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 

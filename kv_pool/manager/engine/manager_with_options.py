@@ -24,14 +24,14 @@ class ManagerWithOptions(EngineManager):
     _with_options: dict[Any, Any] | None = None
 
     def set_request_options(self, options: Any) -> None:
-        """Notify `options`: `note_request`, and for requests in its `by_request`, `note_leaving`, `note_left`."""
+        """Call `note_request` of `options`; for requests in its `by_request` `note_leaving`, `note_left`."""
         self.request_options = options
         self._with_options = options.by_request
 
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Find the longest cached prefix, as `EngineManager` does, after the request's options are applied."""
+        """Apply the request's options, then find the longest cached prefix as `EngineManager` does."""
         params: Any = request.sampling_params
         if params is not None and self.request_options is not None:
             arguments: Any = params.extra_args
@@ -49,7 +49,7 @@ class ManagerWithOptions(EngineManager):
         self.request_options.note_left(request)
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
-        """Forget the request and return its blocks, with the claims of its directives, for the caller to free."""
+        """Forget the request and return its blocks for the caller to free; its directives apply to them."""
         if not self._has_options(request):
             return super().pop_blocks_for_free(request)
         self.request_options.note_leaving(request)

@@ -12,16 +12,21 @@ import sys
 from collections import Counter, deque
 from pathlib import Path
 
-import vllm_schedule
+import torch
+from made_scheduler import make_answer, make_config, make_hasher, make_request, make_scheduler
 from vllm.config import KVTransferConfig
+from vllm.logger import configure_logging
 from vllm.plugins import load_general_plugins
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched import async_scheduler, scheduler
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
 
+from kv_pool.core import invariants
+from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions
+from kv_pool.manager.retention.invariants import check_retention
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 100  # more than a request of the maximum length needs, so that pins are allowed
 NUM_STEPS = 400
 INVALID = [{"priority": 1}, {"change": []}, "{", {"session": {"duration_ms": -1}}, 7]
 
@@ -64,23 +69,47 @@ def make_options(rng):
     return value
 
 
+def make_engine(folder, seed, has_connector):
+    config = make_config(
+        folder,
+        max_model_len=1024,
+        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 256, "async_scheduling": has_connector},
+        cache={"block_size": BLOCK_SIZE, "enable_prefix_caching": True},
+    )
+    if has_connector:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="KVPoolConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="kv_pool.integrations.vllm.connector",
+        )
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)),
+        KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=64)),
+    ]
+    configure_logging(config.logging_config)
+    interval = [None, 0, 64][seed % 3]
+    return make_scheduler(
+        config, groups, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, retention_interval=interval
+    )
+
+
 class Life:
     def __init__(self, folder, seed, has_connector):
         self.rng = random.Random(seed)
-        vllm_schedule.NUM_BLOCKS = (
-            100  # more than a request of the maximum length needs, so that pins are allowed
-        )
-        if has_connector:
-            vllm_schedule.Scheduler = async_scheduler.AsyncScheduler
-            vllm_schedule.VllmConfig = make_connector_config
-        self.scheduler = vllm_schedule.make_scheduler(folder)
+        self.scheduler = make_engine(folder, seed, has_connector)
+        manager = self.scheduler.kv_cache_manager
+        self.now = 0.0
+        manager.set_request_options(EngineOptions(manager.manager, 12, clock=self.tell_time))
         self.depth = 2 if has_connector else 1
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(vllm_schedule.BLOCK_SIZE, sha256)
+        self.hasher = make_hasher(BLOCK_SIZE)
         self.prompts = [[self.rng.randrange(50_000) for _ in range(300)] for _ in range(3)]
         self.number = 0
         self.in_flight = deque()
         self.seen = Counter()
+
+    def tell_time(self):
+        return self.now
 
     def add(self):
         rng = self.rng
@@ -88,51 +117,31 @@ class Life:
         prompt = rng.choice(self.prompts)[: rng.randrange(10, 300)]
         if rng.random() < 0.5:
             prompt = prompt + [rng.randrange(50_000) for _ in range(rng.randrange(1, 100))]
-        sampling = SamplingParams(ignore_eos=True, max_tokens=rng.randrange(1, 60))
+        sampling = {"ignore_eos": True, "max_tokens": rng.randrange(1, 60)}
         if rng.random() < 0.6:
-            options = make_options(rng)
-            if rng.random() < 0.5:
-                sampling.extra_args = {"kv_transfer_params": {"kv_pool": options}}
-            else:
-                sampling.extra_args = {"kv_pool": options}
-        sampling.update_from_generation_config({}, 1)
+            options = {"kv_pool": make_options(rng)}
+            sampling["extra_args"] = options if rng.random() < 0.5 else {"kv_transfer_params": options}
+        session_id = rng.choice([None, None, "a", "b"])
         self.scheduler.add_request(
-            Request(
-                request_id=str(self.number),
-                prompt_token_ids=prompt,
-                sampling_params=sampling,
-                pooling_params=None,
-                block_hasher=self.hasher,
-                session_id=rng.choice([None, None, "a", "b"]),
-            )
+            make_request(str(self.number), prompt, self.hasher, sampling, session_id=session_id)
         )
 
     def step(self):
+        self.now += self.rng.choice([0.001, 0.01])
         output = self.scheduler.schedule()
         self.seen["preempted"] += len(output.preempted_req_ids or ())
-        names = list(output.num_scheduled_tokens)
-        tokens = []
-        for name in names:
+        sampled = {}
+        for name in output.num_scheduled_tokens:
             request = self.scheduler.requests[name]
             is_prefill = request.num_computed_tokens < request.num_tokens
-            tokens.append([] if is_prefill else [self.rng.randrange(50_000)])
-        self.in_flight.append((output, names, tokens))
+            sampled[name] = [] if is_prefill else [self.rng.randrange(50_000)]
+        self.in_flight.append((output, sampled))
         if len(self.in_flight) >= self.depth:
             self.finish_step()
 
     def finish_step(self):
-        output, names, tokens = self.in_flight.popleft()
-        answered = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=tokens,
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-            ),
-        )
+        output, sampled = self.in_flight.popleft()
+        answered = self.scheduler.update_from_output(output, make_answer(sampled))
         for outputs in answered.values():
             for one in outputs.outputs:
                 report = (one.kv_transfer_params or {}).get("kv_pool")
@@ -146,9 +155,6 @@ class Life:
         self.seen["aborted"] += 1
 
     def check(self):
-        from kv_pool.core import invariants
-        from kv_pool.manager.retention.invariants import check_retention
-
         manager = self.scheduler.kv_cache_manager
         invariants.check(manager.block_pool)
         retention = manager.manager.retention
@@ -184,21 +190,9 @@ class Life:
         return {"requests": self.number, "steps": NUM_STEPS, **self.seen}
 
 
-def make_connector_config(**fields):
-    from vllm.config import VllmConfig
-
-    fields["scheduler_config"].async_scheduling = True
-    transfer = KVTransferConfig(
-        kv_connector="KVPoolConnector",
-        kv_role="kv_both",
-        kv_connector_module_path="kv_pool.integrations.vllm.connector",
-    )
-    return VllmConfig(**fields, kv_transfer_config=transfer)
-
-
 def main():
     load_general_plugins()
-    assert scheduler.KVCacheManager.__module__ == "kv_pool.integrations.vllm.manager_classes"
+    assert scheduler_module.KVCacheManager.__module__ == "kv_pool.integrations.vllm.manager_classes"
     folder = Path(sys.argv[1])
     print(json.dumps(Life(folder, int(sys.argv[2]), "connector" in sys.argv).run()))
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kv_pool.errors import InvalidArgumentError
@@ -27,15 +28,19 @@ class EngineOptions:
     Args:
         manager: the manager under vLLM's scheduler.
         max_pinned_blocks: see `read_max_pinned_blocks`.
+        clock: as for `BlockRetention`.
 
     Attributes:
         by_request: the options of requests that have not ended; live.
     """
 
-    def __init__(self, manager: KVCacheManager, max_pinned_blocks: int) -> None:
-        self._handler = RequestOptionsHandler(
-            manager, time.monotonic, max_pinned_blocks, on_refused=self._log_refusal
-        )
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        max_pinned_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handler = RequestOptionsHandler(manager, clock, max_pinned_blocks, on_refused=self._log_refusal)
         self._num_refused = 0
         self.by_request: dict[RequestId, OpenOptions] = self._handler.by_request
 
@@ -96,21 +101,23 @@ class ConnectorOptions:
     """
 
     def __init__(self) -> None:
-        self._options: EngineOptions | None = None
+        self._manager: Any = None
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Use the options of this manager; those of vLLM's own manager are refused."""
-        self._options = getattr(manager, "request_options", None)
+        """Use the `request_options` of this manager. vLLM's own has none; options are then refused."""
+        self._manager = manager
 
     def on_new_request(self, request: Any) -> None:
         """Apply the options of a request on its arrival."""
-        if self._options is not None:
-            self._options.note_request(request)
+        options = self._get_options()
+        if options is not None:
+            options.note_request(request)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
         """Return the entry of the answer's `kv_transfer_params`; None without options."""
-        if self._options is not None:
-            report = self._options.note_end(request)
+        options = self._get_options()
+        if options is not None:
+            report = options.note_end(request)
             return None if report is None else {"kv_pool": report}
         try:
             params = request.sampling_params
@@ -119,6 +126,9 @@ class ConnectorOptions:
         except InvalidArgumentError:
             pass
         return {"kv_pool": {"refused": NO_MANAGER}}
+
+    def _get_options(self) -> EngineOptions | None:
+        return getattr(self._manager, "request_options", None)
 
 
 NO_MANAGER = (
