@@ -76,8 +76,9 @@ class AppliedRules:
         if parts and parts[0].is_full and any(part.is_state for part in parts):
             self.full_group_beside_states = parts[0].group_ids[0]
         self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit)
-        caches_junctions = rules.junction_states and has_drafter and self.is_partial
-        self.caches_junctions: bool = caches_junctions and not rules.num_reprefillable_tokens
+        self.caches_junctions: bool = (
+            rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
+        )
         self.caching: RuleCaching = RuleCaching(
             pool,
             groups,

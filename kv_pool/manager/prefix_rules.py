@@ -30,7 +30,7 @@ class PrefixRules:
             a `MambaSpec` group with larger blocks and all other groups allow it. The new request gets a copy
             of the block: see `take_block_copies`.
         junction_states: cache the state at the junction of a shared prefix also within a block; with
-            `partial_hits` and `eagle_groups` only. vLLM: `enable_mamba_shared_prefix_checkpoint`.
+            `partial_hits` only. vLLM: `enable_mamba_shared_prefix_checkpoint`, if it has a drafter.
         lookup_groups: groups that are looked up together, as lists of indices. Default: groups with equal
             specs.
     """

@@ -109,7 +109,7 @@ def read_rules(
         retention_interval=config.prefix_cache_retention_interval,
         eagle_groups=(eagle_groups or range(len(groups))) if use_eagle else (),
         num_reprefillable_tokens=max(0, num_prefill_lookahead - 1),
-        junction_states=has_junction_states,
+        junction_states=has_junction_states and (use_eagle or bool(eagle_groups)),
         lookup_groups=equal,
     )
 

@@ -304,6 +304,7 @@ class EngineManager:
         num_local: int,
         num_without_lookahead: int,
         has_full_sequence: bool,
+        prefill_end: int,
     ) -> int:
         """Return the number of free blocks that slots for the first `num_tokens` tokens take.
 
@@ -313,8 +314,10 @@ class EngineManager:
             num_local: those of them in the table or in the hits.
             num_without_lookahead: `num_tokens` without the slots for speculative tokens.
             has_full_sequence: count the most blocks that a group holds at a time, for a whole sequence.
+            prefill_end: tokens that the step must reach to save a state on its way.
         """
         tables = self.manager._tables.get(request_id)
+        num_lookahead = max(0, num_tokens - num_without_lookahead)
         step = Step(
             request_id,
             tables,
@@ -323,11 +326,14 @@ class EngineManager:
             num_local,
             num_before,
             num_without_lookahead,
-            max(0, num_tokens - num_without_lookahead),
+            num_lookahead,
             num_encoder_tokens,
         )
+        if self._rules.interval == 0:
+            step.prefill_end = prefill_end
         if has_full_sequence:
-            return self.manager._needs.count_full_sequence(step, num_tokens)
+            needs = self.manager._needs
+            return needs.count_full_sequence(step, num_without_lookahead, num_lookahead=num_lookahead)
         return self.manager._needs.count(step)
 
     def _is_near_prompt(self, request: Any, num_computed: int) -> bool:

@@ -148,6 +148,7 @@ class GroupsView:
             num_local_computed_tokens,
             num_tokens_main_model,
             apply_admission_cap,
+            prefill_end,
         )
 
     def find_longest_cache_hit(
