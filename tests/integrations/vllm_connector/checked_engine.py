@@ -221,7 +221,10 @@ class CheckedEngine:
 
     def step(self, waits=True):
         """Run a step. With `waits`, its transfers end before its results are collected."""
-        output = self.scheduler.schedule()
+        self.execute(self.scheduler.schedule(), waits)
+
+    def execute(self, output, waits=True):
+        """Run the step that the scheduler has planned."""
         sampled = self.compute(output)
         kv_output = self.transfer(output, waits)
         names = list(output.num_scheduled_tokens)

@@ -33,6 +33,7 @@ class TierEventLog:
         self._events: list[Any] = []
         # The events' fields about the block's content, and the number of tiers that have it.
         self._labels: dict[BlockHashWithGroupId, dict[str, Any]] = {}
+        self._planned: dict[BlockHashWithGroupId, dict[str, Any]] = {}
         self._num_tiers: dict[BlockHashWithGroupId, int] = {}
 
     def take_events(self) -> list[Any]:
@@ -47,7 +48,7 @@ class TierEventLog:
         parent = group.list_keys(request, position - 1, position)[0] if position else None
         adapter = request.lora_request
         extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
-        self._labels[key] = {
+        self._planned[key] = {
             "parent_block_hash": None if parent is None else maybe_convert_block_hash(get_block_hash(parent)),
             "token_ids": list(request.all_token_ids[start:end]),
             "block_size": group.block_size,
@@ -62,6 +63,8 @@ class TierEventLog:
             self._num_tiers[key] = self._num_tiers.get(key, 0) + 1
             group_id = get_group_id(key)
             spec = self._specs[group_id]
+            if not on_disk and key in self._planned:
+                self._labels[key] = self._planned[key]
             label = self._labels.get(key) or {
                 "parent_block_hash": None,
                 "token_ids": [],
@@ -79,6 +82,11 @@ class TierEventLog:
                     **label,
                 )
             )
+
+    def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """See `TierListener`."""
+        for key in keys:
+            self._planned.pop(key, None)
 
     def on_removed(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
         """See `TierListener`."""

@@ -17,7 +17,8 @@ class ReadBlocks(Protocol):
         """Hold cached blocks until `release`. Return the hold.
 
         Args:
-            blocks: distinct blocks, in the order in which the pool shall evict them later.
+            blocks: distinct blocks, in the order of their block table. At the end of the hold the last one
+                is freed first, as if the request had freed them.
             holder: a description of the store.
         """
 
@@ -65,7 +66,7 @@ class CountedBlocks:
         return listed
 
     def release(self, hold: list[Any]) -> bool:
-        self._block_pool.free_blocks(hold)
+        self._block_pool.free_blocks(reversed(hold))
         return True
 
     def expire(self) -> None:

@@ -13,10 +13,12 @@ class TierCounts:
         num_stored: blocks that were stored in host memory.
         num_loaded_tokens: tokens that requests loaded instead of computing them, failed loads included.
         num_demoted: blocks that were evicted from host memory to disk.
+        num_skipped: blocks that were not stored at their request's end, because of too many other stores.
         num_lost: blocks that could not be stored or loaded.
     """
 
     num_stored: int = 0
     num_loaded_tokens: int = 0
     num_demoted: int = 0
+    num_skipped: int = 0
     num_lost: int = 0

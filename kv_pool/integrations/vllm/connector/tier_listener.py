@@ -18,5 +18,8 @@ class TierListener(Protocol):
     def on_stored(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
         """Keys are found in a tier from now on."""
 
+    def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """A planned store has ended; those of its keys that can be found were passed to `on_stored`."""
+
     def on_removed(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
         """Keys are no longer found in a tier."""

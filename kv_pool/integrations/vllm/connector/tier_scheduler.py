@@ -73,7 +73,7 @@ class TierScheduler:
         index: what the tiers hold.
         groups: the engine's groups; all of them are stored.
         alignment: hits are a multiple of this number of tokens.
-        num_ranks: a store is finished when so many ranks have reported it.
+        num_ranks: a store is finished when all ranks have reported it.
         drops_last_block: do not load the last block of a hit, which EAGLE and MTP draft models recompute.
         lease_s: see `ConnectorSettings`.
         listener: learns which keys enter and leave a tier, for events.
@@ -118,8 +118,8 @@ class TierScheduler:
         self.block_pool = block_pool
         self._get_block_ids = get_block_ids
         self._reads = hold_blocks_of(block_pool, self._lease_s)
-        # Blocks that are read cannot be reused; leave most of the pool to the requests.
-        self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 4))
+        # Blocks that are read cannot be reused; leave half of the pool to the requests.
+        self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 2))
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """See `TierIndex`; for `TierPrefixes`."""
@@ -228,7 +228,7 @@ class TierScheduler:
         if followed is None or request_id in self._loading:
             return
         if self._has_new_blocks(followed):
-            self._store_new_blocks(followed, block_ids)
+            self._counts.num_skipped += self._store_new_blocks(followed, block_ids)
         num_tokens = self._count_storable(request)
         for group in self._groups:
             # The first block was used last: without it, the blocks after it are useless.
@@ -324,11 +324,16 @@ class TierScheduler:
             for group, num_seen in zip(self._groups, followed.num_seen, strict=True)
         )
 
-    def _store_new_blocks(self, followed: FollowedRequest, block_ids: Sequence[Sequence[BlockId]]) -> None:
-        """Plan the store of a request's computed blocks that host memory does not have."""
+    def _store_new_blocks(self, followed: FollowedRequest, block_ids: Sequence[Sequence[BlockId]]) -> int:
+        """Plan the store of a request's computed blocks that host memory does not have.
+
+        Returns:
+            The number of blocks for which there is no place now.
+        """
         request = followed.request
         if request.request_id in self._loading:
-            return
+            return 0
+        num_skipped = 0
         num_tokens = self._count_storable(request)
         for number, (group, table) in enumerate(zip(self._groups, block_ids, strict=True)):
             start = followed.num_seen[number]
@@ -345,6 +350,8 @@ class TierScheduler:
             num_taken = self._order_store(group, request, stored)
             # Blocks that found no place are tried again in the next step.
             followed.num_seen[number] = end if num_taken == len(stored) else stored[num_taken][0]
+            num_skipped += len(stored) - num_taken
+        return num_skipped
 
     def _find_block(self, key: BlockHashWithGroupId, block_id: BlockId, group: GroupKeys) -> Any:
         """Return the block that has this content, or None.
@@ -365,16 +372,15 @@ class TierScheduler:
             return 0
         num_taken = len(order.blocks)
         taken = [block for _, block in found[:num_taken]]
-        # The last block first: in this order the pool evicts them after the store.
-        hold = self._reads.take(taken[::-1], f"kv_pool's tiers, store {order.order_id}")
+        hold = self._reads.take(taken, f"kv_pool's tiers, store {order.order_id}")
         self._storing[order.order_id] = (order, hold)
         self._num_reading += num_taken
         self._orders.stores.append(order)
         self._counts.num_demoted += len(order.demoted)
-        self._note_removed(order.host_evicted, on_disk=False)
-        self._note_removed(order.disk_evicted, on_disk=True)
         if self._listener is not None:
+            self._listener.on_removed(order.disk_evicted, True)
             self._listener.on_stored(order.demoted, True)
+            self._listener.on_removed(order.host_evicted, False)
             for place, block in found[:num_taken]:
                 self._listener.on_planned(request, group, place, block.block_hash)
         return num_taken
@@ -387,6 +393,7 @@ class TierScheduler:
         self._counts.num_stored += len(keys)
         if self._listener is not None:
             self._listener.on_stored(keys, False)
+            self._listener.on_store_ended([key for key, _ in order.blocks])
         if not is_valid:
             _logger.warning(
                 "kv_pool drops %d stored blocks: the store took longer than lease_s, %s seconds",

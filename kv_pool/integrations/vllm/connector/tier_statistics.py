@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 
-_COUNTS = ("stored blocks", "loaded tokens", "demoted blocks", "lost blocks")
+_COUNTS = ("stored blocks", "loaded tokens", "demoted blocks", "skipped blocks", "lost blocks")
 _LEVELS = ("host blocks", "disk blocks", "waiting stores")
 
 
@@ -24,6 +24,7 @@ class TierStatistics(KVConnectorStats):  # type: ignore[misc]
             "stored blocks": counts.num_stored,
             "loaded tokens": counts.num_loaded_tokens,
             "demoted blocks": counts.num_demoted,
+            "skipped blocks": counts.num_skipped,
             "lost blocks": counts.num_lost,
             "host blocks": len(scheduler.index.host),
             "disk blocks": 0 if disk is None else len(disk),

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kv_pool.ids import BlockId
 from kv_pool.integrations.vllm.connector.cache_storage import count_block_bytes, describe_bytes, wrap_caches
 from kv_pool.integrations.vllm.connector.disk_folder import describe_blocks, open_disk_tier
 from kv_pool.integrations.vllm.connector.event_log import TierEventLog
@@ -81,7 +82,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
             self._host_blocks, self._disk_blocks = self._count_tier_blocks()
         if role is KVConnectorRole.SCHEDULER:
-            self.handler = ConnectorOptions()
+            self.handler = make_request_handler(vllm_config, self.settings)
             if has_tiers:
                 self.scheduler = self._make_scheduler()
 
@@ -125,14 +126,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {source: num_tokens for source, num_tokens in found.items() if num_tokens}
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Any, block_ids: tuple[list[BlockId], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store the request's last blocks, which are held until they are read; so they can be freed now."""
         if self.scheduler is not None:
-            self.scheduler.finish_request(request, block_ids)  # type: ignore[arg-type]
+            self.scheduler.finish_request(request, block_ids)
         return False, None if self.handler is None else self.handler.request_finished(request)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[BlockId]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     # ---- scheduler: steps ------------------------------------------------------------------------
@@ -282,3 +283,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config.parallel_config.world_size,
         )
         return scheduler
+
+
+def make_request_handler(vllm_config: Any, settings: ConnectorSettings) -> RequestHandler:
+    """Return the handler that follows the requests of an engine: it applies the options of clients."""
+    return ConnectorOptions()
