@@ -7,7 +7,7 @@ from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, coun
 
 
 def test_no_settings_mean_no_tiers():
-    assert ConnectorSettings.parse({}) == ConnectorSettings(0, 0, "", "", 300.0, None)
+    assert ConnectorSettings.parse({}) == ConnectorSettings(0, 0, "", "", 300.0)
 
 
 def test_sizes_are_numbers_or_text():

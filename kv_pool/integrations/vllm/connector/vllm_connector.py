@@ -1,4 +1,4 @@
-"""`KVPoolConnector`: vLLM's interface to the two halves of the tiers, and to directives.
+"""`KVPoolConnector`: vLLM's interface to the two halves of the tiers, and to the options of clients.
 
 Loaded by vLLM through `kv_connector_module_path`; see the package.
 """
