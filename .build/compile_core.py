@@ -67,6 +67,7 @@ MANAGER = (
     "checkpoint_choice",
     "engine/cache_blocks",
     "engine/engine_manager",
+    "engine/manager_with_options",
     "engine/slot_taking",
     "engine/state_offers",
     "forking",

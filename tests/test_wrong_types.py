@@ -173,6 +173,7 @@ class Things:
                     "fork": {"parent": first, "child": new},
                     "cache_blocks": {"request": first, "num_computed_tokens": 8},
                     "evict_blocks": {"block_ids": [1]},
+                    "attach_retention": {"retention": self.retention},
                     "report_invalid_blocks": {"block_ids": [1]},
                     "release_skipped_blocks": {"request": first, "num_tokens": 8},
                     "free": {"request": first},

@@ -18,10 +18,12 @@ class SlotNeeds:
     Args:
         max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
         copies: the pending copies; their references to blocks are not those of requests.
-        retention: blocks that it keeps count as free.
         has_rules: whether the manager has `PrefixRules`: `count_full_sequence` then counts states as the
             first step needs them.
         plans_checkpoints: whether a group saves states in the middle of a step.
+
+    Attributes:
+        retention: blocks that it keeps count as free.
     """
 
     def __init__(
@@ -30,7 +32,6 @@ class SlotNeeds:
         max_model_len: int,
         max_in_flight_tokens: int,
         copies: BlockCopies,
-        retention: BlockRetention | None,
         has_rules: bool,
         plans_checkpoints: bool,
     ) -> None:
@@ -38,7 +39,7 @@ class SlotNeeds:
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
         self._copies: BlockCopies = copies
-        self._retention: BlockRetention | None = retention
+        self.retention: BlockRetention | None = None
         self._has_rules: bool = has_rules
         self._plans_checkpoints: bool = plans_checkpoints
 
@@ -164,7 +165,7 @@ class SlotNeeds:
 
     def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
         """Count the blocks that become free if blocks which no later token attends to are released."""
-        retention = self._retention
+        retention = self.retention
         num_free = 0
         for group in self._groups:
             table = tables[group.group_id]

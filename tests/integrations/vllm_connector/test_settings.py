@@ -7,7 +7,7 @@ from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, coun
 
 
 def test_no_settings_mean_no_tiers():
-    assert ConnectorSettings.parse({}) == ConnectorSettings(0, 0, "", "", 300.0, None)
+    assert ConnectorSettings.parse({}) == ConnectorSettings(0, 0, "", "", 300.0)
 
 
 def test_sizes_are_numbers_or_text():
@@ -38,7 +38,7 @@ def test_wrong_settings_are_refused(config, message):
 
 @pytest.mark.parametrize(
     "config",
-    [{"host_bytes": 1.5}, {"host_bytes": True}, {"host_bytes": None}, {"weights": 3}, {"directives": 1}],
+    [{"host_bytes": 1.5}, {"host_bytes": True}, {"host_bytes": None}, {"weights": 3}],
 )
 def test_settings_of_a_wrong_type_are_refused(config):
     with pytest.raises(InvalidTypeError):

@@ -25,7 +25,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True):
             with the same weights.
         lease_s: time in seconds after which blocks that a store still reads may be reused; what the store
             has read is then dropped. Only with kv_pool's pool.
-        directives: settings of the per-request directives.
     """
 
     host_bytes: int = 0
@@ -33,7 +32,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True):
     disk_folder: str = ""
     weights: str = ""
     lease_s: float = 300.0
-    directives: dict[str, Any] | None = None
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> ConnectorSettings:

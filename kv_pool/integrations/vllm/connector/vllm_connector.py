@@ -1,4 +1,4 @@
-"""`KVPoolConnector`: vLLM's interface to the two halves of the tiers, and to directives.
+"""`KVPoolConnector`: vLLM's interface to the two halves of the tiers, and to the options of clients.
 
 Loaded by vLLM through `kv_connector_module_path`; see the package.
 """
@@ -32,6 +32,7 @@ from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
+from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -289,6 +290,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return scheduler
 
 
-def make_request_handler(vllm_config: Any, settings: ConnectorSettings) -> RequestHandler | None:
-    """Return the handler that follows the requests of an engine; None if there is none."""
-    return None
+def make_request_handler(vllm_config: Any, settings: ConnectorSettings) -> RequestHandler:
+    """Return the handler that follows the requests of an engine: it applies the options of clients."""
+    return ConnectorOptions()
