@@ -8,7 +8,6 @@ from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -19,13 +18,14 @@ def allocate(
     state: ManagerState,
     request: SchedulableRequest,
     step: Step,
-    cached_prefix: CachedPrefix | None,
+    junction: int,
     full: list[int] | None,
     need: int,
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
 
     Args:
+        junction: see `CachedPrefix`; for a request without blocks.
         full: the result of `PrefixCaching.count_full`.
         need: the result of `SlotNeeds.count`.
     If interrupted, nothing has changed.
@@ -44,9 +44,9 @@ def allocate(
         if is_new:
             # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
             start_tables(state, tables, step)
-            if cached_prefix is not None and cached_prefix.junction:
+            if junction:
                 for table in tables:
-                    table.junction = cached_prefix.junction
+                    table.junction = junction
             if retention is not None and retention.is_active:
                 retention.note_admitted(request)
             num_external = step.num_before - step.num_computed - step.num_prefix

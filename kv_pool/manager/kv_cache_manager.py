@@ -256,7 +256,8 @@ class KVCacheManager(ManagerQueries):
 
         if not (is_new or need or full or self._has_forks or self._plans_checkpoints):
             return self._no_blocks
-        return allocate(self, request, step, cached_prefix, full, need)
+        junction = 0 if cached_prefix is None else cached_prefix.junction
+        return allocate(self, request, step, junction, full, need)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.

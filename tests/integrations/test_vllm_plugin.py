@@ -261,7 +261,7 @@ def test_a_version_checked_at_level_pool_only_gets_that(made_up_vllm):
     assert "replaces the block pool of vLLM 0.34.0: 6 classes" in logged[1][1]
 
 
-def test_an_unchecked_version_is_not_used_at_level_manager_either(made_up_vllm):
+def test_an_unchecked_version_is_not_used_at_level_manager(made_up_vllm):
     set_version(made_up_vllm, "0.34.0")
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM="manager")
     assert not is_ours(seen)

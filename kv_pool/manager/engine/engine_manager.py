@@ -271,8 +271,6 @@ class EngineManager:
             num_lookahead,
             num_encoder_tokens,
         )
-        if tables is None:
-            step.junction = request.shared_prefix_boundary
         if manager._plans_checkpoints:
             step.prefill_end = self._rules.find_prefill_end(request)
         num_left = 0
@@ -282,6 +280,7 @@ class EngineManager:
             manager,
             request,
             step,
+            request.shared_prefix_boundary if tables is None else 0,
             max(0, num_processed),
             num_left,
             reserved_blocks,
