@@ -1,0 +1,90 @@
+"""Replays of shared prefixes through a model with states: hits, and states per request.
+
+The workloads are those of vLLM issue 45238: 64 prompts of about 2,200 tokens over 8 shared prefixes, blocks of 528
+tokens. With 1,600 shared tokens vLLM hit 52 times, with 1,500 never; a rule that keeps the ends of shared prefixes
+cannot hit before the third request of each.
+"""
+
+import random
+
+import pytest
+from replay.made_trace import record, write_trace
+
+from kv_pool import InvalidArgumentError
+from kv_pool.replay.request_outcomes import RequestOutcome
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.states import STATES, make_prefix_rules
+
+ID_TOKENS = 100
+WORKLOADS = [(1600, 600), (1500, 700)]
+ORDERS = ["turns", "groups", "random", "lengths"]
+
+
+def make_records(num_shared, num_own, order, seed):
+    """Return 64 prompts over 8 prefixes; `lengths` also makes prompts up to 200 tokens shorter."""
+    rng = random.Random(seed)
+    prefixes = [number % 8 for number in range(64)]
+    if order == "groups":
+        prefixes.sort()
+    elif order != "turns":
+        rng.shuffle(prefixes)
+    records = []
+    for number, prefix in enumerate(prefixes):
+        length = num_shared + num_own - (rng.randrange(200) if order == "lengths" else 0)
+        shared = [prefix * 1000 + index for index in range(num_shared // ID_TOKENS)]
+        num_ids = -(-length // ID_TOKENS)
+        own = [(number + 8) * 1000 + index for index in range(num_ids - len(shared))]
+        records.append(record(length, shared + own))
+    return records
+
+
+def replay(tmp_path, records, states, **changes):
+    """Return the report and the outcomes."""
+    path = write_trace(tmp_path / "trace.jsonl", records)
+    outcomes: list[RequestOutcome] = []
+    settings = {"num_blocks": 3000, "block_size": 528, "trace_block_size": ID_TOKENS} | changes
+    report = run_replay(
+        ReplaySettings(str(path), groups="full,mamba", states=states, **settings), on_outcome=outcomes.append
+    )
+    return report, outcomes
+
+
+def count_hits(outcomes):
+    return sum(outcome.tokens_hit > 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_bounded_states_hit_every_prompt_but_the_first_of_a_prefix(workload, order, seed, tmp_path):
+    _, outcomes = replay(tmp_path, make_records(*workload, order, seed), "bounded")
+    assert count_hits(outcomes) == 56
+    assert count_hits(outcomes) >= 52
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_checkpoints_hit_from_the_third_prompt_of_a_prefix(workload, tmp_path):
+    _, outcomes = replay(tmp_path, make_records(*workload, "turns", 0), "checkpoints")
+    assert count_hits(outcomes) == 48
+
+
+@pytest.mark.parametrize(("workload", "num_hits"), zip(WORKLOADS, [0, 0], strict=True))
+def test_states_at_the_ends_of_prompts_alone_are_not_shared(workload, num_hits, tmp_path):
+    _, outcomes = replay(tmp_path, make_records(*workload, "turns", 0), "steps")
+    assert count_hits(outcomes) == num_hits
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_states_at_every_block_hit_whole_prefixes(workload, tmp_path):
+    _, outcomes = replay(tmp_path, make_records(*workload, "turns", 0), "blocks")
+    assert {outcome.tokens_hit for outcome in outcomes} == {0, workload[0] // 528 * 528}
+
+
+def test_unknown_states_are_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="unknown states 'all'; known are steps, blocks"):
+        replay(tmp_path, make_records(1600, 600, "turns", 0), "all")
+
+
+def test_each_choice_has_rules():
+    assert [make_prefix_rules(states) is None for states in STATES] == [True, True, False, False]
