@@ -55,6 +55,7 @@ EVENTS = (
 # What every step of a scheduler goes through.
 MANAGER = (
     "allocating",
+    "applied_rules",
     "block_copies",
     "block_groups/block_group",
     "block_groups/block_table",
@@ -63,6 +64,7 @@ MANAGER = (
     "block_groups/mamba_group",
     "block_groups/scratch_group",
     "block_groups/sliding_window_group",
+    "checkpoint_choice",
     "forking",
     "freeing",
     "kv_cache_manager",
@@ -81,6 +83,8 @@ MANAGER = (
     "retention/request_directives",
     "retention/segments",
     "retention/sessions",
+    "rule_caching",
+    "rule_lookup",
     "slot_needs",
     "step",
     "step_checks",

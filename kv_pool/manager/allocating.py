@@ -5,9 +5,59 @@ from collections.abc import Sequence
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
+from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.manager_state import ManagerState
+from kv_pool.manager.recovery import recover
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
+
+
+def allocate(
+    state: ManagerState, request: SchedulableRequest, step: Step, full: list[int] | None, need: int
+) -> tuple[Sequence[KVCacheBlock], ...]:
+    """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
+
+    Args:
+        full: the result of `PrefixCaching.count_full`.
+        need: the result of `SlotNeeds.count`.
+    If interrupted, nothing has changed.
+    """
+    retention = state.retention
+    if retention is not None:
+        retention.expire()  # the time decides which blocks are hit or taken next
+    is_new = step.tables is None
+    tables: list[BlockTable] = [] if step.tables is None else step.tables
+    for table in tables:
+        table.num_settled = len(table.blocks)
+        table.num_settled_cached = table.num_cached_blocks
+        table.settled_blocks = None
+    try:
+        num_external = 0
+        if is_new:
+            # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
+            start_tables(state, tables, step)
+            if retention is not None and retention.is_active:
+                retention.note_admitted(request)
+            num_external = step.num_before - step.num_computed - step.num_prefix
+            if num_external:
+                add_external(state, tables, step.num_before)
+        elif state._has_forks:
+            replace_shared(state, tables, step)
+        added = state._no_blocks
+        if need or num_external or state._plans_checkpoints:
+            added = extend_tables(state, tables, step)
+        if full is not None:
+            state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
+        if is_new:
+            state._tables[step.request_id] = tables
+    except BaseException:
+        state._is_leaving = False
+        state._unsettled = tables
+        recover(state)
+        raise
+    return added
 
 
 def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
@@ -16,6 +66,7 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
     for group in state._groups:
         table = BlockTable()
         tables.append(table)
+        table.junction = step.junction
         used = step.prefix_blocks[group.group_id]
         num_skipped = 0
         if group.forgets:
@@ -33,38 +84,154 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_settled_cached = table.num_cached_blocks
+        if step.num_prefix % group.block_size and used:
+            table.num_cached_blocks = step.num_prefix // group.block_size
+            table.copy_position = table.num_cached_blocks
+
+
+def add_external(state: ManagerState, tables: list[BlockTable], num_tokens: int) -> None:
+    """Append blocks for external tokens, until each table has slots for `num_tokens` tokens."""
+    for group in state._groups:
+        if group.is_cacheable:
+            table = tables[group.group_id]
+            num_new = group.count_table_blocks(num_tokens) - len(table.blocks)
+            if num_new > 0:
+                take_after(state, table, table.blocks, num_new)
 
 
 def extend_tables(
-    state: ManagerState,
-    tables: list[BlockTable],
-    num_tokens: int,
-    num_lookahead_tokens: int,
-    num_encoder_tokens: int,
+    state: ManagerState, tables: list[BlockTable], step: Step
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Append new blocks until each table has slots for the step's tokens; return the appended blocks."""
     added: list[Sequence[KVCacheBlock]] = []
     for group in state._groups:
         table = tables[group.group_id]
-        num_blocks = group.count_table_blocks(num_tokens, num_lookahead_tokens, num_encoder_tokens)
-        num_new = group.count_new_blocks(len(table.blocks), num_blocks)
-        if not num_new:
-            added.append(state._no_blocks[0])
-            continue
-        num_before = len(table.blocks)
-        blocks = state._taken if group.adds_null_blocks else table.blocks
-        if state._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-            taken = state._run_pool.take_onto_after(blocks, table.blocks[-1], num_new)
-        else:
-            taken = state.block_pool.take_onto(blocks, num_new)
         if group.adds_null_blocks:
-            # Move from one list to the other without a call in between.
-            new_entries = group.pad(table, num_blocks, blocks)
-            table.blocks += new_entries
-            state._taken = []
-            taken = table.blocks[num_before:]
-        added.append(taken)
+            assert isinstance(group, MambaGroup)
+            added.append(extend_states(state, group, table, step))
+            continue
+        num_blocks = group.count_table_blocks(step.num_scheduled, step.num_lookahead, step.num_encoder_tokens)
+        num_new = group.count_new_blocks(len(table.blocks), num_blocks)
+        own: list[KVCacheBlock] = []
+        if table.copy_position >= 0:
+            own = replace_partial(state, group, table)
+        if not num_new:
+            added.append(own or state._no_blocks[0])
+            continue
+        taken = take_after(state, table, table.blocks, num_new)
+        added.append(own + taken if own else taken)
     return tuple(added)
+
+
+def take_after(
+    state: ManagerState, table: BlockTable, onto: list[KVCacheBlock], num_blocks: int
+) -> list[KVCacheBlock]:
+    """Take blocks onto a list; in a `RunBlockPool` those that follow the last block of the table."""
+    if state._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
+        return state._run_pool.take_onto_after(onto, table.blocks[-1], num_blocks)
+    return state.block_pool.take_onto(onto, num_blocks)
+
+
+def replace_partial(state: ManagerState, group: BlockGroup, table: BlockTable) -> list[KVCacheBlock]:
+    """Replace the last block of a hit that ends within it by a new block, and add the copy to make.
+
+    Returns the new block.
+    """
+    position = table.copy_position
+    shared = table.blocks[position]
+    state.block_pool.take_onto(state._taken, 1)
+    own = state._taken[0]
+    state.copies.add_state(group.group_id, shared, own)
+    nothing: list[KVCacheBlock] = []
+    leaving = [shared]
+    # No call may happen until the table has the block.
+    state._leaving = leaving
+    table.blocks[position] = own
+    table.num_settled_cached = position
+    table.copy_position = -1
+    state._taken = nothing
+    state.block_pool.free_out_of(leaving)
+    return [own]
+
+
+def extend_states(
+    state: ManagerState, group: MambaGroup, table: BlockTable, step: Step
+) -> Sequence[KVCacheBlock]:
+    """Append entries until the state after the step and those after drafts have blocks.
+
+        before   null  read  draft  draft
+        after    null  read  null   null   null  written  draft  draft      3 blocks further, 2 drafts
+                             |<- moved to the end and used again   ->|
+    Returns:
+        The appended entries, after the block of a copied state.
+    """
+    before = table.blocks
+    num_before = len(before)
+    position = table.copy_position
+    written = group.count_table_blocks(step.num_scheduled) - 1
+    num_saved = 0
+    if group.checkpoint_alignment:
+        started = table if table.num_settled else None
+        saved = group.plan_checkpoint(started, step.num_before, step.num_scheduled, step.prefill_end)
+        num_saved = 1 if saved else 0
+        table.checkpoint_tokens = saved
+        table.checkpoint_position = written - 1 if saved else -1
+    num_entries = written + 1 + group.num_speculative_blocks
+    if num_entries <= num_before and position < 0 and not num_saved:
+        return state._no_blocks[0]
+    pool = state.block_pool
+    blocks = before.copy()
+    null_end = written - num_saved
+    if num_before < null_end:
+        blocks += [pool.null_block] * (null_end - num_before)
+    num_moved = 0
+    for entry in range(num_before - table.num_speculative, min(num_before, null_end)):
+        if not blocks[entry].is_null:
+            blocks.append(blocks[entry])
+            blocks[entry] = pool.null_block
+            num_moved += 1
+    num_new = max(0, num_entries - len(blocks))
+    if position >= 0:
+        num_new += 1
+    taken = take_after(state, table, state._taken, num_new) if num_new else []
+    added = blocks[num_before:]
+    leaving: list[KVCacheBlock] = []
+    if position < 0:
+        blocks += taken
+        added += taken
+    else:
+        own = taken[0]
+        blocks += taken[1:]
+        source = before[position]
+        state.copies.add_state(group.group_id, source, own)
+        if table.num_settled:
+            # A running request stays in its block, which the engine knows: the copy becomes the cached one.
+            pool.move_block_hashes(source, own)
+            if own.key is not None:
+                state._caching.note_unwritten(own)
+            leaving.append(own)
+            added += taken[1:]
+        else:
+            blocks[position] = own
+            leaving.append(source)
+            added = [own, *added, *taken[1:]]
+    nothing: list[KVCacheBlock] = []
+    # No call may happen until the table has the blocks.
+    state._leaving = leaving
+    table.settled_blocks = before
+    table.num_settled_speculative = table.num_speculative
+    table.blocks = blocks
+    table.num_speculative = group.num_speculative_blocks
+    if position >= 0:
+        table.copy_position = -1
+        if not table.num_settled:
+            table.num_settled_cached = position
+    if num_moved:
+        table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
+    state._taken = nothing
+    if leaving:
+        pool.free_out_of(leaving)
+    return added
 
 
 def free_skipped_blocks(

@@ -1,10 +1,13 @@
-"""`BlockCopies`: copies for the engine to make before it writes, because a shared block was replaced."""
+"""`BlockCopies`: copies for the engine to make before it writes, because a shared block was replaced.
+
+Also those of blocks that a hit shares in part, and of cached states that are about to change.
+"""
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockMove, RequestId
+from kv_pool.ids import BlockMove, GroupId, RequestId
 
 _RELEASED = HoldState.RELEASED  # Python 3.11 calls a function to look it up, and a call can be interrupted
 
@@ -12,16 +15,21 @@ _RELEASED = HoldState.RELEASED  # Python 3.11 calls a function to look it up, an
 class BlockCopies:
     """The pending copies. Their sources are held until the engine fetches the list.
 
-    Until then no source can be allocated, so no block is both source and target.
+    Until then no source can be allocated, so no block is both source and target. For states, and for hits that
+    end within a block, the targets are held, too: they may be cached, and their request may be freed.
+
+    Attributes:
+        state_pairs: group, source and target of these copies, oldest first.
     """
 
     def __init__(self, pool: BlockPoolCore) -> None:
         self._pool: BlockPoolCore = pool
         self._source_of: dict[KVCacheBlock, KVCacheBlock] = {}
+        self.state_pairs: list[tuple[GroupId, KVCacheBlock, KVCacheBlock]] = []
         self._holds: list[Hold] = []  # the hold on the sources, while there are any
 
     def __len__(self) -> int:
-        return len(self._source_of)
+        return len(self._source_of) + len(self.state_pairs)
 
     def find_source(self, block: KVCacheBlock) -> KVCacheBlock:
         """Return the block whose content this block will have: its copy's source, or the block itself."""
@@ -34,15 +42,27 @@ class BlockCopies:
             source: a block that `find_source` returned.
         All or nothing, even if interrupted; `recover` settles the hold.
         """
+        self._open_hold()
+        self._holds[0].add([source])
+        self._source_of[target] = source
+
+    def add_state(self, group_id: GroupId, source: KVCacheBlock, target: KVCacheBlock) -> None:
+        """Add a copy between two blocks in use, which stays pending if its request is freed.
+
+        All or nothing, even if interrupted; `recover` settles the hold.
+        """
+        self._open_hold()
+        self._holds[0].add([source, target])
+        self.state_pairs.append((group_id, source, target))
+
+    def _open_hold(self) -> None:
         if not self._holds:
             self._pool.holds.open(
                 [], "to be copied before the next step writes", is_movable=True, onto=self._holds
             )
-        self._holds[0].add([source])
-        self._source_of[target] = source
 
     def is_source(self, block: KVCacheBlock) -> bool:
-        """Return True if a pending copy reads this block; one of its references is then the hold's.
+        """Return True if the pending copies hold this block; one of its references is then the hold's.
 
         The engine makes copies before the step writes, so the last request with a source may write to it.
         """
@@ -50,7 +70,8 @@ class BlockCopies:
 
     def check_made(self, request_id: RequestId, blocks: list[KVCacheBlock]) -> None:
         """Raise InvalidArgumentError if the content of one of these blocks is not copied yet."""
-        if any(block in self._source_of for block in blocks):
+        targets = {target for _, _, target in self.state_pairs}
+        if any(block in self._source_of or block in targets for block in blocks):
             raise InvalidArgumentError(
                 f"request {request_id!r} has blocks whose content is not copied yet; apply "
                 "take_block_copies() first"
@@ -83,8 +104,43 @@ class BlockCopies:
                 del self._holds[:]
         return moves
 
+    def take_onto(self, retained: list[KVCacheBlock]) -> list[BlockMove]:
+        """Return the pending copies; append their held blocks, with one reference each, to `retained`.
+
+        Copies of states come last, by group. Free the blocks in the order of the list after the copies.
+        """
+        if not self._holds:
+            return []
+        moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
+        order = dict.fromkeys(self._source_of.values())
+        for _, source, target in sorted(self.state_pairs, key=_get_group_id):
+            moves.append(BlockMove(source.block_id, target.block_id))
+            for block in (source, target):  # each block at its last use
+                order.pop(block, None)
+                order[block] = None
+        blocks = list(order)
+        first = len(retained)
+        sources: dict[KVCacheBlock, KVCacheBlock] = {}
+        pairs: list[tuple[GroupId, KVCacheBlock, KVCacheBlock]] = []
+        try:
+            self._pool.holds.hand_over(self._holds[0], retained)
+        finally:
+            if self._holds[0].state is _RELEASED:  # handed over, even if an interrupt follows
+                retained[first:] = blocks
+                self._source_of = sources
+                self.state_pairs = pairs
+                del self._holds[:]
+        return moves
+
     def recover(self) -> None:
         """Release the sources that no copy needs, such as after an interrupted call."""
         if self._holds:
             needed = set(self._source_of.values())
+            for _, source, target in self.state_pairs:
+                needed.add(source)
+                needed.add(target)
             self._holds[0].remove([block for block in self._holds[0].blocks if block not in needed])
+
+
+def _get_group_id(pair: tuple[GroupId, KVCacheBlock, KVCacheBlock]) -> GroupId:
+    return pair[0]

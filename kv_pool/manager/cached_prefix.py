@@ -15,12 +15,15 @@ class CachedPrefix(NamedTuple):
             so other requests may take them until `allocate_slots`.
         num_tokens: tokens of the prefix.
         num_evictions: the pool's count at the look-up, to detect that the blocks may be stale.
+        junction: with `PrefixRules`, tokens of the longest prefix that a single group has, if the common
+            prefix is shorter; 0 otherwise. The other groups cache the end of that prefix.
     """
 
     request_id: RequestId
     blocks: tuple[list[KVCacheBlock], ...]
     num_tokens: int
     num_evictions: int
+    junction: int = 0
 
     def __repr__(self) -> str:
         counts = ", ".join(str(len(group)) for group in self.blocks)

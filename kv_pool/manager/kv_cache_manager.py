@@ -14,7 +14,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import extend_tables, free_skipped_blocks, replace_shared, start_tables
+from kv_pool.manager.allocating import allocate, free_skipped_blocks
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
@@ -22,6 +22,7 @@ from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
 from kv_pool.manager.prefix_hit import find_common_hit
+from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.request_tables import RequestTables, find_tables
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -61,6 +62,8 @@ class KVCacheManager(RequestTables):
         watermark: share of the pool, 0 to 1, that a request without blocks must leave free while other
             requests hold blocks, so that these can grow.
         retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
+        prefix_rules: which blocks of windows and states are cached, and how hits with drafters end. None:
+            all blocks that can serve a hit; no drafter.
 
     Attributes:
         detached_requests: id -> reason, such as "it is being moved to another node", for errors.
@@ -80,6 +83,7 @@ class KVCacheManager(RequestTables):
         max_in_flight_tokens: SupportsIndex | None = None,
         watermark: float = 0.0,
         retention: BlockRetention | None = None,
+        prefix_rules: PrefixRules | None = None,
     ) -> None:
         check_type("block_pool", block_pool, BlockPoolCore)
         check_number("watermark", watermark)
@@ -96,6 +100,7 @@ class KVCacheManager(RequestTables):
             check_bound("max_in_flight_tokens", max_in_flight_tokens),
             watermark,
             retention,
+            prefix_rules,
         )
 
     def __repr__(self) -> str:
@@ -131,7 +136,7 @@ class KVCacheManager(RequestTables):
             groups.
         """
         request_id = get_request_id("request", request)
-        num_tokens = 0
+        num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
         if not self.block_pool.enable_caching:
             blocks = [[] for _ in self._groups]
@@ -143,8 +148,12 @@ class KVCacheManager(RequestTables):
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             if len(hashes) * self.block_pool.hash_block_size > num_known:
                 self._caching.raise_wrong_block_size(request, len(hashes))
-            blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
-        return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions)
+            if self._rules is not None:
+                listed = hashes if isinstance(hashes, list) else list(hashes)
+                blocks, num_tokens, junction = self._rules.lookup.find(listed, limit)
+            else:
+                blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
+        return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
         """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.
@@ -178,6 +187,7 @@ class KVCacheManager(RequestTables):
         num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
+        num_in_flight_tokens: int = 0,
     ) -> AllocStatus:
         """Return OK if `allocate_slots` with the same arguments would succeed now, else LATER or NEVER.
 
@@ -201,7 +211,8 @@ class KVCacheManager(RequestTables):
             num_available -= self.watermark_blocks
         if not num_sequence or self._needs.count_full_sequence(step, num_sequence) <= num_available:
             if tables is not None:
-                num_available += self._needs.count_to_forget(step.request_id, tables, step.num_before)
+                num_final = step.num_before - num_in_flight_tokens
+                num_available += self._needs.count_to_forget(step.request_id, tables, num_final)
             fits = self._needs.count(step) <= num_available - reserved_blocks
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
@@ -223,6 +234,7 @@ class KVCacheManager(RequestTables):
         num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
+        num_in_flight_tokens: int = 0,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Make room for the next `num_new_tokens` tokens of the request.
 
@@ -242,6 +254,8 @@ class KVCacheManager(RequestTables):
             full_sequence_must_fit: return None unless all tokens of the request fit now, even if this call
                 asks for the first chunk only.
             reserved_blocks: number of blocks to leave free.
+            num_in_flight_tokens: computed tokens of steps that still run, or whose drafts may be rejected:
+                windows and states before them are kept.
         Returns:
             For each group, the blocks added after the prefix and the external tokens. None if they do not
             fit: nothing has changed, except that blocks which left the window are released. Free prefix
@@ -287,7 +301,8 @@ class KVCacheManager(RequestTables):
                 return None
         if self._forgets and tables is not None:
             try:
-                free_skipped_blocks(self, step.request_id, tables, step.num_before)
+                num_final = step.num_before - num_in_flight_tokens
+                free_skipped_blocks(self, step.request_id, tables, num_final)
             except BaseException:
                 recover(self)
                 raise
@@ -298,49 +313,41 @@ class KVCacheManager(RequestTables):
         if len(self._caching.unwritten) > 0 and self._caching.is_unwritten(step.prefix_blocks):
             return None
 
-        if not (is_new or need or full or self._has_forks):
+        if not (is_new or need or full or self._has_forks or self._plans_checkpoints):
             return self._no_blocks
-        if self.retention is not None:
-            self.retention.expire()  # the time decides which blocks are hit or taken next
-        if tables is None:
-            tables = []
-        for table in tables:
-            table.num_settled = len(table.blocks)
-            table.num_settled_cached = table.num_cached_blocks
-        try:
-            if is_new:
-                # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
-                start_tables(self, tables, step)
-                if self.retention is not None and self.retention.is_active:
-                    self.retention.note_admitted(request)
-                if num_external_computed_tokens:
-                    extend_tables(self, tables, step.num_before, 0, 0)
-            elif self._has_forks:
-                replace_shared(self, tables, step)
-            added = self._no_blocks
-            if need or num_external_computed_tokens:
-                added = extend_tables(
-                    self, tables, step.num_scheduled, step.num_lookahead, num_encoder_tokens
-                )
-            if full is not None:
-                self._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
-            if is_new:
-                self._tables[step.request_id] = tables
-        except BaseException:
-            self._is_leaving = False
-            self._unsettled = tables
-            recover(self)
-            raise
-        return added
+        return allocate(self, request, step, full, need)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.
 
         A request that writes to a block shared with a fork gets another block, whose content one of these
-        copies provides. Allocations after this call may reuse the sources.
+        copies provides; so does one whose hit ends within a block. Make the copies in order. Allocations
+        after this call may reuse the sources.
         """
         self._caching.begin_step()
-        return self.copies.take()
+        if not self.copies.state_pairs:
+            return self.copies.take()
+        try:
+            moves = self.copies.take_onto(self._leaving)
+            self.block_pool.free_out_of(self._leaving)
+        except BaseException:
+            recover(self)
+            raise
+        return moves
+
+    def take_block_copies_onto(self, retained: list[KVCacheBlock]) -> list[BlockMove]:
+        """Return the copies as `take_block_copies` does, but keep their blocks until they are made.
+
+        Args:
+            retained: the blocks of the copies are appended, with one reference each. The caller frees them,
+                in this order, once the copies are made.
+        Does not begin a step: see `begin_step`.
+        """
+        return self.copies.take_onto(retained)
+
+    def begin_step(self) -> None:
+        """Begin a step: states written by the steps before it can be hit. `take_block_copies` calls it."""
+        self._caching.begin_step()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
         """Start `child` from the current state of `parent`, in the same blocks.
@@ -435,6 +442,21 @@ class KVCacheManager(RequestTables):
         return label_events(self.block_pool.take_events(), self.groups)
 
     # ---- releasing -------------------------------------------------------------------------------
+
+    def release_skipped_blocks(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
+        """Release the blocks that no token after the first `num_tokens` attends to; `allocate_slots` does, too.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks. Nothing has changed.
+        """
+        request_id = get_request_id("request", request)
+        try:
+            free_skipped_blocks(
+                self, request_id, find_tables(self, request_id), as_int("num_tokens", num_tokens)
+            )
+        except BaseException:
+            recover(self)
+            raise
 
     def free(self, request: SchedulableRequest) -> None:
         """Release all blocks of the request. Its tail is reused before its head.

@@ -10,12 +10,14 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
+from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.prefix_caching import PrefixCaching
+from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
@@ -27,6 +29,7 @@ class ManagerState:
 
     Args:
         max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
+        prefix_rules: as for `KVCacheManager`.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class ManagerState:
         max_in_flight_tokens: int,
         watermark: float,
         retention: BlockRetention | None,
+        prefix_rules: PrefixRules | None,
     ) -> None:
         if not 0 <= watermark < 1:
             raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
@@ -61,8 +65,23 @@ class ManagerState:
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
+        self.prefix_rules: PrefixRules | None = prefix_rules
+        self._rules: AppliedRules | None = None
+        if prefix_rules is not None:
+            self._rules = AppliedRules(prefix_rules, specs, self._groups, block_pool, self.alignment)
+            self._caching = self._rules.caching
+        elif any(isinstance(spec, MambaSpec) and spec.prefill_checkpoint_alignment for spec in specs):
+            raise InvalidArgumentError(
+                "a MambaSpec with prefill_checkpoint_alignment needs prefix_rules, which select its states"
+            )
+        self._plans_checkpoints: bool = self._rules is not None and self._rules.plans_checkpoints
         self._needs: SlotNeeds = SlotNeeds(
-            self._groups, max_model_len, max_in_flight_tokens, self.copies, retention
+            self._groups,
+            max_model_len,
+            max_in_flight_tokens,
+            self.copies,
+            retention,
+            prefix_rules is not None,
         )
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = retention

@@ -29,12 +29,16 @@ class PrefixCaching:
         self._pool: BlockPoolCore = pool
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
-        self.unwritten: set[KVCacheBlock] = set()
+        self.unwritten: set[Any] = set()
 
     def begin_step(self) -> None:
         """Start a step: all blocks allocated so far are written before blocks allocated later are read."""
         if len(self.unwritten) > 0:  # compiled, this is cheaper than the set's truth value
             self.unwritten = set()
+
+    def note_unwritten(self, block: KVCacheBlock) -> None:
+        """Note that a copied or new state can be hit, and is written only before or in the coming step."""
+        self.unwritten.add(block)
 
     def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Return True if a request with this prefix must wait for the next step."""
@@ -139,7 +143,7 @@ class PrefixCaching:
                     request, table.blocks, first, end, group.block_size, group.group_id, mask
                 )
             if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
-                self.unwritten.add(table.blocks[end - 1])
+                self.note_unwritten(table.blocks[end - 1])
             table.num_cached_blocks = end
 
     def raise_wrong_block_size(self, request: SchedulableRequest, num_hashes: int) -> NoReturn:

@@ -58,16 +58,27 @@ def find_common_hit(
 
 
 def check_still_cached(
-    request: SchedulableRequest, prefix_blocks: tuple[Sequence[KVCacheBlock], ...], groups: list[BlockGroup]
+    request: SchedulableRequest,
+    prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
+    num_tokens: int,
+    groups: list[BlockGroup],
 ) -> None:
-    """Raise InvalidBlockError if a block of the prefix has been evicted since it was found."""
+    """Raise InvalidBlockError if a block of the prefix has been evicted since it was found.
+
+    A block in which the prefix ends may have the hash of more tokens of the request.
+    """
     hashes = request.block_hashes
     for group in groups:
+        cache = group.pool.cached_block_hash_to_block
         for position, block in enumerate(prefix_blocks[group.group_id]):
             if block.is_null:
                 continue
-            block_hash = hashes[(position + 1) * group.stride - 1]
-            if block.block_hash != make_block_hash_with_group_id(block_hash, group.group_id):
+            end = (position + 1) * group.stride
+            first = min(end, num_tokens // group.pool.hash_block_size)
+            if not any(
+                cache.contain(make_block_hash_with_group_id(block_hash, group.group_id), block.block_id)
+                for block_hash in hashes[first - 1 : end]
+            ):
                 raise InvalidBlockError(
                     f"block {block.block_id}, position {position} of the cached prefix of request "
                     f"{request.request_id!r}, was evicted or reused since; look it up again"

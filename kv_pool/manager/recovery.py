@@ -1,5 +1,7 @@
 """`recover`: undo or complete an interrupted call of a manager."""
 
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
 
 
@@ -14,6 +16,8 @@ def recover(state: ManagerState) -> None:
     pool.free_out_of(state._taken)
     pool.free_out_of(state._leaving)
     for table in state._unsettled or ():
+        if table.settled_blocks is not None and table.num_settled and not state._is_leaving:
+            _restore_blocks(state, table, table.settled_blocks)
         blocks = table.blocks
         if state._is_leaving:
             table.num_settled = 0
@@ -32,3 +36,15 @@ def recover(state: ManagerState) -> None:
         state.retention.forget_request(state._leaving_id)
     state._leaving_id = None
     state._unsettled = None
+
+
+def _restore_blocks(state: ManagerState, table: BlockTable, settled: list[KVCacheBlock]) -> None:
+    """Undo `extend_states` for a request that had blocks: free the new ones, restore the others."""
+    kept = set(settled)
+    leaving = [block for block in table.blocks if not block.is_null and block not in kept][::-1]
+    state._leaving = leaving
+    table.blocks = settled
+    table.num_speculative = table.num_settled_speculative
+    table.settled_blocks = None
+    state.block_pool.evict_blocks([block.block_id for block in leaving if block.ref_cnt == 1])
+    state.block_pool.free_out_of(leaving)

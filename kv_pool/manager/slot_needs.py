@@ -6,6 +6,7 @@ from kv_pool.ids import RequestId
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.step import Step
 
@@ -18,6 +19,8 @@ class SlotNeeds:
         max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
         copies: the pending copies; their references to blocks are not those of requests.
         retention: blocks that it keeps count as free.
+        has_rules: whether the manager has `PrefixRules`: `count_full_sequence` then counts states as the
+            first step needs them.
     """
 
     def __init__(
@@ -27,12 +30,14 @@ class SlotNeeds:
         max_in_flight_tokens: int,
         copies: BlockCopies,
         retention: BlockRetention | None,
+        has_rules: bool,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
         self._copies: BlockCopies = copies
         self._retention: BlockRetention | None = retention
+        self._has_rules: bool = has_rules
 
     def _limit(self, num_tokens: int) -> int:
         """Limit a number of tokens to that of the longest request."""
@@ -46,6 +51,9 @@ class SlotNeeds:
         """
         num_free = 0
         for group in self._groups:
+            if group.adds_null_blocks:
+                num_free += self._count_states(group, step, step.num_scheduled, is_alone)
+                continue
             num_blocks = group.count_table_blocks(
                 step.num_scheduled, step.num_lookahead, step.num_encoder_tokens
             )
@@ -57,14 +65,39 @@ class SlotNeeds:
             else:
                 num_entries, num_hits = _count_hits(group, step, is_alone)
                 num_free += num_hits
-                if step.num_before > step.num_prefix:
-                    # External tokens have slots of their own, since a state needs a separate block for each.
-                    num_external = max(num_entries, group.count_table_blocks(step.num_before))
-                    num_free += group.count_new_blocks(num_entries, num_external)
-                    num_entries = num_external
             if num_blocks > num_entries:
                 num_free += group.count_new_blocks(num_entries, num_blocks)
         return num_free
+
+    def _count_states(self, group: BlockGroup, step: Step, num_tokens: int, is_alone: bool) -> int:
+        """Count the blocks that the states of a step take which ends after `num_tokens` tokens."""
+        assert isinstance(group, MambaGroup)
+        num_free = 0
+        if step.tables is not None:
+            table = step.tables[group.group_id]
+            num_entries = 0
+            has_copy = table.copy_position >= 0
+            if table.is_forked and not is_alone:
+                num_blocks = group.count_table_blocks(num_tokens)
+                num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
+        else:
+            table = None
+            hits = step.prefix_blocks[group.group_id]
+            num_entries, num_free = _count_hits(group, step, is_alone)
+            has_copy = len(hits) > 0 and step.num_prefix % group.block_size > 0
+            if step.num_before > step.num_prefix:
+                # The state after the external tokens has a block of its own.
+                num_free += 1
+                num_entries = group.count_table_blocks(step.num_before)
+                if self._has_rules and hits and hits[-1].ref_cnt == 0:
+                    num_free += 1  # vLLM counts the hit, too
+        has_checkpoint = (
+            group.checkpoint_alignment > 0
+            and group.plan_checkpoint(table, step.num_before, num_tokens, step.prefill_end) > 0
+        )
+        return num_free + group.count_states(
+            table, num_entries, num_tokens, has_copy=has_copy, has_checkpoint=has_checkpoint
+        )
 
     def count_full_sequence(self, step: Step, num_tokens: int, is_alone: bool = False) -> int:
         """Count as `count` does, but until all `num_tokens` tokens of the request have slots."""
@@ -72,6 +105,9 @@ class SlotNeeds:
         tables = step.tables
         num_free = 0
         for group in self._groups:
+            if group.adds_null_blocks and self._has_rules:
+                num_free += self._count_states(group, step, num_tokens, is_alone)
+                continue
             num_most = self._count_most(group, num_tokens, step.num_encoder_tokens)
             if tables is not None:
                 num_free += max(0, num_most - len(tables[group.group_id].blocks))
@@ -141,7 +177,10 @@ class SlotNeeds:
 
 
 def _count_hits(group: BlockGroup, step: Step, is_alone: bool) -> tuple[int, int]:
-    """Return the number of entries a table starts with, and how many of them are hits on free blocks."""
+    """Return the number of entries a table starts with, and the free blocks that its hits take.
+
+    These are hits on free blocks, and the copy of a block in which the hit ends.
+    """
     hits = step.prefix_blocks[group.group_id]
     num_skipped = 0
     if group.forgets:
@@ -151,4 +190,6 @@ def _count_hits(group: BlockGroup, step: Step, is_alone: bool) -> tuple[int, int
         block = hits[position]
         if (is_alone or block.ref_cnt == 0) and not block.is_null:
             num_hits += 1
+    if step.num_prefix % group.block_size and hits and not group.adds_null_blocks:
+        num_hits += 1
     return max(num_skipped, len(hits)), num_hits

@@ -25,15 +25,20 @@ class Step:
         num_prefix: tokens of the prefix alone.
         num_lookahead: slots after `num_scheduled`, for speculative tokens.
         num_encoder_tokens: slots for cross-attention.
+        junction: see `CachedPrefix`.
+        prefill_end: tokens at which a state may be saved in the middle of the step: see
+            `MambaGroup.plan_checkpoint`.
     """
 
     __slots__ = (
+        "junction",
         "num_before",
         "num_computed",
         "num_encoder_tokens",
         "num_lookahead",
         "num_prefix",
         "num_scheduled",
+        "prefill_end",
         "prefix_blocks",
         "request_id",
         "tables",
@@ -60,3 +65,5 @@ class Step:
         self.num_scheduled: int = num_scheduled
         self.num_lookahead: int = num_lookahead
         self.num_encoder_tokens: int = num_encoder_tokens
+        self.prefill_end: int = 0
+        self.junction: int = 0

@@ -70,7 +70,7 @@ def read_step(
                 f"the cached prefix has {len(prefix_blocks)} groups; this manager has {len(state._groups)}"
             )
         if cached_prefix.num_evictions != state.block_pool.num_evictions:
-            check_still_cached(request, prefix_blocks, state._groups)
+            check_still_cached(request, prefix_blocks, num_prefix, state._groups)
     if tables is not None:
         if num_external_computed_tokens:
             raise InvalidArgumentError(
@@ -95,7 +95,7 @@ def read_step(
     if state.max_model_len and num_scheduled + num_lookahead_tokens > state.max_model_len:
         num_scheduled = min(num_scheduled, state.max_model_len)
         num_lookahead_tokens = state.max_model_len - num_scheduled
-    return Step(
+    step = Step(
         request_id,
         tables,
         prefix_blocks,
@@ -106,6 +106,12 @@ def read_step(
         num_lookahead_tokens,
         num_encoder_tokens,
     )
+    if state._rules is not None:
+        if cached_prefix is not None:
+            step.junction = cached_prefix.junction
+        if state._plans_checkpoints:
+            step.prefill_end = state._rules.find_prefill_end(request)
+    return step
 
 
 def raise_missing_blocks(

@@ -5,7 +5,6 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId
-from kv_pool.manager.block_groups.block_table import BlockTable
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -32,7 +31,9 @@ class BlockGroup:
         self.is_downward_closed: bool = True
         # Whether a step reads before it writes: then no request can hit a block that the same step writes.
         self.reads_before_writes: bool = False
-        # Whether null blocks are added to a table before the blocks that are taken for it; see `pad`.
+        # Whether hits drop their last block, for a drafter; see `PrefixRules.eagle_groups`.
+        self.drops_hits: bool = False
+        # Whether null blocks are added to a table before the blocks that are taken for it; see `MambaGroup`.
         self.adds_null_blocks: bool = False
 
     def list_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
@@ -96,10 +97,3 @@ class BlockGroup:
         None: all of them.
         """
         return None
-
-    def pad(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Return the entries to append so that the table has `num_blocks`: null blocks and the taken blocks.
-
-        Only for groups with `adds_null_blocks`; the other groups append the taken blocks.
-        """
-        return blocks

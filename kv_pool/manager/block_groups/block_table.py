@@ -21,18 +21,32 @@ class BlockTable:
         num_null_blocks: leading blocks that left the window and are now the null block.
         num_edits: how often existing entries were changed.
         is_forked: the last blocks may be shared with another request that will write them.
+        num_speculative: entries at the end that hold the states after draft tokens; see `MambaSpec`.
+        copy_position: entry whose cached state the next step overwrites, so that it is copied first; -1.
+        checkpoint_position, checkpoint_tokens: entry of the state that the current step saves on its way,
+            and the number of tokens that it covers; -1 and 0 without one.
+        junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
+        settled_blocks, num_settled_speculative: the list of blocks before the current call, if the call has
+            replaced it, and its speculative entries.
     """
 
     __slots__ = (
         "blocks",
+        "checkpoint_position",
+        "checkpoint_tokens",
+        "copy_position",
         "is_forked",
+        "junction",
         "num_cached_blocks",
         "num_edits",
         "num_null_blocks",
         "num_settled",
         "num_settled_cached",
+        "num_settled_speculative",
+        "num_speculative",
+        "settled_blocks",
     )
 
     def __init__(self) -> None:
@@ -41,8 +55,15 @@ class BlockTable:
         self.num_null_blocks: int = 0
         self.num_edits: int = 0
         self.is_forked: bool = False
+        self.num_speculative: int = 0
+        self.copy_position: int = -1
+        self.checkpoint_position: int = -1
+        self.checkpoint_tokens: int = 0
+        self.junction: int = 0
         self.num_settled: int = 0
         self.num_settled_cached: int = 0
+        self.num_settled_speculative: int = 0
+        self.settled_blocks: list[KVCacheBlock] | None = None
 
     def __repr__(self) -> str:
         ids = " ".join([str(block.block_id) for block in self.blocks[:8]])

@@ -17,6 +17,8 @@ class KVCacheSpec:
 
     kind: ClassVar[str] = "unknown"
     is_cacheable: ClassVar[bool] = True
+    # Whether a hit may end within a block, of which the request then gets a copy.
+    has_partial_hits: ClassVar[bool] = False
 
     block_size: int
 
@@ -29,19 +31,27 @@ class FullAttentionSpec(KVCacheSpec):
     """Each token attends to all tokens before it: no block is released before the request ends."""
 
     kind: ClassVar[str] = "full_attention"
+    has_partial_hits: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(KVCacheSpec):
-    """Each token attends to itself and the `sliding_window - 1` tokens before it."""
+    """Each token attends to itself and the `sliding_window - 1` tokens before it.
+
+    Attributes:
+        extra_retained_tokens: tokens before the window whose blocks stay in the table. A drafter with several
+            modules may compute the last tokens of a sequence again, with earlier windows.
+    """
 
     kind: ClassVar[str] = "sliding_window"
 
     sliding_window: int
+    extra_retained_tokens: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_tokens(type(self).__name__, "sliding_window", self.sliding_window)
+        _check_count(type(self).__name__, "extra_retained_tokens", self.extra_retained_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +73,30 @@ class MambaSpec(KVCacheSpec):
 
     The state after token n is in the block that holds token n. A step that ends in a later block than the
     previous step reads that step's state and writes a new one; only a state at a block's end can be hit.
+
+    Attributes:
+        num_speculative_blocks: further blocks per request, at the end of its table, for the states after
+            draft tokens.
+        has_states_at_block_ends: False: one block per request, whatever its length, with a block size of at
+            least the longest request; needs a pool without caching. vLLM: `mamba_cache_mode="none"`.
+        prefill_checkpoint_alignment: the model can save one state in the middle of a step, this many tokens
+            or a multiple of it after the step's first token. None: it cannot. Needs `PrefixRules`.
     """
 
     kind: ClassVar[str] = "mamba"
+    has_partial_hits: ClassVar[bool] = True
+
+    num_speculative_blocks: int = 0
+    has_states_at_block_ends: bool = True
+    prefill_checkpoint_alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count(type(self).__name__, "num_speculative_blocks", self.num_speculative_blocks)
+        if self.prefill_checkpoint_alignment is not None:
+            _check_tokens(
+                type(self).__name__, "prefill_checkpoint_alignment", self.prefill_checkpoint_alignment
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +118,8 @@ class EncoderOnlyAttentionSpec(KVCacheSpec):
 def _check_tokens(spec: str, name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise InvalidArgumentError(f"{name} of a {spec} is {value!r}; it counts tokens, at least 1")
+
+
+def _check_count(spec: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 0:
+        raise InvalidArgumentError(f"{name} of a {spec} is {value!r}; it is a count, 0 or more")

@@ -1,7 +1,7 @@
 """`make_group`: create the `BlockGroup` for a spec."""
 
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
@@ -15,7 +15,11 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.scratch_group import CrossAttentionGroup, EncoderOnlyGroup
+from kv_pool.manager.block_groups.scratch_group import (
+    CrossAttentionGroup,
+    EncoderOnlyGroup,
+    SingleStateGroup,
+)
 from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
 
 
@@ -25,11 +29,18 @@ def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignm
     if isinstance(spec, FullAttentionSpec):
         return BlockGroup(pool, group_id, block_size, alignment)
     if isinstance(spec, SlidingWindowSpec):
-        return SlidingWindowGroup(pool, group_id, block_size, alignment, spec.sliding_window)
+        return SlidingWindowGroup(
+            pool, group_id, block_size, alignment, spec.sliding_window, spec.extra_retained_tokens
+        )
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return ChunkedLocalGroup(pool, group_id, block_size, alignment, spec.attention_chunk_size)
     if isinstance(spec, MambaSpec):
-        return MambaGroup(pool, group_id, block_size, alignment)
+        if not spec.has_states_at_block_ends:
+            return _make_single_state(spec, pool, group_id)
+        checkpoint_alignment = spec.prefill_checkpoint_alignment or 0
+        return MambaGroup(
+            pool, group_id, block_size, alignment, spec.num_speculative_blocks, checkpoint_alignment
+        )
     if isinstance(spec, CrossAttentionSpec):
         return CrossAttentionGroup(pool, group_id, block_size)
     if isinstance(spec, EncoderOnlyAttentionSpec):
@@ -37,3 +48,12 @@ def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignm
     raise InvalidTypeError(
         f"{spec!r} is not a spec of a KV cache group; see kv_pool.manager.block_groups.kv_cache_spec"
     )
+
+
+def _make_single_state(spec: MambaSpec, pool: BlockPoolCore, group_id: GroupId) -> SingleStateGroup:
+    if pool.enable_caching:
+        raise InvalidArgumentError(
+            "a MambaSpec without has_states_at_block_ends has no states to cache; create the pool with "
+            "enable_caching=False"
+        )
+    return SingleStateGroup(pool, group_id, spec.block_size, spec.num_speculative_blocks)

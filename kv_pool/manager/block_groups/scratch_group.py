@@ -1,4 +1,6 @@
-"""`CrossAttentionGroup` and `EncoderOnlyGroup`: groups whose blocks are never hit."""
+"""`CrossAttentionGroup`, `EncoderOnlyGroup`, `SingleStateGroup`: groups whose blocks are never hit."""
+
+from typing import Final
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
@@ -31,3 +33,33 @@ class EncoderOnlyGroup(CrossAttentionGroup):
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
     ) -> int:
         return 0
+
+
+class SingleStateGroup(BlockGroup):
+    """A state that no request can hit, in one block, and the states after draft tokens. See `BlockGroup`.
+
+    Args:
+        num_speculative_blocks: see `MambaSpec`.
+    """
+
+    def __init__(
+        self, pool: BlockPoolCore, group_id: GroupId, block_size: int, num_speculative_blocks: int
+    ) -> None:
+        super().__init__(pool, group_id, block_size, block_size)
+        self.forgets = True
+        self.is_downward_closed = False
+        self.num_speculative_blocks: Final = num_speculative_blocks
+
+    def find_longest_hit(
+        self, block_hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[KVCacheBlock], int]:
+        return [], 0
+
+    def count_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - 1)
+
+    def count_table_blocks(
+        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
+    ) -> int:
+        num_blocks = -(-(num_tokens + num_lookahead_tokens) // self.block_size)
+        return num_blocks + self.num_speculative_blocks

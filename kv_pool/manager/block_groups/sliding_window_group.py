@@ -17,10 +17,18 @@ class SlidingWindowGroup(BlockGroup):
     """
 
     def __init__(
-        self, pool: BlockPoolCore, group_id: GroupId, block_size: int, alignment: int, window: int
+        self,
+        pool: BlockPoolCore,
+        group_id: GroupId,
+        block_size: int,
+        alignment: int,
+        window: int,
+        extra_retained_tokens: int = 0,
     ) -> None:
         super().__init__(pool, group_id, block_size, alignment)
         self.window: Final = window
+        # The leading tokens of a window plus those before it that a request keeps nevertheless.
+        self.num_kept: Final = window - 1 + extra_retained_tokens
         # Consecutive blocks before a boundary that are enough to compute the next token.
         self.num_hit_blocks: Final = max(1, -(-(window - 1) // block_size))
         self.forgets = True
@@ -55,14 +63,18 @@ class SlidingWindowGroup(BlockGroup):
         return [pool.null_block] * (end - len(found)) + found, end * self.block_size
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.window + 1)
+        return max(0, num_computed_tokens - self.num_kept)
+
+    def count_hit_blocks(self, drops_hits: bool) -> int:
+        """Return the number of consecutive blocks that a hit by `PrefixRules` needs, the dropped one included."""
+        return -(-(self.window - 1) // self.block_size) + drops_hits
 
     def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
         """As in `BlockGroup`; one block more, because a window may begin anywhere in a block."""
         num_blocks = self.count_table_blocks(num_tokens)
         if not max_in_flight_tokens:
             return num_blocks
-        num_kept = self.window - 1 + max_in_flight_tokens
+        num_kept = self.num_kept + max_in_flight_tokens
         if max_model_len:
             num_kept = min(num_kept, max_model_len)
         return min(num_blocks, -(-num_kept // self.block_size) + 1)

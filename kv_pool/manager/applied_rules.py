@@ -1,0 +1,150 @@
+"""`AppliedRules`: `PrefixRules` for the groups of one manager: its look-ups and its caching."""
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import GroupId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.checkpoint_choice import CheckpointChoice
+from kv_pool.manager.prefix_rules import PrefixRules
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
+from kv_pool.manager.rule_lookup import EqualGroups, RuleLookup
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class AppliedRules:
+    """The parts of a manager that its `PrefixRules` replace.
+
+    Args:
+        alignment: tokens; the least common multiple of all block sizes.
+
+    Attributes:
+        is_partial: whether hits may end within a block.
+        choice: the `CheckpointChoice`, which selects the blocks to cache.
+        plans_checkpoints: whether a group saves states in the middle of a step.
+    Raises:
+        InvalidArgumentError: the rules do not fit the groups.
+    """
+
+    def __init__(
+        self,
+        rules: PrefixRules,
+        specs: tuple[KVCacheSpec, ...],
+        groups: list[BlockGroup],
+        pool: BlockPoolCore,
+        alignment: int,
+    ) -> None:
+        check_rules(rules, specs, alignment)
+        unit = pool.hash_block_size
+        self.is_partial: bool = rules.partial_hits and can_hit_parts(specs, unit)
+        hit_alignment = unit if self.is_partial else alignment
+        self.interval: int | None = rules.retention_interval
+        eagle_groups = set(rules.eagle_groups)
+        has_drafter = len(eagle_groups) > 0
+        self.choice: CheckpointChoice = CheckpointChoice(self.interval, alignment, hit_alignment, has_drafter)
+        self.plans_checkpoints: bool = False
+        parts: list[EqualGroups] = []
+        for together in list_equal_groups(rules, specs):
+            drops_hits = not eagle_groups.isdisjoint(together)
+            for group_id in together:
+                groups[group_id].drops_hits = drops_hits
+            parts.append(
+                EqualGroups(pool, [groups[number] for number in together], hit_alignment, unit, drops_hits)
+            )
+        for group in groups:
+            if isinstance(group, MambaGroup):
+                group.has_drafter = has_drafter
+                group.hit_alignment = hit_alignment
+                if group.checkpoint_alignment:
+                    self.plans_checkpoints = True
+            elif isinstance(group, ChunkedLocalGroup) and group.drops_hits:
+                raise InvalidArgumentError(
+                    f"group {group.group_id} is in eagle_groups; local attention in chunks cannot drop the "
+                    "last block of a hit"
+                )
+        parts.sort(key=_comes_later)
+        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit)
+        caches_junctions = rules.junction_states and has_drafter and self.is_partial
+        self.caching: RuleCaching = RuleCaching(
+            pool,
+            groups,
+            alignment,
+            self.choice,
+            rules.num_reprefillable_tokens,
+            self.is_partial,
+            caches_junctions and not rules.num_reprefillable_tokens,
+        )
+
+    def find_prefill_end(self, request: SchedulableRequest) -> int:
+        """Return the tokens that a step must reach to save a state on its way; 0 for any step."""
+        if self.interval != 0:
+            return 0
+        return max(get_num_prompt_tokens(request), request.num_tokens - 1)
+
+
+def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: int) -> None:
+    """Raise InvalidArgumentError if the rules do not fit the groups."""
+    interval = rules.retention_interval
+    if interval:
+        if not any(isinstance(spec, (SlidingWindowSpec, MambaSpec)) for spec in specs):
+            raise InvalidArgumentError(
+                f"retention_interval is {interval}, but no group is a SlidingWindowSpec or a MambaSpec; set "
+                "it to 0"
+            )
+        if interval % alignment:
+            raise InvalidArgumentError(
+                f"retention_interval is {interval}; it must be a multiple of {alignment}, the least common "
+                "multiple of the block sizes"
+            )
+    named = {*rules.eagle_groups}
+    for together in rules.lookup_groups or ():
+        named.update(together)
+    wrong = [number for number in named if not 0 <= number < len(specs)]
+    if wrong:
+        raise InvalidArgumentError(f"there is no group {min(wrong)}; there are {len(specs)}")
+    if rules.eagle_groups and alignment <= rules.num_reprefillable_tokens:
+        raise InvalidArgumentError(
+            f"num_reprefillable_tokens is {rules.num_reprefillable_tokens}; hits drop {alignment} tokens, "
+            "which must be more"
+        )
+
+
+def can_hit_parts(specs: tuple[KVCacheSpec, ...], unit: int) -> bool:
+    """Return True if hits can end within a block: some state has larger blocks, and no other group forbids it.
+
+    Args:
+        unit: tokens per hash.
+    """
+    if len(specs) == 1 or not any(isinstance(spec, MambaSpec) and spec.block_size > unit for spec in specs):
+        return False
+    for spec in specs:
+        if spec.is_cacheable and spec.block_size != unit and not spec.has_partial_hits:
+            return False
+    return True
+
+
+def list_equal_groups(rules: PrefixRules, specs: tuple[KVCacheSpec, ...]) -> list[list[GroupId]]:
+    """Return the groups to look up together, in the order of their first group."""
+    if rules.lookup_groups is not None:
+        listed = [[GroupId(number) for number in together] for together in rules.lookup_groups]
+        numbers = sorted([number for together in listed for number in together])
+        cacheable = [number for number, spec in enumerate(specs) if spec.is_cacheable]
+        if numbers != cacheable:
+            raise InvalidArgumentError(
+                f"lookup_groups lists the groups {numbers}; each of {cacheable} must be listed once"
+            )
+        return listed
+    equal: dict[KVCacheSpec, list[GroupId]] = {}
+    for number, spec in enumerate(specs):
+        if spec.is_cacheable:
+            equal.setdefault(spec, []).append(GroupId(number))
+    return list(equal.values())
+
+
+def _comes_later(part: EqualGroups) -> bool:
+    return not part.is_full

@@ -1,0 +1,60 @@
+"""`PrefixRules`: which blocks of windows and states a manager caches, and how hits with drafters end."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kv_pool.core.arguments import as_ints, check_type
+from kv_pool.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRules:
+    """What the groups of a `KVCacheManager` keep for later hits, as vLLM 0.33 decides it.
+
+        >>> from kv_pool import BlockPool, KVCacheManager
+        >>> from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+        >>> from kv_pool.manager.prefix_rules import PrefixRules
+        >>> groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)]
+        >>> manager = KVCacheManager(BlockPool(20, True, 4), groups=groups, prefix_rules=PrefixRules())
+
+    Attributes:
+        retention_interval: which prefixes sliding windows and states can be hit at. 0: only at checkpoints,
+            which are the end of a prompt and the junctions of shared prefixes. N: also every N tokens, a
+            multiple of the manager's alignment. None: at each multiple of the alignment. Other groups cache
+            every block. vLLM: `CacheConfig.prefix_cache_retention_interval`.
+        eagle_groups: indices of the groups with layers of an EAGLE or MTP drafter. Their hits drop the last
+            block, whose hidden states the drafter needs.
+        num_reprefillable_tokens: tokens before the end of a sequence whose KV a drafter with several modules
+            may write again; they are not cached yet.
+        partial_hits: hits may end within a block, at a multiple of the pool's `hash_block_size`, if there is
+            a `MambaSpec` group with larger blocks and all other groups allow it. The new request gets a copy
+            of the block: see `take_block_copies`.
+        junction_states: cache the state at the junction of a shared prefix also within a block; with
+            `partial_hits` and `eagle_groups` only. vLLM: `enable_mamba_shared_prefix_checkpoint`.
+        lookup_groups: groups that are looked up together, as lists of indices. Default: groups with equal
+            specs.
+    """
+
+    retention_interval: int | None = 0
+    eagle_groups: Iterable[int] = ()
+    num_reprefillable_tokens: int = 0
+    partial_hits: bool = True
+    junction_states: bool = False
+    lookup_groups: Iterable[Iterable[int]] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        for name in ("retention_interval", "num_reprefillable_tokens"):
+            value = getattr(self, name)
+            if value is None and name == "retention_interval":
+                continue
+            check_type(name, value, int)
+            if value < 0:
+                raise InvalidArgumentError(f"{name} is {value}; it counts tokens, 0 or more")
+        check_type("partial_hits", self.partial_hits, bool)
+        check_type("junction_states", self.junction_states, bool)
+        object.__setattr__(
+            self, "eagle_groups", tuple(sorted(set(as_ints("eagle_groups", self.eagle_groups))))
+        )
+        if self.lookup_groups is not None:
+            listed = tuple(tuple(as_ints("lookup_groups", group)) for group in self.lookup_groups)
+            object.__setattr__(self, "lookup_groups", listed)

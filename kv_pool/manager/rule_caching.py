@@ -1,0 +1,237 @@
+"""`RuleCaching`: caches the blocks of requests under `PrefixRules`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.arguments import as_int, refuse_type
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.checkpoint_choice import CheckpointChoice
+from kv_pool.manager.prefix_caching import PrefixCaching
+from kv_pool.manager.requests.request import SchedulableRequest
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class RuleCaching(PrefixCaching):
+    """As `PrefixCaching`; a `CheckpointChoice` selects the blocks. Also caches the ends of prompts.
+
+    Args:
+        choice: selects full blocks.
+        num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
+        is_partial: whether hits may end within a block.
+        caches_junctions: see `PrefixRules.junction_states`.
+
+    Attributes:
+        unwritten: keys of states whose content exists only after the coming step.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPoolCore,
+        groups: list[BlockGroup],
+        alignment: int,
+        choice: CheckpointChoice,
+        num_reprefillable: int,
+        is_partial: bool,
+        caches_junctions: bool,
+    ) -> None:
+        super().__init__(pool, groups, alignment)
+        self._choice: CheckpointChoice = choice
+        self._num_reprefillable: int = num_reprefillable
+        self._is_partial: bool = is_partial
+        self._caches_junctions: bool = caches_junctions
+
+    def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        for group in self._groups:
+            blocks = prefix_blocks[group.group_id]
+            if group.reads_before_writes and blocks and blocks[-1].key in self.unwritten:
+                return True
+        return False
+
+    def note_unwritten(self, block: KVCacheBlock) -> None:
+        self.unwritten.add(block.key)
+
+    def count_full(
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable] | None,
+        num_prefix_tokens: int,
+        num_tokens: int,
+    ) -> list[int] | None:
+        """For each group, return the number of tokens that `cache` may cache; None if it has nothing to do.
+
+        Args and errors as for `PrefixCaching.count_full`.
+        """
+        num_known = request.num_tokens
+        num_hashes = len(request.block_hashes)
+        unit = self._pool.hash_block_size
+        if num_hashes * unit > num_known or (
+            tables is None and num_known - self._pool.num_hash_lookahead_tokens - num_hashes * unit >= unit
+        ):
+            self.raise_wrong_block_size(request, num_hashes)
+        num_tokens = min(num_tokens, num_known)
+        limits = [0] * len(self._groups)
+        is_any = False
+        for group in self._groups:
+            if not group.is_cacheable:
+                continue
+            limit = self._limit(group, num_tokens)
+            limits[group.group_id] = limit
+            if group.reads_before_writes or group.stride > 1:
+                is_any = True  # an end within a block may be due
+            elif tables is None or limit // group.block_size > tables[group.group_id].num_cached_blocks:
+                is_any = True
+        if not is_any:
+            return None
+        get_num_prompt_tokens(request)
+        if self._pool.enable_kv_cache_events:
+            check_announceable(request)
+        return limits
+
+    def cache(
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        ends: list[int],
+        num_written: int,
+        is_written: bool,
+    ) -> None:
+        num_prompt = get_num_prompt_tokens(request)
+        for group in self._groups:
+            if not group.is_cacheable:
+                continue
+            table = tables[group.group_id]
+            limit = ends[group.group_id]
+            first = table.num_cached_blocks
+            end = min(limit, len(request.block_hashes) * self._pool.hash_block_size) // group.block_size
+            if end > first:
+                self._cache_full(request, group, table, end, num_prompt)
+            if isinstance(group, MambaGroup):
+                self._cache_state(request, group, table, limit, num_prompt)
+                for block in table.blocks[first:end]:
+                    if not block.is_null and block.key is not None:
+                        self.unwritten.add(block.key)
+            elif group.stride > 1 and group.is_downward_closed:
+                self._cache_tail(request, group, table, limit, num_prompt)
+
+    def _limit(self, group: BlockGroup, num_tokens: int) -> int:
+        """Return the number of tokens, of those computed after a step, that a hit of this group may use."""
+        num_final = max(0, num_tokens - self._num_reprefillable)
+        if len(self._groups) == 1:
+            return num_final
+        if self._is_partial:
+            if not group.drops_hits or not num_tokens:
+                return num_tokens
+            return num_final
+        unit = self._alignment
+        num_aligned = num_tokens // unit * unit
+        if not group.drops_hits or not num_aligned:
+            return num_aligned
+        # A drafter finds and drops the block after the aligned end.
+        return min(num_final, num_final // unit * unit + group.block_size)
+
+    def _cache_full(
+        self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, end: int, num_prompt: int
+    ) -> None:
+        """Cache the full blocks up to `end` that the choice selects, with one event if any block is full."""
+        choice = self._choice
+        first = table.num_cached_blocks
+        mask = choice.select(group, first, end, choice.list_checkpoints(num_prompt, table.junction, group))
+        for position in range(first, end):
+            block = table.blocks[position]
+            if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
+                # Cached by a fork that shares the block and continued first.
+                if mask is None:
+                    mask = [True] * (end - first)
+                mask[position - first] = False
+        self._pool.cache_full_blocks(
+            request, table.blocks, first, end, group.block_size, group.group_id, mask
+        )
+        table.num_cached_blocks = end
+
+    def _cache_tail(
+        self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, limit: int, num_prompt: int
+    ) -> None:
+        """Cache the block in which a prompt ends under the hash of its last tokens, too."""
+        unit = self._pool.hash_block_size
+        num_most = num_prompt if group.drops_hits else num_prompt - 1
+        num_tokens = min(num_most // unit, len(request.block_hashes)) * unit
+        position = num_tokens // group.block_size
+        if not 0 < num_tokens <= limit or num_tokens % group.block_size == 0 or position >= len(table.blocks):
+            return
+        self._pool.cache_partial_block(
+            request, table.blocks[position], num_tokens, group.group_id, group.block_size
+        )
+
+    def _cache_state(
+        self, request: SchedulableRequest, group: MambaGroup, table: BlockTable, limit: int, num_prompt: int
+    ) -> None:
+        """Cache the state saved in the middle of the step, or that after it if a prompt ends there."""
+        if table.checkpoint_position >= 0:
+            self._cache_checkpoint(request, group, table, num_prompt)
+            return
+        unit = self._pool.hash_block_size
+        if limit <= 0 or limit % unit:
+            return
+        if limit != group.find_checkpoint(num_prompt, unit) and not (
+            self._caches_junctions
+            and limit == table.junction
+            and request.num_computed_tokens < limit <= num_prompt
+        ):
+            return
+        position = -(-limit // group.block_size) - 1
+        if position >= len(table.blocks):
+            return
+        block = table.blocks[position]
+        if block.is_null or block.num_key_tokens == limit:
+            return
+        self._note_key(request, group, block, limit)
+        if limit % group.block_size:
+            # The next step overwrites the state.
+            table.copy_position = position
+            table.num_cached_blocks = position
+
+    def _cache_checkpoint(
+        self, request: SchedulableRequest, group: MambaGroup, table: BlockTable, num_prompt: int
+    ) -> None:
+        """Cache the state that the step saves in the middle, unless no request is expected to hit it."""
+        num_tokens = table.checkpoint_tokens
+        block = table.blocks[table.checkpoint_position]
+        is_kept = num_tokens == group.find_checkpoint(num_prompt, group.hit_alignment)
+        if not is_kept and num_tokens % group.block_size == 0:
+            position = num_tokens // group.block_size - 1
+            mask = self._choice.select(group, position, position + 1, [])
+            is_kept = mask is None or mask[0]
+        if not is_kept and num_tokens != table.junction:
+            # The engine writes a state between two blocks' ends, not the one of the block's hash.
+            if block.key is not None:
+                self._pool.evict_blocks([block.block_id])
+        elif block.num_key_tokens != num_tokens:
+            self._pool.cache_partial_block(
+                request, block, num_tokens, group.group_id, group.block_size, replace_existing_hashes=True
+            )
+            self.unwritten.add(block.key)
+
+    def _note_key(
+        self, request: SchedulableRequest, group: MambaGroup, block: KVCacheBlock, num_tokens: int
+    ) -> None:
+        key = self._pool.cache_partial_block(request, block, num_tokens, group.group_id, group.block_size)
+        if key is not None:
+            self.unwritten.add(key)
+
+
+def get_num_prompt_tokens(request: SchedulableRequest) -> int:
+    """Return the tokens of the request's prompt. Raise InvalidTypeError if the request does not count them."""
+    unchecked: Any = request
+    try:
+        num_prompt = unchecked.num_prompt_tokens
+    except AttributeError:
+        refuse_type("request", request, "a request with num_prompt_tokens, which prefix_rules need")
+    return num_prompt if isinstance(num_prompt, int) else as_int("num_prompt_tokens", num_prompt)

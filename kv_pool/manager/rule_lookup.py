@@ -1,0 +1,237 @@
+"""`RuleLookup`: the longest cached prefix of a request under `PrefixRules`."""
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash, GroupId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class EqualGroups:
+    """Groups that are looked up together, because they keep the same tokens.
+
+    Args:
+        alignment: tokens; each hit is a multiple of it.
+        unit: tokens per hash.
+    """
+
+    def __init__(
+        self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int, unit: int, drops_hits: bool
+    ) -> None:
+        first = groups[0]
+        self.pool: BlockPoolCore = pool
+        self.first: BlockGroup = first
+        self.group_ids: list[GroupId] = [group.group_id for group in groups]
+        self.alignment: int = alignment
+        self.unit: int = unit
+        self.drops_hits: bool = drops_hits
+        self.is_full: bool = first.is_downward_closed
+        self.is_state: bool = isinstance(first, MambaGroup)
+        # Whether hits may end within a block.
+        self.is_partial: bool = alignment < first.block_size
+        # A drafter needs this many tokens after a hit to be cached, too: they are found and dropped.
+        self.margin: int = 0
+        if drops_hits and not self.is_state:
+            self.margin = unit if self.is_partial else first.block_size
+
+    def find(
+        self, hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Return the blocks of the longest prefix, one list per group, and the number of its tokens.
+
+        Args:
+            hashes: at the pool's `hash_block_size`.
+            drops: find the last block of the hit, and drop it.
+        """
+        first = self.first
+        if self.is_full:
+            return self._find_full(hashes, max_num_tokens, drops)
+        if isinstance(first, MambaGroup):
+            return self._find_state(hashes, max_num_tokens)
+        if isinstance(first, SlidingWindowGroup):
+            return self._find_window(hashes, max_num_tokens, first.count_hit_blocks(drops), drops)
+        assert isinstance(first, ChunkedLocalGroup)
+        return self._find_chunk(hashes, max_num_tokens, first)
+
+    def _find_full(
+        self, hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find all blocks from the head on; with partial hits also the longest cached part of the next one."""
+        pool = self.pool
+        block_size = self.first.block_size
+        own = self.first.list_hashes(hashes)
+        num_most = min(len(own), max_num_tokens // block_size)
+        found: list[list[KVCacheBlock]] = []
+        if len(self.group_ids) == 1:
+            found.append(pool.find_cached_prefix(own, num_most, self.group_ids[0]))
+        else:
+            found.extend([] for _ in self.group_ids)
+            for position in range(num_most):
+                if not self._append(found, own[position]):
+                    break
+        num_tokens = len(found[0]) * block_size
+        if self.is_partial:
+            stride = block_size // self.unit
+            start = len(found[0]) * stride
+            end = min(start + stride - 1, max_num_tokens // self.unit, len(hashes))
+            for index in range(end - 1, start - 1, -1):
+                if self._append(found, hashes[index]):
+                    num_tokens = (index + 1) * self.unit
+                    break
+        if drops and num_tokens > 0:
+            num_tokens -= min(self.alignment, block_size)
+        num_tokens -= num_tokens % self.alignment
+        num_blocks = -(-num_tokens // block_size)
+        for blocks in found:
+            del blocks[num_blocks:]
+        return found, num_tokens
+
+    def _find_state(
+        self, hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the last cached state."""
+        pool = self.pool
+        own = hashes if self.is_partial else self.first.list_hashes(hashes)
+        step = self.unit if self.is_partial else self.first.block_size
+        for index in range(min(max_num_tokens // step, len(own)) - 1, -1, -1):
+            num_tokens = (index + 1) * step
+            if num_tokens % self.alignment:
+                continue
+            blocks = pool.get_cached_block(own[index], self.group_ids)
+            if blocks is not None:
+                nulls = [pool.null_block] * ((num_tokens - 1) // self.first.block_size)
+                return [[*nulls, block] for block in blocks], num_tokens
+        return [[] for _ in self.group_ids], 0
+
+    def _find_window(
+        self, hashes: list[BlockHash], max_num_tokens: int, num_needed: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the last `num_needed` consecutive blocks whose end is aligned, or all from the head on."""
+        pool = self.pool
+        block_size = self.first.block_size
+        own = self.first.list_hashes(hashes)
+        run: list[list[KVCacheBlock]] = []
+        end = 0
+        shift = 0 if drops else 1
+        position = min(max_num_tokens // block_size, len(own)) - 1
+        while position >= 0:
+            blocks = pool.get_cached_block(own[position], self.group_ids)
+            if blocks is None:
+                run = []
+            elif run or (position + shift) * block_size % self.alignment == 0:
+                if not run:
+                    end = position + 1
+                run.append(blocks)
+                if len(run) >= num_needed:
+                    break
+            position -= 1
+        if not run:
+            return [[] for _ in self.group_ids], 0
+        run.reverse()
+        num_blocks = end if len(run) >= num_needed else self._align(end)
+        if drops and num_blocks:
+            num_blocks = self._align(num_blocks - 1)
+        found: list[list[KVCacheBlock]] = []
+        for index in range(len(self.group_ids)):
+            listed = [pool.null_block] * (end - len(run))
+            listed.extend([blocks[index] for blocks in run])
+            del listed[num_blocks:]
+            found.append(listed)
+        return found, num_blocks * block_size
+
+    def _find_chunk(
+        self, hashes: list[BlockHash], max_num_tokens: int, group: ChunkedLocalGroup
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the blocks of the chunk in which the longest possible prefix ends."""
+        block_size = group.block_size
+        own = group.list_hashes(hashes)
+        num_passed = group.count_skipped_tokens(max_num_tokens) // block_size
+        found = [[self.pool.null_block] * num_passed for _ in self.group_ids]
+        for position in range(num_passed, min(max_num_tokens // block_size, len(own))):
+            if not self._append(found, own[position]):
+                break
+        return found, len(found[0]) * block_size
+
+    def _align(self, num_blocks: int) -> int:
+        """Return the largest number of blocks, up to this one, whose end is aligned."""
+        while num_blocks * self.first.block_size % self.alignment:
+            num_blocks -= 1
+        return num_blocks
+
+    def _append(self, found: list[list[KVCacheBlock]], block_hash: BlockHash) -> bool:
+        """Append the block of each group. Return False if one of them does not have it."""
+        blocks = self.pool.get_cached_block(block_hash, self.group_ids)
+        if blocks is None:
+            return False
+        for index, block in enumerate(blocks):
+            found[index].append(block)
+        return True
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class RuleLookup:
+    """Finds the longest prefix from which all groups can continue, and junctions of shared prefixes.
+
+    Args:
+        parts: full attention first; their hits bound those of the others.
+        num_groups: number of the manager's groups, with those that are never hit.
+    """
+
+    def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int) -> None:
+        self._parts: list[EqualGroups] = parts
+        self._num_groups: int = num_groups
+        self._unit: int = unit
+
+    def find(self, hashes: list[BlockHash], max_num_tokens: int) -> tuple[list[list[KVCacheBlock]], int, int]:
+        """Return the blocks of the prefix by group, its tokens, and the junction; 0 for none.
+
+        The junction is the longest prefix of a single group, if the common prefix is shorter: the groups
+        without it should cache it, since requests share it.
+        """
+        found: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
+        parts = self._parts
+        if self._num_groups == 1:
+            part = parts[0]
+            blocks, num_tokens = part.find(hashes, max_num_tokens, part.drops_hits)
+            return blocks, num_tokens, 0
+        num_tokens = max_num_tokens
+        num_longest = 0
+        num_full: list[int] = [-1] * len(parts)
+        has_dropped = [False] * len(parts)
+        while True:
+            num_current = num_tokens
+            for index, part in enumerate(parts):
+                if part.is_full and num_full[index] >= 0:
+                    num_current = min(num_current, num_full[index])
+                    continue
+                drops = part.drops_hits and not has_dropped[index]
+                limit = num_current
+                if drops and not part.is_state:
+                    limit = min(num_current + part.margin, len(hashes) * self._unit)
+                blocks, num_found = part.find(hashes, limit, drops)
+                if drops:
+                    has_dropped[index] = True
+                elif num_found < num_current:
+                    has_dropped = [False] * len(parts)
+                num_current = num_found
+                for group_id, listed in zip(part.group_ids, blocks, strict=True):
+                    found[group_id] = listed
+                if part.is_full:
+                    num_full[index] = num_found
+                num_longest = max(num_longest, num_current)
+            if num_current >= num_tokens:
+                break
+            num_tokens = num_current
+            if len(parts) == 2 and parts[0].is_full:
+                break
+        for part in parts:
+            if part.is_full:
+                num_blocks = -(-num_tokens // part.first.block_size)
+                for group_id in part.group_ids:
+                    del found[group_id][num_blocks:]
+        return found, num_tokens, num_longest if num_longest > num_tokens else 0
