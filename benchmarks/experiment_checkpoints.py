@@ -30,8 +30,8 @@ AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jso
 STATE_GROUP = GroupId(1)
 RULES = ("blocks", "checkpoints", "bounded")
 NUM_REQUESTS, NUM_PREFIXES, STEP_TOKENS, STATE_TOKENS = 64, 8, 100, 528
-"""The workloads of vLLM issue 45238: 64 prompts over 8 prefixes, a model with blocks of 528 tokens. Lengths are
-multiples of 100 tokens."""
+"""The workloads of vLLM issue 45238: 64 prompts over 8 prefixes, and a model with blocks of 528 tokens. Lengths
+are multiples of 100 tokens."""
 
 
 class StateCounter:
@@ -183,7 +183,14 @@ def compare_shared_prefixes(num_seeds: int) -> list[dict[str, Any]]:
                 most = max(result.most_per_request for result in results)
                 name = f"{num_shared}/{num_own}"
                 rows.append(
-                    {"workload": name, "order": order, "rule": rule, "hits": hits, "share": share, "most": most}
+                    {
+                        "workload": name,
+                        "order": order,
+                        "rule": rule,
+                        "hits": hits,
+                        "share": share,
+                        "most": most,
+                    }
                 )
                 span = f"{hits[0]}" if hits[0] == hits[-1] else f"{hits[0]}-{hits[-1]}"
                 print(f"{name:<12}{order:<10}{rule:<13}{span:>8}{share:>12.1%}{most:>16}")
@@ -226,13 +233,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     options = parser.parse_args()
     limit = 60 if options.quick else options.limit
-    sizes = [(64, 700_000), (64, 100_000), (64, 50_000), (528, 90_000), (528, 12_000), (1024, 45_000), (1024, 6_000)]
+    sizes = [
+        (64, 700_000),
+        (64, 100_000),
+        (64, 50_000),
+        (528, 90_000),
+        (528, 12_000),
+        (1024, 45_000),
+        (1024, 6_000),
+    ]
     print(describe_run([]), file=sys.stderr)
     prefixes = compare_shared_prefixes(1 if options.quick else options.seeds)
     agents = compare_agents(Trace(AGENTIC), limit, sizes[:1] if options.quick else sizes)
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"run": describe_run([]), "shared_prefixes": prefixes, "agents": agents}, indent=1) + "\n"
+            json.dumps({"run": describe_run([]), "shared_prefixes": prefixes, "agents": agents}, indent=1)
+            + "\n"
         )
 
 

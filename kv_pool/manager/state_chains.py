@@ -1,8 +1,9 @@
-"""`StateChains`: which cached state continues which, to release those that a conversation has left behind."""
+"""`StateChains`: the turns of conversations: which cached state continues which, and where requests ended."""
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import RequestId
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -43,15 +44,41 @@ class StateChains:
     turn that is edited or generated again. Junctions of shared prefixes, middles of prompts, and states that
     several requests resumed from stay until the pool reuses their blocks.
 
+    The last cached block of a request that has ended is recorded, too: a longest shared prefix that ends there is
+    the next turn, not the junction of several requests.
+
     The records change no block. They survive interrupts: a count that is too high keeps a state.
+
+    Attributes:
+        superseded: states to release; the caller removes them from the list.
     """
 
     def __init__(self) -> None:
         # By block object, not by id: a compaction exchanges ids. One entry per block at most.
         self._states: dict[KVCacheBlock, ChainedState] = {}
+        self._ends: dict[KVCacheBlock, tuple[bytes, RequestId | None]] = {}
+        self.superseded: list[ChainedState] = []
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def note_ended(self, block: KVCacheBlock) -> None:
+        """Record the last cached block of a request that has ended."""
+        if block.key is not None:
+            self._ends[block] = (block.key, None)
+
+    def is_next_turn(self, block: KVCacheBlock, request_id: RequestId) -> bool:
+        """Return True if a request ended with this block and no other request has continued it.
+
+        Records that this request continues it.
+        """
+        end = self._ends.get(block)
+        if end is None or end[0] != block.key:
+            return False
+        if end[1] is None:
+            self._ends[block] = (end[0], request_id)
+            return True
+        return end[1] == request_id
 
     def note_resumed(self, block: KVCacheBlock) -> ChainedState | None:
         """Record that a request resumes from the state in `block`. Return the state; None if unknown."""
@@ -61,28 +88,19 @@ class StateChains:
         state.num_resumes += 1
         return state
 
-    def note_kept(
-        self, block: KVCacheBlock, key: bytes, source: ChainedState | None, is_end: bool
-    ) -> KVCacheBlock | None:
-        """Record a state that a request has cached in `block` under `key`.
+    def note_kept(self, block: KVCacheBlock, source: ChainedState | None, is_end: bool) -> None:
+        """Record the state that a request has cached in `block`. Nothing happens if the block has no key.
 
         Args:
             source: the state from which the request resumed; None for none.
-        Returns:
-            The block of the state that this one supersedes: its content may be evicted. None for none.
+            is_end: see `ChainedState`.
         """
-        self._states[block] = ChainedState(block, key, source, is_end)
+        if block.key is None:
+            return
+        self._states[block] = ChainedState(block, block.key, source, is_end)
         if not is_end or source is None:
-            return None
+            return
         old = source.source
         source.source = None  # keeps the chain of records at two
-        if old is None or not old.is_end or old.num_resumes != 1:
-            return None
-        if not old.is_cached or self._states.get(old.block) is not old:
-            return None
-        del self._states[old.block]
-        return old.block
-
-    def clear(self) -> None:
-        """Forget all states."""
-        self._states = {}
+        if old is not None and old.is_end and old.num_resumes == 1 and self._states.get(old.block) is old:
+            self.superseded.append(old)

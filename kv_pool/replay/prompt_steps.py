@@ -43,15 +43,15 @@ class PromptSteps:
                 f"a step of {self.max_tokens} prompt tokens is too short; it needs at least {self.end_at}"
             )
 
-    def count_next(self, start: int, end: int, checkpoints: Sequence[int] = ()) -> int:
+    def count_next(self, start: int, end: int, step_ends: Sequence[int] = ()) -> int:
         """Return the tokens of the next step of a prompt of `end` tokens, `start` of them computed.
 
         Args:
-            checkpoints: ascending numbers of tokens at which a step ends, too.
+            step_ends: ascending numbers of tokens at which a step ends, too.
         """
         stop = end if self.max_tokens is None else min(end, start + self.max_tokens)
-        for checkpoint in checkpoints:
-            if start < checkpoint < stop:
-                return checkpoint - start
+        for step_end in step_ends:
+            if start < step_end < stop:
+                return step_end - start
         aligned = stop - stop % self.end_at
         return (aligned if aligned > start else stop) - start

@@ -51,7 +51,7 @@ class ReplayRequest:
         num_tokens: prompt and generated tokens so far.
         max_hit_tokens: maximum number of tokens of a hit.
         num_cacheable_blocks: full blocks of the prompt, the denominator of the block hit rate.
-        checkpoints: numbers of tokens at which steps of the prompt end, so that states can be kept there.
+        step_ends: numbers of tokens at which steps of the prompt end, so that states can be kept there.
     """
 
     # The manager reads these attributes; a trace has none of them.
@@ -65,7 +65,6 @@ class ReplayRequest:
         "_tokens_per_id",
         "arrival_ms",
         "block_hashes",
-        "checkpoints",
         "input_length",
         "max_hit_tokens",
         "num_cacheable_blocks",
@@ -75,6 +74,7 @@ class ReplayRequest:
         "num_tokens",
         "request_id",
         "session_id",
+        "step_ends",
     )
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class ReplayRequest:
         self.arrival_ms = traced.arrival_ms
         self.input_length = traced.input_length
         self.num_computed_tokens = 0
-        self.checkpoints: list[int] = []
+        self.step_ends: list[int] = []
         self.num_output_left = traced.output_length
         self._block_size = block_size
         self.num_tokens = traced.input_length
@@ -190,7 +190,7 @@ class ReplayRequest:
         request.num_tokens = state.num_tokens
         request.num_output_left = state.num_output_left
         request.num_computed_tokens = 0
-        request.checkpoints = []
+        request.step_ends = []
         request.max_hit_tokens = state.max_hit_tokens
         request.num_cacheable_blocks = state.num_cacheable_blocks
         request.block_hashes = [BlockHash(block_hash) for block_hash in state.block_hashes]

@@ -61,9 +61,7 @@ def run_replay(
     block_size = find_block_size(settings.block_size, trace)
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
-    steps = PromptSteps.for_groups(
-        groups, settings.chunk_tokens, at_every_block=settings.states == "blocks"
-    )
+    steps = PromptSteps.for_groups(groups, settings.chunk_tokens, at_every_block=settings.states == "blocks")
     pool = pool_class(
         settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None, dense_events=True
     )

@@ -10,7 +10,7 @@ STATES: Final = ("steps", "blocks", "checkpoints", "bounded")
     steps        at the end of each step
     blocks       at the end of each block; each step computes one block
     checkpoints  at the end of each prompt and where shared prefixes end: vLLM 0.33's default
-    bounded      as checkpoints, also in the middle of new prompts, and of a conversation only the last two ends
+    bounded      as checkpoints, also in the middle of new prompts, and at most the ends of two turns
 """
 
 

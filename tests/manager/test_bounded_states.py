@@ -1,11 +1,20 @@
-"""`PrefixRules(bounded_states=True)`: at most two states of a request, and the last two turns of a conversation."""
+"""`PrefixRules(bounded_states=True)`: two states of a request, and the last two turns of a conversation."""
 
 import random
 from dataclasses import dataclass
 
 import pytest
 
-from kv_pool import BlockHasher, BlockPool, FullAttentionSpec, KVCacheManager, MambaSpec, Request
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    BlockRetention,
+    FullAttentionSpec,
+    KVCacheManager,
+    MambaSpec,
+    Request,
+    RetentionDirective,
+)
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.manager import invariants
 from kv_pool.manager.prefix_rules import PrefixRules
@@ -23,12 +32,12 @@ def make_manager(num_blocks=2000, **rules):
 
 
 def start(manager, request):
-    """Admit and compute a prompt, in steps that end at its checkpoints. Return the tokens hit."""
+    """Admit and compute a prompt, in steps that end where states are cached. Return the tokens hit."""
     prefix = manager.get_computed_blocks(request)
-    checkpoints = manager.list_checkpoints(request, prefix)
-    assert len(checkpoints) <= 2
+    step_ends = manager.list_step_ends(request, prefix)
+    assert len(step_ends) <= 2
     num_tokens = prefix.num_tokens
-    for end in [*checkpoints, request.num_tokens]:
+    for end in [*step_ends, request.num_tokens]:
         if end > num_tokens:
             first = prefix if num_tokens == prefix.num_tokens else None
             assert manager.allocate_slots(request, end - num_tokens, first) is not None
@@ -98,14 +107,34 @@ def test_output_keeps_no_state():
     assert count_states(manager) == 2
 
 
+def test_the_next_turn_is_no_junction():
+    manager = make_manager()
+    tokens = list(range(42))
+    for turn in range(4):
+        num_hit = run(manager, f"turn {turn}", tokens, num_output=10)
+        assert num_hit == (0 if turn == 0 else (len(tokens) - 17) // BLOCK * BLOCK)
+        tokens += [*range(10_000, 10_010), *range(100 * turn, 100 * turn + 6)]
+    assert list_states(manager, tokens) == [20, 72, 88]
+
+
+def test_two_requests_that_continue_an_answer_make_a_junction():
+    manager = make_manager()
+    run(manager, "first", range(42), num_output=10)
+    history = [*range(42), *range(10_000, 10_010)]
+    assert run(manager, "second", [*history, *range(100, 110)]) == 40
+    assert run(manager, "third", [*history, *range(200, 210)]) == 40
+    assert 52 in list_states(manager, history)
+    assert run(manager, "fourth", [*history, *range(300, 310)]) == 52
+
+
 def test_a_conversation_keeps_its_last_two_ends():
     manager = make_manager()
     tokens = list(range(42))
     run(manager, "turn 0", tokens)
     for turn in range(1, 6):
         tokens = [*tokens, *range(1000 * turn, 1000 * turn + 10)]
-        assert run(manager, f"turn {turn}", tokens) == (len(tokens) - 10) // BLOCK * BLOCK
-    assert list_states(manager, tokens) == [20, 80, 92]
+        assert run(manager, f"turn {turn}", tokens) == (len(tokens) - 11) // BLOCK * BLOCK
+    assert list_states(manager, tokens) == [20, 80, 88]
 
 
 def test_a_turn_that_is_generated_again_keeps_the_state_before_it():
@@ -118,7 +147,7 @@ def test_a_turn_that_is_generated_again_keeps_the_state_before_it():
     assert 40 in list_states(manager, tokens)
 
 
-def test_a_released_state_is_the_next_block_to_be_reused():
+def test_a_released_state_is_reused_at_once():
     manager = make_manager()
     tokens = list(range(42))
     run(manager, "turn 0", tokens)
@@ -131,29 +160,36 @@ def test_a_released_state_is_the_next_block_to_be_reused():
     request = Request("turn 2", [*tokens, *range(200, 210)], HASHER)
     start(manager, request)
     assert released.block_hash is None
-    front = manager.block_pool.free_block_queue.get_all_free_blocks()[0]
-    assert front is released
+    assert released.ref_cnt == 1, "the next step of turn 2 takes it"
 
 
-def test_a_pinned_state_is_not_released():
-    """Directives and pins outlive the rule: see `test_retention` for the blocks that they keep."""
-    from kv_pool import BlockRetention
-
-    pool = BlockPool(2000, True, BLOCK)
-    groups = [FullAttentionSpec(block_size=BLOCK), MambaSpec(block_size=BLOCK)]
-    retention = BlockRetention(pool, clock=lambda: 0.0)
-    manager = KVCacheManager(
-        pool, groups=groups, prefix_rules=PrefixRules(bounded_states=True), retention=retention
-    )
+def test_a_state_in_use_is_not_released():
+    manager = make_manager()
     tokens = list(range(42))
     run(manager, "turn 0", tokens)
-    prefix = manager.get_computed_blocks(Request("probe", tokens, HASHER))
-    for blocks in prefix.blocks:
-        pool.touch([block for block in blocks if not block.is_null])  # held by another reader
+    for blocks in manager.get_computed_blocks(Request("probe", tokens, HASHER)).blocks:
+        manager.block_pool.touch([block for block in blocks if not block.is_null])  # as a transfer does
     for turn in range(1, 4):
         tokens = [*tokens, *range(100 * turn, 100 * turn + 10)]
         run(manager, f"turn {turn}", tokens)
-    assert 40 in list_states(manager, tokens)
+    assert list_states(manager, tokens) == [20, 40, 60, 68]
+
+
+def test_a_retained_state_is_not_released():
+    pool = BlockPool(2000, True, BLOCK)
+    groups = [FullAttentionSpec(block_size=BLOCK), MambaSpec(block_size=BLOCK)]
+    retention = BlockRetention(pool, clock=lambda: 0.0)
+    rules = PrefixRules(bounded_states=True)
+    manager = KVCacheManager(pool, groups=groups, prefix_rules=rules, retention=retention)
+    tokens = list(range(42))
+    retention.set_directives("turn 0", [RetentionDirective(0, 42, priority=80)])
+    run(manager, "turn 0", tokens)
+    for turn in range(1, 4):
+        tokens = [*tokens, *range(100 * turn, 100 * turn + 10)]
+        run(manager, f"turn {turn}", tokens)
+    assert list_states(manager, tokens) == [20, 40, 60, 68]
+    assert retention.num_retained
+    invariants.check_manager(manager, [])
 
 
 @dataclass
@@ -172,6 +208,7 @@ class SlowStates:
     def __init__(self):
         self.states: dict[tuple[int, ...], Kept] = {}
         self.seen: set[tuple[int, ...]] = set()
+        self.ends: dict[tuple[int, ...], bool] = {}  # whether a request has continued the end of another
 
     def run(self, tokens):
         ends = range(BLOCK, len(tokens), BLOCK)
@@ -182,14 +219,20 @@ class SlowStates:
         if source is not None:
             self.states[source].num_resumes += 1
         second = 0
+        is_next_turn = self.ends.get(tokens[:num_shared]) is False
         if num_shared > num_hit:
+            self.ends[tokens[:num_shared]] = True
+        if num_shared > num_hit and not is_next_turn:
             second = num_shared
         elif end - num_hit > num_hit:
             second = (num_hit + end) // 2 // BLOCK * BLOCK
         for position in sorted({second, end}):
             if position > num_hit:
-                is_end = position == end and not (position == second and num_shared > num_hit)
+                is_end = position == end and position != second
                 self.keep(tokens[:position], source, is_end)
+        last = tokens[: len(tokens) // BLOCK * BLOCK]
+        if last not in self.seen:
+            self.ends[last] = False
         self.seen.update(tokens[:position] for position in range(BLOCK, len(tokens) + 1, BLOCK))
         return num_hit
 

@@ -17,7 +17,18 @@ def take_turn(chains, number, source, is_end=True):
     """Keep a state under its number in a new block; return the block and what was released."""
     block = cache(number, bytes([number]))
     resumed = None if source is None else chains.note_resumed(source)
-    return block, chains.note_kept(block, block.key, resumed, is_end)
+    chains.note_kept(block, resumed, is_end)
+    return block, take_released(chains)
+
+
+def take_released(chains):
+    """Return the block to release, if any, and note that it was released."""
+    released = [state.block for state in chains.superseded if state.is_cached]
+    chains.superseded.clear()
+    assert len(released) <= 1
+    for block in released:
+        block.key = None
+    return released[0] if released else None
 
 
 def test_the_third_turn_releases_the_end_of_the_first():
@@ -30,7 +41,6 @@ def test_the_third_turn_releases_the_end_of_the_first():
     assert released is first
     _, released = take_turn(chains, 4, third)
     assert released is second
-    assert len(chains) == 2
 
 
 def test_a_state_that_two_requests_resumed_from_stays():
@@ -62,8 +72,12 @@ def test_a_reused_block_is_unknown():
     first.key = b"another"
     assert take_turn(chains, 3, second)[1] is None
     assert chains.note_resumed(first) is None
-    chains.clear()
-    assert chains.note_resumed(second) is None
+
+
+def test_a_block_without_a_key_holds_no_state():
+    chains = StateChains()
+    chains.note_kept(cache(1, None), None, True)
+    assert len(chains) == 0
 
 
 @dataclass
@@ -99,7 +113,6 @@ def test_releases_equal_a_model_that_forgets_nothing(seed):
         block = rng.choice(free)
         key = block.key = turn.to_bytes(2)
         is_end = rng.random() < 0.8
-        released = chains.note_kept(block, key, resumed, is_end)
         expected = None
         if source is not None and is_end:
             old = source.source
@@ -108,9 +121,8 @@ def test_releases_equal_a_model_that_forgets_nothing(seed):
             if is_first and old is not None and old.is_end and len(old.resumes) == 1 and not old.is_released:
                 expected = old.block if old.block.key == old.key else None
                 old.is_released = expected is not None
-        assert released is expected
-        if released is not None:
-            released.key = None
+        chains.note_kept(block, resumed, is_end)
+        assert take_released(chains) is expected
         history.append(Kept(block, key, source, is_end))
         if rng.random() < 0.1:
             rng.choice(blocks).key = None  # evicted
