@@ -86,7 +86,7 @@ def test_checkpoints_hit_from_the_third_prompt_of_a_prefix(workload, tmp_path):
 def test_states_at_the_ends_of_prompts_alone_are_not_shared(workload, tmp_path):
     num_hits, _, states = replay(tmp_path, make_records(*workload, "turns", 0), "steps")
     assert num_hits == 0
-    assert set(states) == {1}
+    assert max(states) == 1
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
