@@ -254,6 +254,8 @@ def free_skipped_blocks(
         if end <= table.num_null_blocks:
             continue
         first = table.num_null_blocks
+        if table.copy_position < end:
+            table.copy_position = -1
         passed = blocks[first:end]
         if all(block.is_null for block in passed):
             table.num_null_blocks = end

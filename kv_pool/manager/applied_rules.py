@@ -45,7 +45,7 @@ class AppliedRules:
     ) -> None:
         check_rules(rules, specs, alignment)
         unit = pool.hash_block_size
-        self.is_partial: bool = rules.partial_hits and can_hit_parts(specs, unit)
+        self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
         hit_alignment = unit if self.is_partial else alignment
         self.alignment: int = alignment
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
@@ -161,7 +161,7 @@ def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: i
 
 
 def can_hit_parts(specs: tuple[KVCacheSpec, ...], unit: int) -> bool:
-    """Return True if hits can end within a block: some state has larger blocks, and no other group forbids it.
+    """Return True if hits can end within a block: some state has larger blocks, and all groups allow it.
 
     Args:
         unit: tokens per hash.

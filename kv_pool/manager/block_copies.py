@@ -15,8 +15,8 @@ _RELEASED = HoldState.RELEASED  # Python 3.11 calls a function to look it up, an
 class BlockCopies:
     """The pending copies. Their sources are held until the engine fetches the list.
 
-    Until then no source can be allocated, so no block is both source and target. For states, and for hits that
-    end within a block, the targets are held, too: they may be cached, and their request may be freed.
+    Until then no source can be allocated, so no block is both source and target. For states, and for hits
+    that end within a block, the targets are held, too: they may be cached, and their request may be freed.
 
     Attributes:
         state_pairs: group, source and target of these copies, oldest first.

@@ -454,7 +454,7 @@ class KVCacheManager(RequestTables):
     # ---- releasing -------------------------------------------------------------------------------
 
     def release_skipped_blocks(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
-        """Release the blocks that no token after the first `num_tokens` attends to; `allocate_slots` does, too.
+        """Release the blocks that no token after the first `num_tokens` attends to, as `allocate_slots` does.
 
         Raises:
             InvalidArgumentError: the request has no blocks. Nothing has changed.

@@ -7,7 +7,6 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -189,8 +188,8 @@ class RuleCaching(PrefixCaching):
             self._cache_checkpoint(request, group, table, num_prompt)
             return
         unit = self._pool.hash_block_size
-        if limit <= 0 or limit % unit:
-            return
+        if limit <= 0 or limit % unit or (group.drops_hits and self._num_reprefillable):
+            return  # or the state is that after later tokens
         if limit != group.find_checkpoint(num_prompt, unit) and not (
             self._caches_junctions
             and limit == table.junction
@@ -215,12 +214,13 @@ class RuleCaching(PrefixCaching):
         """Cache the state that the step saves in the middle, unless no request is expected to hit it."""
         num_tokens = table.checkpoint_tokens
         block = table.blocks[table.checkpoint_position]
+        num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         is_kept = num_tokens == group.find_checkpoint(num_prompt, group.hit_alignment)
         if not is_kept and num_tokens % group.block_size == 0:
             position = num_tokens // group.block_size - 1
             mask = self._choice.select(group, position, position + 1, [])
             is_kept = mask is None or mask[0]
-        if not is_kept and num_tokens != table.junction:
+        if num_tokens > num_hashed or (not is_kept and num_tokens != table.junction):
             # The engine writes a state between two blocks' ends, not the one of the block's hash.
             if block.key is not None:
                 self._pool.evict_blocks([block.block_id])
@@ -239,7 +239,7 @@ class RuleCaching(PrefixCaching):
 
 
 def get_num_prompt_tokens(request: SchedulableRequest) -> int:
-    """Return the tokens of the request's prompt. Raise InvalidTypeError if the request does not count them."""
+    """Return the tokens of the request's prompt. Raise InvalidTypeError if it does not count them."""
     unchecked: Any = request
     try:
         num_prompt = unchecked.num_prompt_tokens

@@ -61,7 +61,7 @@ class EqualGroups:
     def _find_full(
         self, hashes: list[BlockHash], max_num_tokens: int, drops: bool
     ) -> tuple[list[list[KVCacheBlock]], int]:
-        """Find all blocks from the head on; with partial hits also the longest cached part of the next one."""
+        """Find all blocks from the head on; with partial hits also a cached part of the next one."""
         pool = self.pool
         block_size = self.first.block_size
         own = self.first.list_hashes(hashes)

@@ -52,7 +52,7 @@ class SlotNeeds:
         num_free = 0
         for group in self._groups:
             if group.adds_null_blocks:
-                num_free += self._count_states(group, step, step.num_scheduled, is_alone)
+                num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
                 continue
             num_blocks = group.count_table_blocks(
                 step.num_scheduled, step.num_lookahead, step.num_encoder_tokens
@@ -69,8 +69,14 @@ class SlotNeeds:
                 num_free += group.count_new_blocks(num_entries, num_blocks)
         return num_free
 
-    def _count_states(self, group: BlockGroup, step: Step, num_tokens: int, is_alone: bool) -> int:
-        """Count the blocks that the states of a step take which ends after `num_tokens` tokens."""
+    def _count_states(
+        self, group: BlockGroup, step: Step, num_tokens: int, is_step: bool, is_alone: bool
+    ) -> int:
+        """Count the blocks that the states of a step take which ends after `num_tokens` tokens.
+
+        Args:
+            is_step: False for the whole sequence: as vLLM, count it like a step without external tokens.
+        """
         assert isinstance(group, MambaGroup)
         num_free = 0
         if step.tables is not None:
@@ -87,8 +93,10 @@ class SlotNeeds:
             has_copy = len(hits) > 0 and step.num_prefix % group.block_size > 0
             if step.num_before > step.num_prefix:
                 # The state after the external tokens has a block of its own.
-                num_free += 1
-                num_entries = group.count_table_blocks(step.num_before)
+                num_entries = len(hits)
+                if is_step:
+                    num_free += 1
+                    num_entries = group.count_table_blocks(step.num_before)
                 if self._has_rules and hits and hits[-1].ref_cnt == 0:
                     num_free += 1  # vLLM counts the hit, too
         has_checkpoint = (
@@ -106,7 +114,7 @@ class SlotNeeds:
         num_free = 0
         for group in self._groups:
             if group.adds_null_blocks and self._has_rules:
-                num_free += self._count_states(group, step, num_tokens, is_alone)
+                num_free += self._count_states(group, step, num_tokens, False, is_alone)
                 continue
             num_most = self._count_most(group, num_tokens, step.num_encoder_tokens)
             if tables is not None:

@@ -19,6 +19,8 @@ class ManagerSide(Side):
         self.requests = {}
         self.prefixes = {}
         self.hash_names = {}
+        self.retained = []
+        self.has_rules = options["rules"] is not None
         self.manager = self.make_manager(options)
         self.pool = self.manager.block_pool
 
@@ -48,8 +50,18 @@ class ManagerSide(Side):
     def forget(self, request_id):
         del self.requests[request_id]
 
+    @abstractmethod
     def begin_step(self):
-        """Notify the manager of a new request, if it needs that; the snapshot shows any other effect."""
+        """Take the copies to make, free their blocks, and begin a step; return the copies."""
+
+    @abstractmethod
+    def take_copies(self):
+        """Take the copies to make, and keep their blocks; return the copies."""
+
+    def free_copied(self):
+        """Free the blocks of the copies taken by `take_copies`."""
+        self.pool.free_blocks(self.retained)
+        self.retained = []
 
     # ---- the manager -------------------------------------------------------------------------------
 
@@ -77,14 +89,14 @@ class ManagerSide(Side):
     # ---- visible state ---------------------------------------------------------------------------
 
     def list_cached(self):
-        """Return the block ids by key, of full blocks."""
+        """Return the block ids by key: of full blocks, with rules also of partial ones."""
         cache = self.pool.cached_block_hash_to_block._cache
         cached = {}
         for key, stored in cache.items():
             group_id = int.from_bytes(key[-NUM_GROUP_BYTES:], "big")
             request_id, number = self.hash_names[key[:-NUM_GROUP_BYTES]]
             stride = self.options["groups"][group_id]["block_size"] // self.options["hash_block_size"]
-            if (number + 1) % stride == 0:
+            if self.has_rules or (number + 1) % stride == 0:
                 cached[f"{request_id}:{number} of group {group_id}"] = sorted(ids_of(stored))
         return cached
 
@@ -95,7 +107,16 @@ class ManagerSide(Side):
             "num_free": self.pool.get_num_free_blocks(),
             "usage": self.manager.usage,
             "cached": self.list_cached(),
+            "covered": self.list_covered() if self.has_rules else [],
         }
+
+    def list_covered(self):
+        """Return each cached block's id with the number of tokens that its primary key covers."""
+        return [
+            [block.block_id, block.block_hash_num_tokens]
+            for block in self.pool.blocks
+            if block.block_hash is not None
+        ]
 
     @abstractmethod
     def table_ids(self, request_id): ...

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import ceil, gcd, lcm
 
 from core.plain_operations import has_raised
+from manager.rule_options import add_extra_tokens, draw_rules, make_ruled_groups, split_for_states
 
 WAITING, LOADING, RUNNING = "waiting", "loading", "running"
 
@@ -110,6 +111,10 @@ class Sequence:
     num_computed: int = 0
     num_encoder_tokens: int = 0
     is_known: bool = False  # whether a new request object was created for it
+    num_in_flight: int = 0  # of the computed tokens, those of a step that has not ended
+    num_rejected: int = 0  # of these, drafts that will be rejected
+    num_accepted: int = 0
+    junction: int = 0
 
     @property
     def is_prefilling(self):
@@ -117,17 +122,35 @@ class Sequence:
 
 
 class ManagerSchedule:
-    def __init__(self, kind, seed):
-        self.rng = rng = random.Random(f"{kind} {seed}")
-        self.groups = make_groups(kind, rng)
+    """
+    Args:
+        has_rules: whether the manager has `PrefixRules`; without them it caches densely.
+    """
+
+    def __init__(self, kind, seed, has_rules=False):
+        self.rng = rng = random.Random(f"{kind} {seed}{' rules' if has_rules else ''}")
+        unit = rules = None
+        if has_rules:
+            self.groups, unit = make_ruled_groups(kind, rng, make_groups)
+        else:
+            self.groups = make_groups(kind, rng)
         sizes = [group["block_size"] for group in self.groups]
         self.kinds = {group["kind"] for group in self.groups}
-        self.hash_block_size = gcd(*sizes)
+        self.hash_block_size = unit or gcd(*sizes)
         self.alignment = lcm(*sizes)
-        self.has_drafts = rng.random() < 0.5 and "mamba" not in self.kinds
+        if has_rules:
+            rules = draw_rules(rng, self.groups, self.alignment)
+            add_extra_tokens(self.groups, rules)
+        self.rules = rules
+        self.has_drafts = rng.random() < 0.5 and (has_rules or "mamba" not in self.kinds)
         self.lookahead = rng.choice([1, 2, 5]) if self.has_drafts and rng.random() < 0.7 else 0
+        self.max_drafts = min([3, *(group.get("speculative", 3) for group in self.groups)])
+        if any("checkpoint_alignment" in group for group in self.groups):
+            self.max_drafts = min(self.max_drafts, self.hash_block_size - 1)  # no checkpoint after drafts
+        self.is_async = has_rules and rng.random() < 0.4
+        self.defers_copies = has_rules and rng.random() < 0.4
         # vLLM then also caches the end of a prompt within a block, although no lookup uses it.
-        self.has_partial_keys = any(
+        self.has_partial_keys = not has_rules and any(
             group["kind"] == "full" and group["block_size"] > self.hash_block_size for group in self.groups
         )
         max_model_len = self.alignment * rng.randrange(4, 25) + rng.randrange(self.alignment)
@@ -150,9 +173,12 @@ class ManagerSchedule:
             "watermark": rng.choice([0.0, 0.0, 0.01, 0.1, 0.3]),
             "events": rng.random() < 0.3 and not self.has_partial_keys,
             "algorithm": rng.choice(["sha256_cbor", "sha256"]),
+            "rules": rules,
         }
-        self.fits_whole = 0.0 if "mamba" in self.kinds else rng.choice([0.0, 0.3, 1.0])
-        self.has_loads = not self.kinds & {"mamba", "cross"}
+        self.has_states = "mamba" in self.kinds and not has_rules  # whose schedules are restricted
+        self.fits_whole = 0.0 if self.has_states else rng.choice([0.0, 0.3, 1.0])
+        self.has_loads = not self.has_states and "cross" not in self.kinds
+        self.retained = 0
         self.sequences = {}
         self.num_requests = 0
         self.documents = [self.some_tokens(max_model_len) for _ in range(rng.randrange(1, 4))]
@@ -209,7 +235,8 @@ class ManagerSchedule:
         if not waiting:
             return
         sequence = self.rng.choice(waiting)
-        limit = self.rng.choice([None, self.rng.randrange(len(sequence.tokens) + 1)])
+        num_most = len(sequence.tokens) - (self.rules["hash_ahead"] if self.rules else 0)
+        limit = self.rng.choice([None, self.rng.randrange(num_most + 1)])
         yield ["look_up", sequence.request_id, limit]
 
     def admit(self):
@@ -220,11 +247,11 @@ class ManagerSchedule:
         sequence = rng.choice(waiting)
         num_tokens = len(sequence.tokens)
         if rng.random() < 0.6:
-            yield ["begin_step"]
+            yield from self.begin_step()
         limit = None
         if rng.random() < 0.1:
             limit = rng.randrange(num_tokens)
-        num_hits, _ = yield ["look_up", sequence.request_id, limit]
+        num_hits, _, sequence.junction = yield ["look_up", sequence.request_id, limit]
         num_left = num_tokens - num_hits
         num_external = 0
         if self.has_loads and rng.random() < 0.2 and num_left > 1:
@@ -232,7 +259,9 @@ class ManagerSchedule:
             if rng.random() < 0.8:
                 num_external -= (num_hits + num_external) % self.alignment
             num_external = max(0, num_external)
-        if num_external and rng.random() < 0.6:
+            if "mamba" in self.kinds and num_hits % self.alignment:
+                num_external = 0
+        if num_external and (rng.random() < 0.6 or "mamba" in self.kinds):
             options = {"external": num_external, "delay": True}
             if rng.random() < 0.3:
                 options["reserved"] = rng.randrange(6)
@@ -257,6 +286,8 @@ class ManagerSchedule:
             options["reserved"] = rng.randrange(6)
         if rng.random() < 0.05 and "mamba" not in self.kinds:
             options["delay"] = True
+        if sequence.num_in_flight:
+            options["in_flight"] = sequence.num_in_flight
         if sequence.num_encoder_tokens:
             options["encoder"] = sequence.num_encoder_tokens
         answer = yield ["allocate", sequence.request_id, num_new, True, options]
@@ -273,6 +304,8 @@ class ManagerSchedule:
         num_new = min(num_left, self.max_chunk)
         if rng.random() < 0.4:
             num_new = rng.randrange(1, num_new + 1)
+        if "mamba" in self.kinds and self.options["caching"] and self.rules:
+            return split_for_states(self, sequence, num_computed, num_new)
         if "mamba" in self.kinds and self.options["caching"]:
             # A chunk ends at a block boundary or at the end, since states are only kept there.
             end = num_computed + num_new
@@ -304,8 +337,9 @@ class ManagerSchedule:
             return
         if rng.random() < 0.5:
             running = [rng.choice(running)]
-        yield ["begin_step"]
+        yield from self.begin_step()
         for sequence in running:
+            yield from self.settle(sequence)
             if sequence.state != RUNNING:
                 continue  # preempted for one before it
             if len(sequence.tokens) >= self.max_model_len:
@@ -317,13 +351,18 @@ class ManagerSchedule:
                 continue
             is_last = sequence.num_computed + num_new == len(sequence.tokens)
             if is_last and self.has_drafts and rng.random() < 0.6:
-                num_drafts = rng.randrange(4)
+                num_drafts = rng.randrange(self.max_drafts + 1)
                 num_drafts = min(num_drafts, self.max_model_len - 1 - len(sequence.tokens))
             options = {"lookahead": self.lookahead} if self.lookahead else {}
+            if sequence.num_in_flight:
+                options["in_flight"] = sequence.num_in_flight
             while True:
                 answer = yield ["allocate", sequence.request_id, num_new + num_drafts, False, options]
                 if answer is not None:
                     num_accepted = rng.randrange(num_drafts + 1)
+                    if self.is_async:
+                        yield from self.fly(sequence, num_new, num_drafts, num_accepted)
+                        break
                     if num_accepted:
                         yield from self.append(sequence, num_accepted)
                     yield from self.count_computed(sequence, num_new + num_accepted)
@@ -332,6 +371,43 @@ class ManagerSchedule:
                 yield from self.release(victim, forget=rng.random() < 0.2)
                 if victim is sequence:
                     break
+
+    def begin_step(self):
+        """Begin a step; sometimes its copies end only later."""
+        if self.retained and self.rng.random() < 0.5:
+            yield ["free_copied"]
+            self.retained = 0
+        if self.defers_copies and self.rng.random() < 0.5:
+            moves = yield ["take_copies"]
+            self.retained += len(moves)
+        yield ["begin_step"]
+
+    def fly(self, sequence, num_new, num_drafts, num_accepted):
+        """Count all tokens of a step as computed, before it is known which drafts are accepted."""
+        yield ["count_computed", sequence.request_id, num_new + num_drafts]
+        sequence.num_computed += num_new + num_drafts
+        sequence.num_in_flight += num_new + num_drafts
+        sequence.num_rejected += num_drafts - num_accepted
+        sequence.num_accepted += num_accepted
+        if self.rng.random() < 0.6:
+            yield from self.settle(sequence, is_sure=True)
+
+    def settle(self, sequence, is_sure=False):
+        """End the sequence's steps in flight: append the accepted drafts, take back the others."""
+        if not sequence.num_in_flight:
+            return
+        # While the next token is unknown, no further step can be scheduled here.
+        if not is_sure and sequence.num_computed < len(sequence.tokens) and self.rng.random() < 0.5:
+            return
+        sequence.num_in_flight = 0
+        if sequence.num_rejected:
+            sequence.num_computed -= sequence.num_rejected
+            yield ["count_computed", sequence.request_id, -sequence.num_rejected]
+        if sequence.num_accepted:
+            yield from self.append(sequence, sequence.num_accepted)
+        sequence.num_rejected = sequence.num_accepted = 0
+        if sequence.num_computed == len(sequence.tokens):
+            yield from self.append(sequence, 1)
 
     def finish_loading(self):
         loading = self.of_state(LOADING)
@@ -349,7 +425,7 @@ class ManagerSchedule:
         if sequence.state != WAITING:
             yield ["free", sequence.request_id]
         sequence.state = WAITING
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_in_flight = sequence.num_rejected = sequence.num_accepted = 0
         if forget:
             if self.rng.random() < 0.3:
                 self.documents = [*self.documents[-3:], list(sequence.tokens)]
@@ -369,7 +445,7 @@ class ManagerSchedule:
 
     def evict(self):
         block_ids = range(1, self.options["num_blocks"])
-        if self.has_partial_keys or "mamba" in self.kinds:  # vLLM would cache these ends of prompts again
+        if self.has_partial_keys or self.has_states:  # vLLM would cache these ends of prompts again
             block_ids = sorted(
                 block.block_id for block in self.side.pool.free_block_queue.get_all_free_blocks()
             )
@@ -382,6 +458,9 @@ class ManagerSchedule:
     def free_all_and_reset(self):
         for sequence in list(self.sequences.values()):
             yield from self.release(sequence, forget=self.rng.random() < 0.5)
+        yield ["begin_step"]
+        yield ["free_copied"]
+        self.retained = 0
         answer = yield ["reset_prefix_cache"]
         assert answer is True or has_raised(answer)
 

@@ -8,6 +8,7 @@ import kv_pool
 from kv_pool.core import invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups import kv_cache_spec
+from kv_pool.manager.prefix_rules import PrefixRules
 
 SPECS = {
     "full": kv_cache_spec.FullAttentionSpec,
@@ -17,7 +18,10 @@ SPECS = {
     "mamba": kv_cache_spec.MambaSpec,
 }
 
+FIELDS = {"speculative": "num_speculative_blocks", "checkpoint_alignment": "prefill_checkpoint_alignment"}
+
 KEYWORDS = {
+    "in_flight": "num_in_flight_tokens",
     "lookahead": "num_lookahead_tokens",
     "external": "num_external_computed_tokens",
     "delay": "delay_cache_blocks",
@@ -28,8 +32,18 @@ KEYWORDS = {
 
 
 def make_spec(group):
-    return SPECS[group["kind"]](
-        **{name: size for name, size in group.items() if name not in ("kind", "mode")}
+    sizes = {FIELDS.get(name, name): size for name, size in group.items() if name not in ("kind", "mode")}
+    if group.get("mode") == "none":
+        sizes["has_states_at_block_ends"] = False
+    return SPECS[group["kind"]](**sizes)
+
+
+def make_rules(rules):
+    return PrefixRules(
+        retention_interval=rules["interval"],
+        eagle_groups=rules["eagle"],
+        num_reprefillable_tokens=max(0, rules["prefill_ahead"] - 1),
+        junction_states=rules["junctions"],
     )
 
 
@@ -37,12 +51,17 @@ class OwnManagerSide(ManagerSide):
     EXPECTED_ERRORS: ClassVar = {}
 
     def make_manager(self, options):
-        self.hasher = kv_pool.BlockHasher(options["algorithm"], block_size=options["hash_block_size"])
+        rules = options["rules"]
+        num_ahead = rules["hash_ahead"] if rules else 0
+        self.hasher = kv_pool.BlockHasher(
+            options["algorithm"], block_size=options["hash_block_size"], num_lookahead_tokens=num_ahead
+        )
         pool = kv_pool.BlockPool(
             options["num_blocks"],
             options["caching"],
             options["hash_block_size"],
             enable_kv_cache_events=options["events"],
+            num_hash_lookahead_tokens=num_ahead,
         )
         return kv_pool.KVCacheManager(
             pool,
@@ -50,18 +69,25 @@ class OwnManagerSide(ManagerSide):
             max_model_len=options["max_model_len"],
             max_in_flight_tokens=options["max_in_flight_tokens"],
             watermark=options["watermark"],
+            prefix_rules=make_rules(rules) if rules else None,
         )
 
     def make_request(self, request_id, token_ids):
         return kv_pool.Request(request_id, token_ids, self.hasher)
 
     def begin_step(self):
-        assert self.manager.take_block_copies() == []
+        moves = self.manager.take_block_copies()
+        assert self.has_rules or moves == []
+        return [[move.source, move.target] for move in moves]
+
+    def take_copies(self):
+        moves = self.manager.take_block_copies_onto(self.retained)
+        return [[move.source, move.target] for move in moves]
 
     def look_up(self, request_id, max_num_tokens):
         prefix = self.manager.get_computed_blocks(self.requests[request_id], max_num_tokens)
         self.prefixes[request_id] = prefix
-        return [prefix.num_tokens, [ids(blocks) for blocks in prefix.blocks]]
+        return [prefix.num_tokens, [ids(blocks) for blocks in prefix.blocks], prefix.junction]
 
     def allocate(self, request_id, num_new_tokens, is_admission, options):
         """Call `allocate_slots`, and compare it with the result of `can_allocate` before the call."""

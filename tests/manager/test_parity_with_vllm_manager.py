@@ -30,12 +30,12 @@ NUM_STEPS = 150
 SEEDS_PER_TEST = 25
 
 
-def find_disagreement(kind, seed):
+def find_disagreement(kind, seed, has_rules):
     """Return the first call on which the two disagree, and the difference; None if they agree."""
     from manager.own_manager import OwnManagerSide
     from manager.vllm_manager import VllmManagerSide
 
-    schedule = ManagerSchedule(kind, seed)
+    schedule = ManagerSchedule(kind, seed, has_rules)
     theirs, ours = VllmManagerSide(None, schedule.options), OwnManagerSide(None, schedule.options)
     for operation, answers in run(schedule, theirs, ours, num_steps=NUM_STEPS):
         if not agree(*answers):
@@ -47,9 +47,9 @@ def find_disagreement(kind, seed):
     return None
 
 
-def compare(kind, first_seed):
+def compare(kind, first_seed, has_rules=False):
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        disagreement = find_disagreement(kind, seed)
+        disagreement = find_disagreement(kind, seed, has_rules)
         if disagreement:
             pytest.fail("\n".join([f"seed {seed}", *disagreement]))
 
@@ -58,6 +58,12 @@ def compare(kind, first_seed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules_agree_with_vllm(kind, first_seed):
     compare(kind, first_seed)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 300, SEEDS_PER_TEST))
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_agree_with_vllm(kind, first_seed):
+    compare(kind, first_seed, has_rules=True)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ with warnings.catch_warnings():
 
 def make_spec(group):
     shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    sizes = {name: size for name, size in group.items() if name not in ("kind", "mode")}
+    own = ("kind", "mode", "speculative", "checkpoint_alignment")
+    sizes = {name: size for name, size in group.items() if name not in own}
     if group["kind"] == "full":
         return kv_cache_interface.FullAttentionSpec(**sizes, **shape)
     if group["kind"] == "window":
@@ -29,9 +30,18 @@ def make_spec(group):
         return kv_cache_interface.CrossAttentionSpec(**sizes, **shape)
     if group["kind"] == "mamba":
         return kv_cache_interface.MambaSpec(
-            **sizes, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=group["mode"]
+            **sizes,
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode=group["mode"],
+            num_speculative_blocks=group.get("speculative", 0),
+            num_prefill_checkpoint_blocks=int("checkpoint_alignment" in group),
+            prefill_checkpoint_alignment=group.get("checkpoint_alignment"),
         )
     raise ValueError(group)
+
+
+DENSE = {"interval": None, "eagle": [], "prefill_ahead": 0, "hash_ahead": 0, "junctions": False}
 
 
 class VllmManagerSide(ManagerSide):
@@ -40,13 +50,19 @@ class VllmManagerSide(ManagerSide):
     def make_manager(self, options):
         self.hash_function = hashing.get_hash_fn_by_name(options["algorithm"])
         kv_cache_utils.init_none_hash(self.hash_function)
+        rules = options["rules"] or DENSE
         groups = [
-            kv_cache_interface.KVCacheGroupSpec([f"layer {number}"], make_spec(group))
+            kv_cache_interface.KVCacheGroupSpec(
+                [f"layer {number}"], make_spec(group), is_eagle_group=number in rules["eagle"]
+            )
             for number, group in enumerate(options["groups"])
         ]
         return KVCacheManager(
             kv_cache_interface.KVCacheConfig(
-                num_blocks=options["num_blocks"], kv_cache_tensors=[], kv_cache_groups=groups
+                num_blocks=options["num_blocks"],
+                kv_cache_tensors=[],
+                kv_cache_groups=groups,
+                prefix_cache_retention_interval=rules["interval"],
             ),
             max_model_len=options["max_model_len"],
             scheduler_block_size=options["scheduler_block_size"],
@@ -55,6 +71,10 @@ class VllmManagerSide(ManagerSide):
             enable_caching=options["caching"],
             enable_kv_cache_events=options["events"],
             watermark=options["watermark"],
+            use_eagle=bool(rules["eagle"]),
+            num_hash_lookahead_tokens=rules["hash_ahead"],
+            num_prefill_lookahead=rules["prefill_ahead"],
+            enable_mamba_shared_prefix_checkpoint=rules["junctions"],
         )
 
     def make_request(self, request_id, token_ids):
@@ -66,7 +86,9 @@ class VllmManagerSide(ManagerSide):
             sampling_params=params,
             pooling_params=None,
             block_hasher=kv_cache_utils.get_request_block_hasher(
-                self.options["hash_block_size"], self.hash_function
+                self.options["hash_block_size"],
+                self.hash_function,
+                (self.options["rules"] or DENSE)["hash_ahead"],
             ),
         )
 
@@ -75,16 +97,31 @@ class VllmManagerSide(ManagerSide):
         self.name_hashes(request_id)
 
     def begin_step(self):
+        copies, blocks = self.manager.take_kv_cache_block_copies()
+        self.pool.free_blocks(blocks)
         self.manager.new_step_starts()
+        return [list(copy) for copy in copies]
+
+    def take_copies(self):
+        copies, blocks = self.manager.take_kv_cache_block_copies()
+        self.retained += blocks
+        return [list(copy) for copy in copies]
 
     def look_up(self, request_id, max_num_tokens):
-        blocks, num_tokens, _ = self.manager.get_computed_blocks(self.requests[request_id], max_num_tokens)
+        request = self.requests[request_id]
+        blocks, num_tokens, junction = self.manager.get_computed_blocks(request, max_num_tokens)
         self.prefixes[request_id] = blocks, num_tokens
-        return [num_tokens, per_group(blocks.blocks, len(self.options["groups"]))]
+        request.shared_prefix_boundary = junction
+        return [
+            num_tokens,
+            per_group(blocks.blocks, len(self.options["groups"])),
+            junction if self.has_rules else 0,
+        ]
 
     def allocate(self, request_id, num_new_tokens, is_admission, options):
         request = self.requests[request_id]
         blocks, num_hits = self.prefixes.pop(request_id) if is_admission else (None, 0)
+        request.num_in_flight_tokens = options.get("in_flight", 0)
         request.status = RequestStatus.WAITING if is_admission else RequestStatus.RUNNING
         others = any(any(self.table_ids(other)) for other in self.requests if other != request_id)
         new_blocks = self.manager.allocate_slots(

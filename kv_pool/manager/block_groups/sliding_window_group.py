@@ -66,7 +66,7 @@ class SlidingWindowGroup(BlockGroup):
         return max(0, num_computed_tokens - self.num_kept)
 
     def count_hit_blocks(self, drops_hits: bool) -> int:
-        """Return the number of consecutive blocks that a hit by `PrefixRules` needs, the dropped one included."""
+        """Return how many consecutive blocks a hit by `PrefixRules` needs, the dropped one included."""
         return -(-(self.window - 1) // self.block_size) + drops_hits
 
     def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
