@@ -49,6 +49,8 @@ def allocate(
         added = state._no_blocks
         if need or num_external or state._plans_checkpoints:
             added = extend_tables(state, tables, step)
+        if state._rules is not None:
+            state._rules.note_step(request, tables, step)
         if full is not None:
             state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
             if state._rules is not None and state._rules.chains is not None:

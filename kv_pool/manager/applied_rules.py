@@ -17,6 +17,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
 from kv_pool.manager.rule_lookup import EqualGroups, RuleLookup
 from kv_pool.manager.state_chains import StateChains
+from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -48,6 +49,7 @@ class AppliedRules:
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
         hit_alignment = unit if self.is_partial else alignment
         self.alignment: int = alignment
+        self._groups: list[BlockGroup] = groups
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
         self.interval: int | None = rules.retention_interval
         eagle_groups = set(rules.eagle_groups)
@@ -105,6 +107,19 @@ class AppliedRules:
             if last is None or not chains.is_next_turn(last, request.request_id):
                 return blocks, num_tokens, junction
         return blocks, num_tokens, self.choice.find_middle(get_num_prompt_tokens(request), num_tokens)
+
+    def note_step(self, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> None:
+        """Record states that a step of known tokens leaves within a block, so that they are not cached.
+
+        Drafts are not known yet: after a step with drafts the engine itself saves the state at a block's end.
+        """
+        if not self.has_states or self.plans_checkpoints or step.num_scheduled > request.num_tokens:
+            return
+        for group in self._groups:
+            if isinstance(group, MambaGroup) and step.num_before % group.block_size:
+                position = step.num_before // group.block_size
+                if step.num_scheduled > (position + 1) * group.block_size:
+                    tables[group.group_id].unaligned_position = position
 
     def note_ended(self, tables: list[BlockTable]) -> None:
         """Record where a request ends, before its blocks are released."""

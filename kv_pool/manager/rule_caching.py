@@ -149,7 +149,11 @@ class RuleCaching(PrefixCaching):
         mask = choice.select(group, first, end, choice.list_checkpoints(num_prompt, table.junction, group))
         for position in range(first, end):
             block = table.blocks[position]
-            if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
+            if position == table.unaligned_position:
+                if mask is None:
+                    mask = [True] * (end - first)
+                mask[position - first] = False
+            elif block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
                 # Cached by a fork that shares the block and continued first.
                 if mask is None:
                     mask = [True] * (end - first)
@@ -197,7 +201,7 @@ class RuleCaching(PrefixCaching):
         ):
             return
         position = -(-limit // group.block_size) - 1
-        if position >= len(table.blocks):
+        if position >= len(table.blocks) or position == table.unaligned_position:
             return
         block = table.blocks[position]
         if block.is_null or block.num_key_tokens == limit:

@@ -28,6 +28,8 @@ class BlockTable:
             and the number of tokens that it covers; -1 and 0 without one.
         junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
         resumed: the cached state from which the request resumed, with `PrefixRules.bounded_states`.
+        unaligned_position: entry whose state was left within its block, so that it is not the state at the
+            block's end; -1. With `PrefixRules` only.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
         settled_blocks, num_settled_speculative: the list of blocks before the current call, if the call has
@@ -50,6 +52,7 @@ class BlockTable:
         "num_speculative",
         "resumed",
         "settled_blocks",
+        "unaligned_position",
     )
 
     def __init__(self) -> None:
@@ -64,6 +67,7 @@ class BlockTable:
         self.checkpoint_tokens: int = 0
         self.junction: int = 0
         self.resumed: ChainedState | None = None
+        self.unaligned_position: int = -1
         self.num_settled: int = 0
         self.num_settled_cached: int = 0
         self.num_settled_speculative: int = 0
