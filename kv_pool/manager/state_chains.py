@@ -44,8 +44,8 @@ class StateChains:
     turn that is edited or generated again. Junctions of shared prefixes, middles of prompts, and states that
     several requests resumed from stay until the pool reuses their blocks.
 
-    The last cached block of a request that has ended is recorded, too: a longest shared prefix that ends there is
-    the next turn, not the junction of several requests.
+    The last cached block of a request that has ended is recorded, too: if a request shares its prefix up to
+    there with earlier ones, it is the next turn, and the prefix's end is no junction.
 
     The records change no block. They survive interrupts: a count that is too high keeps a state.
 
