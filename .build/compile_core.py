@@ -71,6 +71,7 @@ MANAGER = (
     "manager_state",
     "prefix_caching",
     "prefix_hit",
+    "queries",
     "recovery",
     "request_tables",
     "requests/request_checks",

@@ -98,9 +98,12 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
 
 
 def add_external(state: ManagerState, tables: list[BlockTable], num_tokens: int) -> None:
-    """Append blocks for external tokens, until each table has slots for `num_tokens` tokens."""
+    """Append blocks for external tokens, until each table has slots for `num_tokens` tokens.
+
+    A group whose next token attends to none of them, such as a window of 1, gets none.
+    """
     for group in state._groups:
-        if group.is_cacheable:
+        if group.is_cacheable and group.count_skipped_tokens(num_tokens) < num_tokens:
             table = tables[group.group_id]
             num_new = group.count_table_blocks(num_tokens) - len(table.blocks)
             if num_new > 0:
