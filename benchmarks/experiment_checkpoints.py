@@ -14,7 +14,8 @@ from bench_block_pool import describe_run
 import kv_pool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_group_id
-from kv_pool.ids import GroupId
+from kv_pool.core.kv_events import BlockStored
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.groups import parse_groups
@@ -30,8 +31,8 @@ AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jso
 STATE_GROUP = GroupId(1)
 RULES = ("blocks", "checkpoints", "bounded")
 NUM_REQUESTS, NUM_PREFIXES, STEP_TOKENS, STATE_TOKENS = 64, 8, 100, 528
-"""The workloads of vLLM issue 45238: 64 prompts over 8 prefixes, and a model with blocks of 528 tokens. Lengths
-are multiples of 100 tokens."""
+"""The workloads of vLLM issue 45238: 64 prompts over 8 prefixes, and a model with blocks of 528 tokens. The
+lengths are multiples of 100 tokens."""
 
 
 class StateCounter:
@@ -52,7 +53,7 @@ class StateCounter:
         self,
         request: Any,
         blocks: Sequence[KVCacheBlock],
-        hashes: Sequence[bytes],
+        hashes: Sequence[BlockHash],
         num_cached_blocks: int,
         block_size: int,
         group_id: GroupId,
@@ -68,10 +69,12 @@ class StateCounter:
             if block.key is not None and get_group_id(block.key) == STATE_GROUP:
                 self._keys.pop(block, None)
 
-    def on_block_arrived(self, *_: Any) -> None:
+    def on_block_arrived(
+        self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
+    ) -> None:
         pass
 
-    def on_content_invalidated(self, *_: Any) -> None:
+    def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         pass
 
     def flush_evicted(self) -> None:

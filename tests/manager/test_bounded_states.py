@@ -93,7 +93,7 @@ def test_the_end_is_what_the_same_prompt_can_hit():
     assert run(manager, "again", range(40)) == 36
 
 
-def test_the_second_prompt_of_a_prefix_hits_the_middle_and_keeps_the_junction():
+def test_the_second_prompt_of_a_prefix_hits_the_middle():
     manager = make_manager()
     shared = list(range(32))
     run(manager, "first", [*shared, *range(100, 110)])
@@ -138,7 +138,7 @@ def test_a_conversation_keeps_its_last_two_ends():
     assert list_states(manager, tokens) == [20, 80, 88]
 
 
-def test_a_turn_that_is_generated_again_keeps_the_state_before_it():
+def test_a_turn_generated_again_keeps_the_state_before_it():
     manager = make_manager()
     tokens = list(range(42))
     run(manager, "turn 0", tokens)

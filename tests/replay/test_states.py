@@ -1,8 +1,8 @@
 """Replays of shared prefixes through a model with states: hits, and states per request.
 
-The workloads are those of vLLM issue 45238: 64 prompts of about 2,200 tokens over 8 shared prefixes, blocks of
-528 tokens. With 1,600 shared tokens vLLM hit 52 times, with 1,500 never. A rule that keeps only the ends of
-prompts and of shared prefixes cannot hit before the third request of each.
+The workloads are those of vLLM issue 45238: 64 prompts of about 2,200 tokens over 8 shared prefixes, and
+blocks of 528 tokens. With 1,600 shared tokens vLLM hit 52 times, with 1,500 never. A rule that keeps only the
+ends of prompts and of shared prefixes cannot hit before the third request of each.
 """
 
 import random
@@ -68,7 +68,7 @@ def replay(tmp_path, records, states, **changes):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_bounded_states_hit_every_prompt_but_the_first_of_a_prefix(workload, order, seed, tmp_path):
+def test_bounded_states_miss_the_first_prompt_of_a_prefix_only(workload, order, seed, tmp_path):
     """The goal is 52 hits in both workloads, with at most 2 states per request."""
     num_hits, _, states = replay(tmp_path, make_records(*workload, order, seed), "bounded")
     assert num_hits == 56
