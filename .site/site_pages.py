@@ -58,6 +58,11 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "Under an existing engine",
             "the pool under vLLM, nano-vllm, transformers or a fork of vLLM, and what to test",
         ),
+        Page(
+            "kv_pool/integrations/vllm/connector/README.md",
+            "Host and disk tiers for vLLM",
+            "KVPoolConnector: what vLLM's pool evicts stays in host memory and on disk",
+        ),
     ),
     "Operators": (
         Page(

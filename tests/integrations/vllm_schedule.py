@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import vllm.logger
 from vllm.config import (
     CacheConfig,
     KVEventsConfig,
@@ -23,7 +24,6 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.logger import configure_logging
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -91,7 +91,8 @@ def make_scheduler(folder):
     ]
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     register_all_kvcache_specs(config)
-    configure_logging(config.logging_config)
+    if hasattr(vllm.logger, "configure_logging"):  # vLLM 0.30 configures its logging on import
+        vllm.logger.configure_logging(config.logging_config)
     return Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),

@@ -236,7 +236,7 @@ class ManagerSchedule:
             return
         sequence = self.rng.choice(waiting)
         num_most = len(sequence.tokens) - (self.rules["hash_ahead"] if self.rules else 0)
-        limit = self.rng.choice([None, self.rng.randrange(num_most + 1)])
+        limit = self.rng.choice([None, self.rng.randrange(max(0, num_most) + 1)])
         yield ["look_up", sequence.request_id, limit]
 
     def admit(self):

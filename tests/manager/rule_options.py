@@ -20,7 +20,9 @@ def draw_rules(rng, groups, alignment):
         rules["interval"] = rng.choice([0, None])
     drafter = rng.choice(["none", "none", "drops", "drops", "modules", "hashes"])
     if drafter == "hashes":
-        rules["hash_ahead"] = rules["prefill_ahead"] = 1
+        # vLLM cannot look up windows and states by hashes that cover more than one token ahead.
+        num_most = 1 if kinds - {"full"} else 3
+        rules["hash_ahead"] = rules["prefill_ahead"] = rng.randrange(1, min(num_most, alignment) + 1)
     elif drafter != "none" and "chunked" not in kinds:
         rules["eagle"] = [number for number in range(len(groups)) if rng.random() < 0.5]
         if not rules["eagle"]:

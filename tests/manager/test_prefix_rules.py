@@ -86,7 +86,7 @@ def test_states_are_cached_at_multiples_of_the_interval():
     stop(manager, a)
 
 
-def test_a_prompt_that_ends_with_a_block_keeps_a_checkpoint_before_it():
+def test_a_prompt_that_ends_with_a_block_has_a_checkpoint_before():
     """The last token is computed again, so its block cannot be hit."""
     manager = make(FULL, WINDOW)
     a = make_request("a", range(16))
@@ -167,7 +167,7 @@ def test_windows_of_tokens_in_flight_are_kept():
     stop(manager, a)
 
 
-def test_can_allocate_does_not_count_blocks_that_tokens_in_flight_need():
+def test_can_allocate_does_not_count_blocks_of_tokens_in_flight():
     manager = make_manager((WINDOW,), 3)
     a = make_request("a", range(20))
     step(manager, a, 12)
@@ -180,7 +180,7 @@ def test_can_allocate_does_not_count_blocks_that_tokens_in_flight_need():
 # ---- hits within a block -------------------------------------------------------------------------
 
 
-def test_the_state_at_the_end_of_a_prompt_is_copied_before_it_changes():
+def test_the_state_at_the_end_of_a_prompt_is_copied_in_time():
     manager = make(FULL, STATE, hash_block_size=2)
     a = make_request("a", range(11), 2)
     step(manager, a, 8)

@@ -5,19 +5,13 @@ import logging
 import os
 
 from kv_pool.core.mode import COMPILED
-from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
+from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import find_obstacles, swap_classes
+from kv_pool.integrations.vllm.releases import Release, find_release, load_pool_classes
 from kv_pool.version import __version__
 
 # A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
-
-# The replaced classes, by the vLLM module that defines them.
-REPLACED = {
-    "vllm.v1.core.block_pool": ("BlockPool", "BlockHashToBlockMap"),
-    "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
-    "vllm.v1.core.kv_cache_metrics": ("KVCacheMetricsCollector", "BlockMetricsState"),
-}
 
 
 def register() -> None:
@@ -26,7 +20,7 @@ def register() -> None:
     Does nothing in these cases; the last two are logged as warnings:
 
     - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
-    - vLLM's version is not in `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
+    - vLLM's version is not among the `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
     - It is too late to replace the classes, see `find_obstacles`.
 
     Replaces all classes or none; a second call changes nothing. If KV_POOL_VLLM_CONTROL is 1 or the path of
@@ -38,8 +32,9 @@ def register() -> None:
     import vllm
 
     version = vllm.__version__
-    if version.partition("+")[0] not in CHECKED_VERSIONS:
-        checked = ", ".join(CHECKED_VERSIONS)
+    release = find_release(version)
+    if not is_checked("pool", version):
+        checked = ", ".join(CHECKED_VERSIONS["pool"])
         if os.environ.get("KV_POOL_VLLM_FORCE") != "1":
             logger.warning(
                 "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
@@ -49,10 +44,14 @@ def register() -> None:
             )
             return
         logger.warning(
-            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s", checked, version
+            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s, with its classes "
+            "for %d.%d",
+            checked,
+            version,
+            *release.number,
         )
     try:
-        replacements = _find_replacements()
+        replacements = _find_replacements(release)
     except (ImportError, AttributeError) as error:
         logger.warning("kv_pool is not used: vLLM %s lacks a class that it replaces (%s)", version, error)
         return
@@ -75,17 +74,15 @@ def register() -> None:
     )
 
 
-def _find_replacements() -> dict[type, type]:
+def _find_replacements(release: Release) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
-    from kv_pool.integrations.vllm import pool_classes
-
-    new_classes = vars(pool_classes)
+    new_classes = load_pool_classes(release)
     if os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0"):
-        from kv_pool.integrations.vllm.controlled_block_pool import ControlledBlockPool
+        from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
 
-        new_classes = {**new_classes, "BlockPool": ControlledBlockPool}
+        new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])
     replacements: dict[type, type] = {}
-    for module_name, names in REPLACED.items():
+    for module_name, names in release.replaced["pool"].items():
         module = importlib.import_module(module_name)
         for name in names:
             theirs, ours = getattr(module, name), new_classes[name]
