@@ -145,9 +145,11 @@ class RunPoolCore(RunPoolState):
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.touch_onto(as_list("blocks", blocks), None)
 
-    def touch_onto(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
+    def touch_onto(
+        self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None, is_access: bool = True
+    ) -> None:
         try:
-            super().touch_onto(listed, onto)
+            super().touch_onto(listed, onto, is_access)
             self.run_index.note_taken(listed, self.block_owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale

@@ -326,7 +326,7 @@ class BlockHolds:
         self.deadlines.push_at(hold, until)
         try:
             if listed:
-                self.owner().touch_onto(listed, self._arriving)
+                self.owner().touch_onto(listed, self._arriving, False)
             # No call until the hold owns the references.
             self._open[hold] = None
             if onto is not None:
@@ -400,7 +400,7 @@ class BlockHolds:
         added = dict.fromkeys(blocks)
         nothing: list[KVCacheBlock] = []
         try:
-            self.owner().touch_onto(blocks, self._arriving)
+            self.owner().touch_onto(blocks, self._arriving, False)
             hold._blocks |= added
             self._arriving = nothing  # no call in between
         except BaseException:

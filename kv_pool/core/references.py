@@ -154,8 +154,14 @@ class BlockReferences(BlockCaching):
         """
         BlockReferences.touch_onto(self, as_list("blocks", blocks), None)
 
-    def touch_onto(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
-        """Run `touch`, and append the blocks to `onto` in the same step; see `take_onto`."""
+    def touch_onto(
+        self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None, is_access: bool = True
+    ) -> None:
+        """Run `touch`, and append the blocks to `onto` in the same step; see `take_onto`.
+
+        Args:
+            is_access: whether the observer is notified. False for a hold, which does not read the prefix.
+        """
         if self._unfinished != NOTHING:
             self._recover()
         owner = self.block_owner
@@ -186,7 +192,7 @@ class BlockReferences(BlockCaching):
                 block.ref_cnt = ref_cnt + 1
                 num_done += 1
             observer = self.metrics_collector
-            if observer is not None:
+            if observer is not None and is_access:
                 for block in listed:
                     if not block.is_null:
                         observer.on_block_accessed(block)

@@ -222,6 +222,9 @@ def extend_states(
                 state._caching.note_unwritten(own)
             leaving.append(own)
             added += taken[1:]
+            if table.tail_tokens and state._rules is not None:
+                state._rules.caching.offer_state(step.request_id, group.group_id, own, table.tail_tokens)
+            table.tail_tokens = 0
         else:
             blocks[position] = own
             leaving.append(source)

@@ -29,8 +29,11 @@ class AppliedRules:
 
     Attributes:
         is_partial: whether hits may end within a block.
+        num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
+        full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         choice: the `CheckpointChoice`, which selects the blocks to cache.
         chains: the cached states as turns of conversations; None without `bounded_states`.
+        caches_junctions: whether states at junctions within a block are cached.
         plans_checkpoints: whether a group saves states in the middle of a step.
     Raises:
         InvalidArgumentError: the rules do not fit the groups.
@@ -52,6 +55,7 @@ class AppliedRules:
         self._groups: list[BlockGroup] = groups
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
         self.interval: int | None = rules.retention_interval
+        self.num_reprefillable: int = rules.num_reprefillable_tokens
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
         self.choice: CheckpointChoice = CheckpointChoice(self.interval, alignment, hit_alignment, has_drafter)
@@ -77,8 +81,13 @@ class AppliedRules:
                     "last block of a hit"
                 )
         parts.sort(key=_comes_later)
+        self.full_group_beside_states: int = -1
+        if parts and parts[0].is_full and any(part.is_state for part in parts):
+            self.full_group_beside_states = parts[0].group_ids[0]
         self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit)
-        caches_junctions = rules.junction_states and has_drafter and self.is_partial
+        self.caches_junctions: bool = (
+            rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
+        )
         self.caching: RuleCaching = RuleCaching(
             pool,
             groups,
@@ -86,7 +95,7 @@ class AppliedRules:
             self.choice,
             rules.num_reprefillable_tokens,
             self.is_partial,
-            caches_junctions and not rules.num_reprefillable_tokens,
+            self.caches_junctions,
             self.chains,
         )
 

@@ -45,7 +45,7 @@ class ManagerState:
         if not 0 <= watermark < 1:
             raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
         for spec in specs:
-            if spec.is_cacheable:
+            if spec.is_cacheable and block_pool.enable_caching:
                 check_block_size(block_pool, spec.block_size)
         self.block_pool: BlockPoolCore = block_pool
         self.groups: tuple[KVCacheSpec, ...] = specs

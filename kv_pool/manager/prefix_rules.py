@@ -30,7 +30,7 @@ class PrefixRules:
             a `MambaSpec` group with larger blocks and all other groups allow it. The new request gets a copy
             of the block: see `take_block_copies`.
         junction_states: cache the state at the junction of a shared prefix also within a block; with
-            `partial_hits` and `eagle_groups` only. vLLM: `enable_mamba_shared_prefix_checkpoint`.
+            `partial_hits` only. vLLM: `enable_mamba_shared_prefix_checkpoint`, if it has a drafter.
         bounded_states: bound the states that requests leave cached; with a `retention_interval` of 0 only.
             A prompt that is mostly new keeps the state in its middle, too, so that the second request with
             a shared prefix usually hits a part of it; a junction replaces the middle. A request so keeps at

@@ -9,6 +9,7 @@ from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
@@ -31,6 +32,8 @@ class RuleCaching(PrefixCaching):
 
     Attributes:
         unwritten: keys of states whose content exists only after the coming step.
+        offers_states: whether newly cached states are listed, for an engine that copies them elsewhere.
+        state_offers: request, group, block and tokens of each such state.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class RuleCaching(PrefixCaching):
         self._is_partial: bool = is_partial
         self._caches_junctions: bool = caches_junctions
         self._chains: StateChains | None = chains
+        self.offers_states: bool = False
+        self.state_offers: list[tuple[RequestId, GroupId, KVCacheBlock, int]] = []
 
     def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
         for group in self._groups:
@@ -121,8 +126,16 @@ class RuleCaching(PrefixCaching):
                 for block in table.blocks[first:end]:
                     if not block.is_null and block.key is not None:
                         self.unwritten.add(block.key)
+                        self.offer_state(request.request_id, group.group_id, block, block.num_key_tokens)
             elif group.stride > 1 and group.is_downward_closed:
                 self._cache_tail(request, group, table, limit, num_prompt)
+
+    def offer_state(
+        self, request_id: RequestId, group_id: GroupId, block: KVCacheBlock, num_tokens: int
+    ) -> None:
+        """List a cached state for the engine, if it takes them: see `offers_states`."""
+        if self.offers_states:
+            self.state_offers.append((request_id, group_id, block, num_tokens))
 
     def _limit(self, group: BlockGroup, num_tokens: int) -> int:
         """Return the number of tokens, of those computed after a step, that a hit of this group may use."""
@@ -211,6 +224,7 @@ class RuleCaching(PrefixCaching):
             # The next step overwrites the state.
             table.copy_position = position
             table.num_cached_blocks = position
+            table.tail_tokens = limit
 
     def _cache_checkpoint(
         self, request: SchedulableRequest, group: MambaGroup, table: BlockTable, num_prompt: int

@@ -250,3 +250,24 @@ class RuleLookup:
                 for group_id in part.group_ids:
                     del found[group_id][num_blocks:]
         return found, num_tokens, num_longest if num_longest > num_tokens else 0
+
+    def find_full_group(self) -> GroupId | None:
+        """Return the first group with full attention; None if there is none."""
+        parts = self._parts
+        return parts[0].group_ids[0] if parts and parts[0].is_full else None
+
+    def find_by_group(
+        self, hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[list[KVCacheBlock]], list[int]]:
+        """Return the blocks and the tokens of each group's own longest prefix, whatever the others have."""
+        found: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
+        lengths = [0] * self._num_groups
+        for part in self._parts:
+            limit = max_num_tokens
+            if part.margin:
+                limit = min(max_num_tokens + part.margin, len(hashes) * self._unit)
+            blocks, num_tokens = part.find(hashes, limit, part.drops_hits)
+            for group_id, listed in zip(part.group_ids, blocks, strict=True):
+                found[group_id] = listed
+                lengths[group_id] = num_tokens
+        return found, lengths

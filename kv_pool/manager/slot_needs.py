@@ -107,8 +107,14 @@ class SlotNeeds:
             table, num_entries, num_tokens, has_copy=has_copy, has_checkpoint=has_checkpoint
         )
 
-    def count_full_sequence(self, step: Step, num_tokens: int, is_alone: bool = False) -> int:
-        """Count as `count` does, but until all `num_tokens` tokens of the request have slots."""
+    def count_full_sequence(
+        self, step: Step, num_tokens: int, is_alone: bool = False, num_lookahead: int = 0
+    ) -> int:
+        """Count as `count` does, but until all `num_tokens` tokens of the request have slots.
+
+        Args:
+            num_lookahead: slots after them, for speculative tokens.
+        """
         num_tokens = self._limit(num_tokens)
         tables = step.tables
         num_free = 0
@@ -116,7 +122,7 @@ class SlotNeeds:
             if group.adds_null_blocks and self._has_rules:
                 num_free += self._count_states(group, step, num_tokens, False, is_alone)
                 continue
-            num_most = self._count_most(group, num_tokens, step.num_encoder_tokens)
+            num_most = self._count_most(group, num_tokens + num_lookahead, step.num_encoder_tokens)
             if tables is not None:
                 num_free += max(0, num_most - len(tables[group.group_id].blocks))
             else:

@@ -13,7 +13,7 @@ from core.plain_operations import agree, find_differences, run
 from core.pool_operations import PoolSide
 from core.pool_schedule import PoolSchedule
 
-from kv_pool.integrations.vllm.releases import find_release, load_pool_classes
+from kv_pool.integrations.vllm.releases import find_release, load_classes
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +30,7 @@ def release():
 def compare(release, side_class, schedule):
     from core import vllm_classes
 
-    our_classes = SimpleNamespace(BlockStored=vllm_classes.BlockStored, **load_pool_classes(release))
+    our_classes = SimpleNamespace(BlockStored=vllm_classes.BlockStored, **load_classes(release, "pool"))
     theirs = side_class(vllm_classes, schedule.options)
     ours = side_class(our_classes, schedule.options)
     assert theirs.picture() == ours.picture()

@@ -1,6 +1,7 @@
 """Run vLLM's tests with kv_pool's classes, and compare with the same tests with vLLM's.
 
-    python tests/integrations/run_vllm_suite.py VLLM_SOURCE [TEST_FILE ...] [--json RESULT] [--processes 2]
+    python tests/integrations/run_vllm_suite.py VLLM_SOURCE [TEST_FILE ...] [--level pool|manager]
+        [--json RESULT] [--processes 2]
 
 VLLM_SOURCE is the source tree of a checked vLLM version, importable with its test dependencies; files that it
 does not have are omitted. kv_pool must be importable, too, compiled or plain: that build is tested.
@@ -115,6 +116,7 @@ def run_tests(source, tests, folder, with_ours, options):
         **os.environ,
         "HF_HOME": str(folder),
         "HF_HUB_OFFLINE": "1",
+        "KV_POOL_VLLM": options.level,
         "CLASSES_UNDER_TEST": "kv_pool" if with_ours else "vllm",
         "PYTEST_PLUGINS": "vllm_suite_plugin",
         "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
@@ -161,6 +163,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("tests", nargs="*")
+    parser.add_argument("--level", choices=("pool", "manager"), default="pool")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from integrations.vllm_names import (
     load_theirs,
 )
 
-from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_pool_classes
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_classes
 
 pytestmark = pytest.mark.vllm
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 def ours():
     import vllm
 
-    return load_pool_classes(find_release(vllm.__version__))
+    return load_classes(find_release(vllm.__version__), "pool")
 
 
 @pytest.fixture(scope="module")

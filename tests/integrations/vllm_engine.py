@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from made_scheduler import MODEL
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
-from vllm_schedule import MODEL
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40

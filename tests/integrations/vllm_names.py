@@ -177,7 +177,7 @@ def find_changes():
     """Return everything by which the installed vLLM does not fit kv_pool's classes for it, one line each."""
     import vllm
 
-    from kv_pool.integrations.vllm.releases import find_release, load_pool_classes
+    from kv_pool.integrations.vllm.releases import find_release, load_classes
 
     release = find_release(vllm.__version__)
     replaced = release.replaced["pool"]
@@ -191,7 +191,7 @@ def find_changes():
         missing += [f"{module_name}.{name} is gone" for name in names if not hasattr(module, name)]
     if missing:
         return missing
-    theirs, ours = load_theirs(replaced), load_pool_classes(release)
+    theirs, ours = load_theirs(replaced), load_classes(release, "pool")
     return [
         *find_other_classes(replaced),
         *find_other_parameters(theirs, ours),

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import vllm.v1.core.block_pool
+import vllm.v1.core.kv_cache_manager
 
 from kv_pool.integrations.vllm import register
 
@@ -17,9 +18,15 @@ def pytest_configure(config):
     os.environ["VLLM_PLUGINS"] = expected
     register()
     del os.environ["VLLM_PLUGINS"]
-    owner = vllm.v1.core.block_pool.BlockPool.__module__.partition(".")[0]
+    expect_owner(vllm.v1.core.block_pool.BlockPool, expected)
+    is_manager_ours = expected == "kv_pool" and os.environ.get("KV_POOL_VLLM") == "manager"
+    expect_owner(vllm.v1.core.kv_cache_manager.KVCacheManager, "kv_pool" if is_manager_ours else "vllm")
+
+
+def expect_owner(tested, expected):
+    owner = tested.__module__.partition(".")[0]
     if owner != expected:
-        pytest.exit(f"the tests would run with {owner}'s BlockPool", returncode=3)
+        pytest.exit(f"the tests would run with {owner}'s {tested.__name__}", returncode=3)
 
 
 def pytest_collection_modifyitems(items):

@@ -5,53 +5,58 @@ import logging
 import os
 
 from kv_pool.core.mode import COMPILED
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import find_obstacles, swap_classes
-from kv_pool.integrations.vllm.releases import Release, find_release, load_pool_classes
+from kv_pool.integrations.vllm.releases import Release, find_release, load_classes
 from kv_pool.version import __version__
 
 # A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
 
+LEVELS = ("pool", "manager")
 
-def register() -> None:
+
+def register(level: str | None = None) -> None:
     """Make vLLM use kv_pool in this process. Called by vLLM in each process, before a pool is created.
 
-    Does nothing in these cases; the last two are logged as warnings:
+    Args:
+        level: `pool` replaces vLLM's block pool; `manager` replaces its KV cache manager as well, so that the
+            scheduler calls a compiled manager. Default: the environment variable KV_POOL_VLLM, or `pool`. A
+            given level is written to that variable, for the engine processes that start later.
+    Raises:
+        InvalidArgumentError: `level` is neither of these. Nothing has changed.
+
+    Does nothing in these cases; all but the first are logged as warnings:
 
     - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
+    - KV_POOL_VLLM is neither `pool` nor `manager`.
     - vLLM's version is not among the `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
     - It is too late to replace the classes, see `find_obstacles`.
 
     Replaces all classes or none; a second call changes nothing. If KV_POOL_VLLM_CONTROL is 1 or the path of
     a socket, each pool opens a control socket: see `pool_control`.
     """
+    if level is not None:
+        if level not in LEVELS:
+            raise InvalidArgumentError(f"level is {level!r}; it is one of {', '.join(LEVELS)}")
+        os.environ["KV_POOL_VLLM"] = level
     if "kv_pool" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         logger.debug("kv_pool is installed but not enabled: VLLM_PLUGINS does not name it")
+        return
+    level = os.environ.get("KV_POOL_VLLM") or LEVELS[0]
+    if level not in LEVELS:
+        logger.warning("kv_pool is not used: KV_POOL_VLLM is %r; it is one of %s", level, ", ".join(LEVELS))
         return
     import vllm
 
     version = vllm.__version__
     release = find_release(version)
-    if not is_checked("pool", version):
-        checked = ", ".join(CHECKED_VERSIONS["pool"])
-        if os.environ.get("KV_POOL_VLLM_FORCE") != "1":
-            logger.warning(
-                "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
-                "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
-                version,
-                checked,
-            )
-            return
-        logger.warning(
-            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s, with its classes "
-            "for %d.%d",
-            checked,
-            version,
-            *release.number,
-        )
+    level = _choose_level(level, version, release)
+    if level is None:
+        return
     try:
-        replacements = _find_replacements(release)
+        replacements = _find_replacements(release, level)
     except (ImportError, AttributeError) as error:
         logger.warning("kv_pool is not used: vLLM %s lacks a class that it replaces (%s)", version, error)
         return
@@ -65,24 +70,66 @@ def register() -> None:
         return
     num_names = swap_classes(replacements)
     logger.info(
-        "kv_pool %s (%s) replaces the block pool of vLLM %s: %d classes, rebound in %d places",
+        "kv_pool %s (%s) replaces the %s of vLLM %s: %d classes, rebound in %d places",
         __version__,
         "compiled" if COMPILED else "plain Python",
+        "block pool" if level == "pool" else "block pool and KV cache manager",
         version,
         len(replacements),
         num_names,
     )
 
 
-def _find_replacements(release: Release) -> dict[type, type]:
+def _choose_level(level: str, version: str, release: Release) -> str | None:
+    """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
+    is_forced = os.environ.get("KV_POOL_VLLM_FORCE") == "1"
+    if level not in release.replaced:
+        logger.warning(
+            "kv_pool uses level pool: level %s is not available for vLLM %s, but for %s",
+            level,
+            version,
+            ", ".join(CHECKED_VERSIONS[level]),
+        )
+        level = "pool"
+    elif not is_checked(level, version) and is_checked("pool", version) and not is_forced:
+        logger.warning(
+            "kv_pool uses level pool: level %s was checked with vLLM %s, and this is %s. "
+            "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
+            level,
+            ", ".join(CHECKED_VERSIONS[level]),
+            version,
+        )
+        level = "pool"
+    if is_checked(level, version):
+        return level
+    checked = ", ".join(CHECKED_VERSIONS[level])
+    if is_forced:
+        logger.warning(
+            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s, with its classes "
+            "for %d.%d",
+            checked,
+            version,
+            *release.number,
+        )
+        return level
+    logger.warning(
+        "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
+        "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
+        version,
+        checked,
+    )
+    return None
+
+
+def _find_replacements(release: Release, level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
-    new_classes = load_pool_classes(release)
+    new_classes = load_classes(release, level)
     if os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0"):
         from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
 
         new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])
     replacements: dict[type, type] = {}
-    for module_name, names in release.replaced["pool"].items():
+    for module_name, names in release.replaced[level].items():
         module = importlib.import_module(module_name)
         for name in names:
             theirs, ours = getattr(module, name), new_classes[name]

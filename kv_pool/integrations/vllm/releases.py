@@ -11,6 +11,8 @@ POOL_LEVEL = {
     "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
     "vllm.v1.core.kv_cache_metrics": ("KVCacheMetricsCollector", "BlockMetricsState"),
 }
+# Those of level `manager`: the manager in addition.
+MANAGER_LEVEL = POOL_LEVEL | {"vllm.v1.core.kv_cache_manager": ("KVCacheManager", "KVCacheBlocks")}
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Release:
     Attributes:
         number: (0, 33) for 0.33.
         pool_module: the module of kv_pool that defines `BlockPool` for this release. The other classes of
-            level `pool` are those of `pool_classes` in every release.
+            level `pool` are those of `pool_classes` in every release, those of level `manager` those of
+            `manager_classes`.
         replaced: level -> vLLM module -> the classes to replace in it. A level that is missing here is not
             available for the release.
     """
@@ -34,7 +37,7 @@ PACKAGE = "kv_pool.integrations.vllm"
 
 # Newest first. A release needs an entry only if kv_pool's classes for it differ from those of the one before.
 RELEASES = (
-    Release((0, 33), f"{PACKAGE}.pool_classes", {"pool": POOL_LEVEL}),
+    Release((0, 33), f"{PACKAGE}.pool_classes", {"pool": POOL_LEVEL, "manager": MANAGER_LEVEL}),
     Release((0, 32), f"{PACKAGE}.pool_classes_0_32", {"pool": POOL_LEVEL}),
     Release((0, 31), f"{PACKAGE}.pool_classes_0_31", {"pool": POOL_LEVEL}),
     Release((0, 30), f"{PACKAGE}.pool_classes_0_30", {"pool": POOL_LEVEL}),
@@ -54,9 +57,12 @@ def find_release(version: str) -> Release:
     return next((release for release in RELEASES if release.number <= number), RELEASES[-1])
 
 
-def load_pool_classes(release: Release) -> dict[str, Any]:
-    """Return the classes of level `pool` for this release by vLLM's names. Imports vLLM."""
-    names = [name for names in POOL_LEVEL.values() for name in names]
-    classes = vars(importlib.import_module(f"{PACKAGE}.pool_classes"))
-    pool_class = importlib.import_module(release.pool_module).BlockPool
-    return {name: classes[name] for name in names} | {"BlockPool": pool_class}
+def load_classes(release: Release, level: str) -> dict[str, Any]:
+    """Return kv_pool's classes for this level of the release, by vLLM's names. Imports vLLM."""
+    pool_classes = importlib.import_module(f"{PACKAGE}.pool_classes")
+    found = {name: getattr(pool_classes, name) for names in POOL_LEVEL.values() for name in names}
+    found["BlockPool"] = importlib.import_module(release.pool_module).BlockPool
+    if level == "manager":
+        manager_classes = importlib.import_module(f"{PACKAGE}.manager_classes")
+        found |= {name: getattr(manager_classes, name) for name in manager_classes.__all__}
+    return found

@@ -28,6 +28,7 @@ class BlockTable:
             and the number of tokens that it covers; -1 and 0 without one.
         junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
         resumed: the cached state from which the request resumed, with `PrefixRules.bounded_states`.
+        tail_tokens: tokens of the state within a block that the request has cached and not overwritten; or 0.
         unaligned_position: entry whose state was left within its block, so that it is not the state at the
             block's end; -1. With `PrefixRules` only.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
@@ -52,6 +53,7 @@ class BlockTable:
         "num_speculative",
         "resumed",
         "settled_blocks",
+        "tail_tokens",
         "unaligned_position",
     )
 
@@ -68,6 +70,7 @@ class BlockTable:
         self.junction: int = 0
         self.resumed: ChainedState | None = None
         self.unaligned_position: int = -1
+        self.tail_tokens: int = 0
         self.num_settled: int = 0
         self.num_settled_cached: int = 0
         self.num_settled_speculative: int = 0

@@ -1,0 +1,205 @@
+"""`KVCacheManager` and `KVCacheBlocks` with vLLM's names, for level `manager`. Imports vLLM; see `plugin`."""
+
+import logging
+from typing import Any
+
+from vllm.v1.core import kv_cache_manager as vllm_manager
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from kv_pool.core.observer import BlockObserver
+from kv_pool.integrations.vllm.pool_classes import BlockPool
+from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
+from kv_pool.manager import kv_cache_manager
+from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
+from kv_pool.manager.engine.engine_manager import EngineManager
+from kv_pool.manager.engine.group_views import GroupsView, GroupView
+
+__all__ = ["KVCacheBlocks", "KVCacheManager"]
+
+logger = logging.getLogger("vllm.kv_pool")
+
+# In a tuple, because the names of replaced classes are rebound in all modules, in this one as well.
+_FALLBACK = (vllm_manager.KVCacheManager,)
+
+
+class HybridGroupsView(GroupsView):
+    """The groups of a model with several; an instance of vLLM's class, for which connectors ask."""
+
+
+HybridKVCacheCoordinator.register(HybridGroupsView)
+
+_VIEW_CLASSES: dict[type, type[GroupView]] = {}
+
+
+def _view_class(manager_class: Any) -> type[GroupView]:
+    """Return the class of views that are instances of the class which vLLM uses for the group."""
+    if manager_class not in _VIEW_CLASSES:
+        view_class = type(f"{manager_class.__name__}View", (GroupView,), {})
+        manager_class.register(view_class)
+        _VIEW_CLASSES[manager_class] = view_class
+    return _VIEW_CLASSES[manager_class]
+
+
+class KVCacheManager(EngineManager):
+    """kv_pool's manager for one engine of vLLM.
+
+    With a configuration that it does not serve, the constructor logs which feature that is and returns vLLM's
+    own manager over kv_pool's block pool: level `pool`.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            cls._read_options(*args, **kwargs)
+        except NotServedError as reason:
+            logger.warning(
+                "kv_pool does not serve %s at level manager: vLLM's manager runs on kv_pool's block pool",
+                reason,
+            )
+            return _FALLBACK[0](*args, **kwargs)
+        return super().__new__(cls)
+
+    @staticmethod
+    def _read_options(
+        kv_cache_config: Any,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_hash_lookahead_tokens: int = 0,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: BlockObserver | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+    ) -> list[Any]:
+        groups = read_groups(kv_cache_config)
+        check_served(
+            kv_cache_config,
+            groups,
+            enable_caching=enable_caching,
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+            use_eagle=use_eagle,
+            num_prefill_lookahead=num_prefill_lookahead,
+        )
+        return groups
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_hash_lookahead_tokens: int = 0,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: BlockObserver | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+    ) -> None:
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        pool = BlockPool(
+            num_gpu_blocks=kv_cache_config.num_blocks,
+            enable_caching=enable_caching,
+            hash_block_size=hash_block_size,
+            enable_kv_cache_events=enable_kv_cache_events,
+            metrics_collector=metrics_collector,
+            num_hash_lookahead_tokens=num_hash_lookahead_tokens,
+        )
+        super().__init__(
+            kv_cache_manager.KVCacheManager(
+                pool,
+                groups=read_groups(kv_cache_config),
+                max_model_len=max_model_len,
+                max_in_flight_tokens=max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
+                watermark=watermark,
+                prefix_rules=read_rules(
+                    kv_cache_config,
+                    use_eagle=use_eagle,
+                    num_prefill_lookahead=num_prefill_lookahead,
+                    has_junction_states=enable_mamba_shared_prefix_checkpoint,
+                ),
+            ),
+            event_labels=[
+                (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs
+            ],
+            waiting_statuses=(RequestStatus.WAITING, RequestStatus.PREEMPTED),
+            zeroed_groups=[
+                group_id
+                for group_id, spec in enumerate(specs)
+                if kv_cache_config.needs_kv_cache_zeroing
+                and isinstance(spec, AttentionSpec)
+                and not isinstance(spec, CircularBufferSpec)
+            ],
+            copy_type=KVCacheBlockCopy,
+        )
+        eagle_group_ids = {
+            group_id for group_id, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group
+        }
+        if use_eagle and not eagle_group_ids:
+            eagle_group_ids = set(range(len(specs)))
+        self.kv_cache_config = kv_cache_config
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.metrics_collector = metrics_collector
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.retained_hit_group_ids: tuple[int, ...] = ()
+        self.mamba_shared_prefix_checkpoint = self._rules.caches_junctions
+        is_hybrid = enable_caching and len(specs) > 1
+        self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
+            self,
+            [
+                _view_class(KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role))
+                for group in kv_cache_config.kv_cache_groups
+            ],
+            specs,
+            scheduler_block_size=scheduler_block_size,
+            eagle_group_ids=eagle_group_ids,
+            use_eagle=use_eagle,
+        )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Return the statistics of the prefix cache since the last call; None if they are not logged."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+        """Count a look-up that hit `num_hits` tokens, if statistics are logged."""
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
+            )
+
+    def reset_prefix_cache(self) -> bool:
+        """Evict every prefix. Return False, with nothing changed, while any request holds blocks."""
+        if not super().reset_prefix_cache():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True

@@ -1,0 +1,1 @@
+"""A `KVCacheManager` with the interface of vLLM's, for vLLM's scheduler and its connectors."""

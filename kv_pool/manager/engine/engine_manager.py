@@ -1,0 +1,482 @@
+"""`EngineManager`: a `KVCacheManager` behind the interface that vLLM's scheduler calls."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
+from kv_pool.manager.allocating import free_skipped_blocks
+from kv_pool.manager.applied_rules import AppliedRules
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
+from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
+from kv_pool.manager.engine.slot_taking import cache_written, is_quiet, take_slots
+from kv_pool.manager.engine.state_offers import drop_offers, finish_tails, take_offers
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.recovery import recover
+from kv_pool.manager.step import Step
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EngineManager:
+    """The calls of vLLM's scheduler and connectors, answered by a `KVCacheManager`.
+
+    Args:
+        manager: the tables, groups and pool, with `PrefixRules`; further methods, such as those for
+            retention, are called on it.
+        event_labels: for each group, the kind of attention and the window that events state.
+        waiting_statuses: values of `request.status` to which the watermark applies.
+        zeroed_groups: groups whose new blocks are listed for the worker to overwrite with zeros.
+        copy_type: makes a copy's description for the worker from the ids of its source and its target.
+
+    Attributes:
+        empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
+
+    Unlike those of `KVCacheManager`, the calls follow vLLM in what they tolerate: an unknown request has no
+    blocks, and freeing it does nothing.
+    Contract: vLLM 0.33 `KVCacheManager`.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        event_labels: Sequence[tuple[str, int | None]],
+        waiting_statuses: Sequence[Any] = (),
+        zeroed_groups: Sequence[int] = (),
+        copy_type: Callable[[BlockId, BlockId], Any] = BlockMove,
+    ) -> None:
+        rules = manager._rules
+        if rules is None:
+            raise InvalidArgumentError("an EngineManager needs a manager with prefix_rules")
+        self.manager: KVCacheManager = manager
+        self._rules: AppliedRules = rules
+        self._groups: list[BlockGroup] = manager._groups
+        self.block_pool: BlockPoolCore = manager.block_pool
+        self.num_kv_cache_groups: int = len(manager.groups)
+        self.max_model_len: int = manager.max_model_len
+        self.watermark_blocks: int = manager.watermark_blocks
+        self.enable_caching: bool = manager.block_pool.enable_caching
+        self.kv_cache_event_metadata: tuple[tuple[str, int | None], ...] = tuple(event_labels)
+        self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
+        self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
+        self._zeroed_groups: list[int] = list(zeroed_groups)
+        self._ids_to_zero: list[list[BlockId]] = [[] for _ in manager.groups]
+        self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
+        rules.caching.offers_states = self._offers_states
+        self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
+        self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
+        # Whether parts of blocks, or states, are cached when a prompt ends: then its steps are never quiet.
+        self._caches_ends: bool = self.enable_caching and any(
+            group.is_cacheable and (group.reads_before_writes or group.stride > 1) for group in self._groups
+        )
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool's blocks that are in use, 0 to 1."""
+        return self.manager.usage
+
+    def prefix_cache_lookup_enabled(self, request: Any) -> bool:
+        """Return True if the request may read the prefix cache."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """Find the longest cached prefix that all groups have. Changes nothing.
+
+        Returns:
+            The blocks, the number of their tokens, and the end of a longer prefix that only some groups have,
+            0 for none: a state at that end would serve later requests.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0, 0
+        limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        blocks, num_tokens, junction = self._rules.find_prefix(request, list_hashes(request), limit)
+        if num_tokens == 0:
+            return self.empty_kv_cache_blocks, 0, junction
+        if self.block_pool.enable_kv_cache_events:
+            mode: Any = getattr(request, "kv_cache_report_mode", "incremental")
+            if mode == "full":
+                self._report_hits(request, blocks)
+        return self.create_kv_cache_blocks(tuple(blocks)), num_tokens, junction
+
+    def _report_hits(self, request: Any, blocks: list[list[KVCacheBlock]]) -> None:
+        for group_id, found in enumerate(blocks):
+            if len(found) > 0:
+                block_size = self._groups[group_id].block_size
+                self.block_pool.emit_cached_block_events(request, len(found), block_size, GroupId(group_id))
+
+    def get_computed_blocks_for_connector(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Find the prefix of a request whose states a connector may load, as `get_computed_blocks`.
+
+        With full attention and states, the prefix is that of full attention; the last value is True if a
+        group has a shorter one.
+        """
+        full_group = self._rules.full_group_beside_states
+        if full_group < 0 or not self.enable_caching:
+            blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
+            return blocks, num_tokens, junction, False
+        if request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0, 0, False
+        limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        found, lengths = self._rules.lookup.find_by_group(list_hashes(request), limit)
+        num_full = lengths[full_group]
+        if max(lengths) > num_full:
+            blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
+            return blocks, num_tokens, junction, False
+        return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
+
+    def get_blocks(self, request_id: RequestId) -> KVCacheBlocks:
+        """Return the live block tables of the request; no blocks for an unknown one."""
+        tables = self.manager._tables.get(request_id)
+        if tables is None:
+            return self.empty_kv_cache_blocks
+        return self.create_kv_cache_blocks(tuple([table.blocks for table in tables]))
+
+    def get_block_ids(self, request_id: RequestId) -> tuple[list[BlockId], ...]:
+        """Return the block ids of the request by group; empty lists for an unknown one."""
+        tables = self.manager._tables.get(request_id)
+        if tables is None:
+            return tuple([[] for _ in self._groups])
+        return tuple([table.list_ids() for table in tables])
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: RequestId, num_computed_tokens: int
+    ) -> tuple[list[BlockId], ...]:
+        """Return the block ids as `get_block_ids`; of attention groups only those of the computed tokens."""
+        clipped: list[list[BlockId]] = []
+        for ids, group in zip(self.get_block_ids(request_id), self._groups, strict=True):
+            if group.is_cacheable and not self._is_state[group.group_id]:
+                del ids[-(-num_computed_tokens // group.block_size) :]
+            clipped.append(ids)
+        return tuple(clipped)
+
+    def estimate_cached_tokens(self, request: Any) -> int:
+        """Return the number of leading tokens of the request that are cached in every group."""
+        request_id: RequestId = request.request_id
+        tables = self.manager._tables.get(request_id)
+        if tables is None:
+            return 0
+        num_cached = -1
+        for group in self._groups:
+            if not group.is_cacheable:
+                continue
+            num_in_group = 0
+            for block in tables[group.group_id].blocks:
+                num_key_tokens: int = block.num_key_tokens
+                num_in_group = max(num_in_group, num_key_tokens)
+            num_cached = num_in_group if num_cached < 0 else min(num_cached, num_in_group)
+        return max(0, num_cached)
+
+    def create_kv_cache_blocks(self, blocks: tuple[Sequence[KVCacheBlock], ...]) -> KVCacheBlocks:
+        """Return an object with these blocks; the shared one if there are none."""
+        for group in blocks:
+            if len(group) > 0:
+                return KVCacheBlocks(blocks)
+        return self.empty_kv_cache_blocks
+
+    def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
+        """Return the first `num_computed_tokens` tokens of a look-up; a multiple of every block size."""
+        clipped: list[list[KVCacheBlock]] = []
+        for group, found in zip(self._groups, blocks.blocks, strict=True):
+            num_blocks = num_computed_tokens // group.block_size
+            if group.is_cacheable and (
+                num_computed_tokens % group.block_size
+                or (num_blocks > len(found) and not self._is_state[group.group_id])
+            ):
+                raise InvalidArgumentError(
+                    f"cannot cut a prefix of {len(found)} blocks of {group.block_size} tokens to "
+                    f"{num_computed_tokens} tokens"
+                )
+            clipped.append(list(found[:num_blocks]) if group.is_cacheable else [])
+        return self.create_kv_cache_blocks(tuple(clipped))
+
+    def get_num_common_prefix_blocks(self, running_request_id: RequestId) -> list[int]:
+        """Return 0 for each group: vLLM 0.33 does not use common prefixes of running requests."""
+        return [0] * self.num_kv_cache_groups
+
+    # ---- taking ----------------------------------------------------------------------------------
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: Sequence[int] = (),
+    ) -> KVCacheBlocks | None:
+        """Make room for the next `num_new_tokens` tokens of the request; see vLLM's method.
+
+        Returns:
+            The blocks for the new tokens; None if they do not fit. Then nothing has changed, except that
+            blocks which left the window are released.
+        """
+        manager = self.manager
+        request_id: RequestId = request.request_id
+        num_computed: int = request.num_computed_tokens
+        num_in_flight: int = request.num_in_flight_tokens
+        tables = manager._tables.get(request_id)
+        num_local = num_computed + num_new_computed_tokens
+        num_before = num_local + num_external_computed_tokens
+        num_scheduled = num_before + num_new_tokens
+        num_lookahead = num_lookahead_tokens
+        if manager.max_model_len and num_scheduled + num_lookahead > manager.max_model_len:
+            num_lookahead = max(0, manager.max_model_len - num_scheduled)
+        num_processed = num_before - num_in_flight
+        if (
+            tables is not None
+            and not num_encoder_tokens
+            and num_new_tokens > 0
+            and not full_sequence_must_fit
+            and not (self._caches_ends and self._is_near_prompt(request, num_computed))
+            and not manager._has_forks
+            and is_quiet(
+                self._groups, tables, self.enable_caching, num_scheduled, num_lookahead, num_processed
+            )
+        ):
+            return self.empty_kv_cache_blocks
+        if num_new_tokens == 0 and num_before == num_computed:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has neither new tokens nor computed tokens to adopt; "
+                "num_new_tokens must be greater than 0"
+            )
+        prefix: Any = manager._no_blocks
+        if tables is None and new_computed_blocks is not None:
+            prefix = new_computed_blocks.blocks
+        step = Step(
+            request_id,
+            tables,
+            prefix,
+            num_computed,
+            num_new_computed_tokens,
+            num_before,
+            num_scheduled,
+            num_lookahead,
+            num_encoder_tokens,
+        )
+        if tables is None:
+            step.junction = request.shared_prefix_boundary
+        if manager._plans_checkpoints:
+            step.prefill_end = self._rules.find_prefill_end(request)
+        num_left = 0
+        if has_scheduled_reqs and self.watermark_blocks and request.status in self._waiting_statuses:
+            num_left = self.watermark_blocks
+        added = take_slots(
+            manager,
+            request,
+            step,
+            max(0, num_processed),
+            num_left,
+            reserved_blocks,
+            full_sequence_must_fit,
+            delay_cache_blocks,
+        )
+        if added is None:
+            return None
+        if self._zeroed_groups:
+            self._note_to_zero(request_id, step, added, skip_zeroing_group_ids)
+        return self.create_kv_cache_blocks(added)
+
+    def count_needed_blocks(
+        self,
+        request_id: RequestId,
+        num_tokens: int,
+        new_computed_blocks: Any,
+        num_encoder_tokens: int,
+        num_before: int,
+        num_local: int,
+        num_without_lookahead: int,
+        has_full_sequence: bool,
+        prefill_end: int,
+    ) -> int:
+        """Return the number of free blocks that slots for the first `num_tokens` tokens take.
+
+        Args:
+            new_computed_blocks: the hits of each group, for a request without blocks.
+            num_before: tokens that are computed before the step, external ones included.
+            num_local: those of them in the table or in the hits.
+            num_without_lookahead: `num_tokens` without the slots for speculative tokens.
+            has_full_sequence: count the most blocks that a group holds at a time, for a whole sequence.
+            prefill_end: tokens that the step must reach to save a state on its way.
+        """
+        tables = self.manager._tables.get(request_id)
+        num_lookahead = max(0, num_tokens - num_without_lookahead)
+        step = Step(
+            request_id,
+            tables,
+            self.manager._no_blocks if tables is not None else new_computed_blocks,
+            0,
+            num_local,
+            num_before,
+            num_without_lookahead,
+            num_lookahead,
+            num_encoder_tokens,
+        )
+        if self._rules.interval == 0:
+            step.prefill_end = prefill_end
+        if has_full_sequence:
+            needs = self.manager._needs
+            return needs.count_full_sequence(step, num_without_lookahead, num_lookahead=num_lookahead)
+        return self.manager._needs.count(step)
+
+    def _is_near_prompt(self, request: Any, num_computed: int) -> bool:
+        """Return True if a step may cache the end of the request's prompt."""
+        num_prompt: int = request.num_prompt_tokens
+        return num_computed <= num_prompt + self._rules.num_reprefillable
+
+    def _note_to_zero(
+        self,
+        request_id: RequestId,
+        step: Step,
+        added: tuple[Sequence[KVCacheBlock], ...],
+        without_external: Sequence[int],
+    ) -> None:
+        """List the new blocks of the groups that the worker overwrites with zeros."""
+        for group_id in self._zeroed_groups:
+            ids = self._ids_to_zero[group_id]
+            if step.num_before > step.num_computed + step.num_prefix and group_id not in without_external:
+                blocks = self.manager._tables[request_id][group_id].blocks
+                num_hits = len(step.prefix_blocks[group_id])
+                for block in blocks[num_hits : len(blocks) - len(added[group_id])]:
+                    if not block.is_null:
+                        ids.append(block.block_id)
+            for block in added[group_id]:
+                ids.append(block.block_id)
+
+    def new_step_starts(self) -> None:
+        """Start a step: what was allocated before is written before what follows is read."""
+        self.manager.begin_step()
+
+    def take_new_block_ids(self) -> list[BlockId]:
+        """Return the ids of new blocks to overwrite with zeros, since the last call."""
+        taken: list[BlockId] = []
+        for group_id in self._zeroed_groups:
+            taken += self._ids_to_zero[group_id]
+            self._ids_to_zero[group_id] = []
+        return taken
+
+    def record_blocks_for_zeroing(self, request_id: RequestId, start_token: int) -> None:
+        """List the request's blocks from `start_token` on, a block's start, for zeroing."""
+        tables = self.manager._tables[request_id]
+        for group_id in self._zeroed_groups:
+            first = start_token // self._groups[group_id].block_size
+            self._ids_to_zero[group_id] += [block.block_id for block in tables[group_id].blocks[first:]]
+
+    # ---- caching ---------------------------------------------------------------------------------
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Cache the full blocks of the first `num_computed_tokens` tokens, as far as they have hashes."""
+        if not self.enable_caching:
+            return
+        request_id: RequestId = request.request_id
+        tables = self.manager._tables.get(request_id)
+        if tables is None:
+            return
+        is_due = self._caches_ends and self._is_near_prompt(request, num_computed_tokens)
+        for group in self._groups:
+            if group.is_cacheable:
+                num_cached = tables[group.group_id].num_cached_blocks
+                is_due = is_due or num_computed_tokens >= (num_cached + 1) * group.block_size
+        if is_due:
+            cache_written(self.manager, request, tables, num_computed_tokens)
+
+    def evict_blocks(self, block_ids: Any) -> None:
+        """Evict these blocks from the prefix cache. References stay."""
+        self.manager.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Evict every prefix. Return False, with nothing changed, while any request holds blocks."""
+        return self.manager.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the pool's events since the last call; stores state their group's kind of attention."""
+        events = self.block_pool.take_events()
+        stored: Any = self.block_pool.stored_type
+        for event in events:
+            if not isinstance(event, stored):
+                continue
+            labelled: Any = event
+            group_id: int | None = labelled.group_idx
+            if group_id is not None and 0 <= group_id < len(self.kv_cache_event_metadata):
+                kind, window = self.kv_cache_event_metadata[group_id]
+                labelled.kv_cache_spec_kind = kind
+                labelled.kv_cache_spec_sliding_window = window
+        return events
+
+    # ---- releasing -------------------------------------------------------------------------------
+
+    def free(self, request: Any) -> None:
+        """Release all blocks of the request, tail first. Nothing happens if it has none."""
+        request_id: RequestId = request.request_id
+        if request_id in self.manager._tables:
+            if self._rules.caching.state_offers:
+                drop_offers(self._rules.caching, request_id)
+            self.manager.free(request)
+
+    def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
+        """Forget the request and return its blocks, head first by group, for the caller to free."""
+        request_id: RequestId = request.request_id
+        if request_id not in self.manager._tables:
+            return []
+        if self._rules.caching.state_offers:
+            drop_offers(self._rules.caching, request_id)
+        popped: list[KVCacheBlock] = []
+        for table in self.manager.pop_tables(request_id):
+            popped += table.blocks[table.num_null_blocks :]
+        return popped
+
+    def remove_skipped_blocks(
+        self,
+        request_id: RequestId,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Release the blocks that no token after the processed ones attends to."""
+        tables = self.manager._tables.get(request_id)
+        if tables is not None and self.manager._forgets:
+            try:
+                free_skipped_blocks(self.manager, request_id, tables, processed_computed_tokens)
+            except BaseException:
+                recover(self.manager)
+                raise
+
+    # ---- hand-overs to workers and connectors ----------------------------------------------------
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """Return the copies to make before the step writes, and the blocks to free once they are made."""
+        if not len(self.manager.copies):
+            return [], []
+        retained: list[KVCacheBlock] = []
+        moves = self.manager.take_block_copies_onto(retained)
+        return [self._copy_type(move.source, move.target) for move in moves], retained
+
+    def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
+        """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
+        return take_offers(self._rules.caching) if self._rules.caching.state_offers else {}
+
+    def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
+        """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
+        return finish_tails(self.manager, request) if self._offers_states else []
+
+
+def list_hashes(request: Any) -> list[BlockHash]:
+    """Return the block hashes of an engine's request as a list."""
+    hashes: Any = request.block_hashes
+    return hashes if isinstance(hashes, list) else list(hashes)

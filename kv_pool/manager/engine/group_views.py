@@ -1,0 +1,176 @@
+"""`GroupsView` and `GroupView`: the groups of an `EngineManager`, as connectors of an engine read them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash, RequestId
+from kv_pool.manager.engine.engine_manager import EngineManager
+
+
+class BlocksByRequest(Mapping[RequestId, list[KVCacheBlock]]):
+    """The live block tables of one group by request id. A request without blocks has an empty list."""
+
+    def __init__(self, engine: EngineManager, group_id: int) -> None:
+        self._engine = engine
+        self._group_id = group_id
+
+    def __getitem__(self, request_id: RequestId) -> list[KVCacheBlock]:
+        tables = self._engine.manager._tables.get(request_id)
+        return [] if tables is None else tables[self._group_id].blocks
+
+    def get(self, request_id: RequestId, default: Any = None) -> Any:
+        tables = self._engine.manager._tables.get(request_id)
+        return default if tables is None else tables[self._group_id].blocks
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._engine.manager._tables
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._engine.manager._tables)
+
+    def __len__(self) -> int:
+        return len(self._engine.manager._tables)
+
+
+class CachedBlocksByRequest(Mapping[RequestId, int]):
+    """The number of leading cached blocks in one group by request id."""
+
+    def __init__(self, engine: EngineManager, group_id: int) -> None:
+        self._engine = engine
+        self._group_id = group_id
+
+    def __getitem__(self, request_id: RequestId) -> int:
+        return self._engine.manager._tables[request_id][self._group_id].num_cached_blocks
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._engine.manager._tables)
+
+    def __len__(self) -> int:
+        return len(self._engine.manager._tables)
+
+
+class GroupView:
+    """One group of an engine's manager, read-only.
+
+    Attributes:
+        kv_cache_spec: the engine's own specification of the group.
+        req_to_blocks: request id -> live block table.
+        num_cached_block: request id -> number of leading cached blocks.
+
+    Contract: what vLLM 0.33 reads of a `SingleTypeKVCacheManager` outside its manager.
+    """
+
+    retains_longer_hit = False
+
+    def __init__(self, engine: EngineManager, group_id: int, kv_cache_spec: Any) -> None:
+        group = engine.manager._groups[group_id]
+        self.block_size: int = group.block_size
+        self.kv_cache_group_id = group_id
+        self.kv_cache_spec = kv_cache_spec
+        self.block_pool: BlockPoolCore = engine.block_pool
+        self.enable_caching: bool = engine.enable_caching
+        self.req_to_blocks = BlocksByRequest(engine, group_id)
+        self.num_cached_block = CachedBlocksByRequest(engine, group_id)
+        self.records_new_block_ids: bool = group_id in engine._zeroed_groups
+        self._group = group
+
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        """Whether a table entry keeps its range of tokens."""
+        return not self._group.adds_null_blocks
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return the number of leading tokens that no token after the computed ones attends to."""
+        return self._group.count_skipped_tokens(num_computed_tokens)
+
+
+class GroupsView:
+    """The groups of an engine's manager, and calls that concern all of them.
+
+    Attributes:
+        single_type_managers: one `GroupView` per group.
+        scheduler_block_size: tokens; a chunk of a prefill that ends at a multiple can be continued by a hit.
+        full_attention_group_id: the first group that keeps all tokens; None if there is none.
+
+    Contract: what vLLM 0.33 reads of a `KVCacheCoordinator` outside its manager.
+    """
+
+    def __init__(
+        self,
+        engine: EngineManager,
+        view_classes: Sequence[type[GroupView]],
+        specs: Sequence[Any],
+        *,
+        scheduler_block_size: int,
+        eagle_group_ids: set[int],
+        use_eagle: bool,
+    ) -> None:
+        rules = engine._rules
+        self._engine = engine
+        self.block_pool: BlockPoolCore = engine.block_pool
+        self.hash_block_size: int = engine.block_pool.hash_block_size
+        self.scheduler_block_size = scheduler_block_size
+        self.eagle_group_ids = eagle_group_ids
+        self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
+        self.num_reprefillable_tokens: int = rules.num_reprefillable
+        self.retention_interval: int | None = rules.interval
+        self.enable_partial_hash_hits: bool = rules.is_partial
+        self.full_attention_group_id: int | None = rules.lookup.find_full_group()
+        self.single_type_managers = tuple(
+            [
+                view_class(engine, group_id, spec)
+                for group_id, (view_class, spec) in enumerate(zip(view_classes, specs, strict=True))
+            ]
+        )
+        self.group_block_sizes = tuple([view.block_size for view in self.single_type_managers])
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: RequestId,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Return the number of free blocks that slots for the first `num_tokens` tokens take."""
+        return self._engine.count_needed_blocks(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            num_encoder_tokens,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            prefill_end,
+        )
+
+    def find_longest_cache_hit(
+        self, block_hashes: list[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
+        """Return the blocks by group, the tokens of the common prefix, and those of the junction after it."""
+        if not self._engine.enable_caching:
+            return tuple([[] for _ in self.single_type_managers]), 0, 0
+        blocks, num_tokens, junction = self._engine._rules.lookup.find(block_hashes, max_cache_hit_length)
+        return tuple(blocks), num_tokens, max(0, junction - num_tokens)
+
+    def find_longest_cache_hit_per_group(
+        self, block_hashes: list[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[KVCacheBlock], ...], tuple[int, ...]]:
+        """Return the blocks and the tokens of each group's own longest prefix."""
+        found, lengths = self._engine._rules.lookup.find_by_group(block_hashes, max_cache_hit_length)
+        return tuple(found), tuple(lengths)
+
+    def get_blocks(self, request_id: RequestId) -> tuple[list[KVCacheBlock], ...]:
+        """Return the live block tables of the request; empty lists for an unknown one."""
+        return tuple([view.req_to_blocks[request_id] for view in self.single_type_managers])
+
+    def reset_prefix_cache(self) -> bool:
+        """Evict every prefix; see `EngineManager.reset_prefix_cache`."""
+        return self._engine.reset_prefix_cache()

@@ -1,0 +1,107 @@
+"""`take_slots`: the slots of one request in one step, with the arguments and rules of vLLM's scheduler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.manager.allocating import allocate, free_skipped_blocks
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.recovery import recover
+from kv_pool.manager.step import Step
+
+
+def take_slots(
+    manager: KVCacheManager,
+    request: Any,
+    step: Step,
+    num_processed: int,
+    num_left: int,
+    num_reserved: int,
+    sequence_must_fit: bool,
+    delays_caching: bool,
+) -> tuple[Sequence[KVCacheBlock], ...] | None:
+    """Make room for the step, as `KVCacheManager.allocate_slots`; None if it does not fit.
+
+    Args:
+        num_processed: tokens whose steps have finished; blocks before their window are released.
+        num_left: blocks to leave free for requests that are running.
+        num_reserved: further blocks to leave free, except if the whole sequence must fit.
+        sequence_must_fit: return None unless all tokens of the request fit.
+        delays_caching: do not cache blocks whose content is still in transit.
+    """
+    if manager._unsettled is not None:
+        recover(manager)
+    tables = step.tables
+    num_free = manager.get_num_free_blocks()
+    if sequence_must_fit:
+        num_sequence: int = request.num_tokens
+        if manager._needs.count_full_sequence(step, num_sequence) > num_free - num_left:
+            return None
+    if tables is not None and manager._forgets:
+        try:
+            free_skipped_blocks(manager, step.request_id, tables, num_processed)
+        except BaseException:
+            recover(manager)
+            raise
+        num_free = manager.get_num_free_blocks()
+    need = manager._needs.count(step)
+    if need > num_free - num_left - num_reserved:
+        return None
+    if len(manager._caching.unwritten) > 0 and manager._caching.is_unwritten(step.prefix_blocks):
+        return None
+    full: list[int] | None = None
+    if manager.block_pool.enable_caching and not delays_caching and has_hashes(manager, request):
+        full = manager._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
+    return allocate(manager, request, step, full, need)
+
+
+def cache_written(manager: KVCacheManager, request: Any, tables: list[BlockTable], num_tokens: int) -> None:
+    """Cache the full blocks of the first `num_tokens` tokens, whose content is there."""
+    if has_hashes(manager, request):
+        ends = manager._caching.count_full(request, tables, 0, num_tokens)
+        if ends is not None:
+            manager._caching.cache(request, tables, ends, num_tokens, is_written=True)
+
+
+def has_hashes(manager: KVCacheManager, request: Any) -> bool:
+    """Return True if the request has the hashes of its full blocks; otherwise vLLM's scheduler continues."""
+    pool = manager.block_pool
+    num_tokens: int = request.num_tokens
+    num_hashed = len(request.block_hashes) * pool.hash_block_size
+    num_missing = num_tokens - pool.num_hash_lookahead_tokens - num_hashed
+    return num_hashed <= num_tokens and num_missing < pool.hash_block_size
+
+
+def is_quiet(
+    groups: list[BlockGroup],
+    tables: list[BlockTable],
+    caches: bool,
+    num_scheduled: int,
+    num_lookahead: int,
+    num_processed: int,
+) -> bool:
+    """Return True if a step after the prompt changes no table: nothing to add, to release or to cache.
+
+    Args:
+        caches: whether full blocks are cached.
+        num_scheduled: tokens of the request after the step.
+        num_processed: as for `take_slots`.
+    """
+    for group in groups:
+        table = tables[group.group_id]
+        num_blocks = group.count_table_blocks(num_scheduled, num_lookahead, 0)
+        if num_blocks + table.num_speculative > len(table.blocks):
+            return False
+        if table.copy_position >= 0 or table.checkpoint_position >= 0:
+            return False
+        if group.is_cacheable:
+            block_size = group.block_size
+            if caches and num_scheduled >= (table.num_cached_blocks + 1) * block_size:
+                return False
+            if group.forgets:
+                num_skipped = group.count_skipped_tokens(num_processed)
+                if num_skipped >= (table.num_null_blocks + 1) * block_size:
+                    return False
+    return True

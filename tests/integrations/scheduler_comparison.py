@@ -1,0 +1,127 @@
+"""Compare vLLM's scheduler on two KV cache managers, step by step, over random engines; also a command.
+
+    cd tests; python -m integrations.scheduler_comparison --level manager --seeds 1000 --steps 200
+
+Compared after every operation: all fields of the scheduler's output (new requests with the block ids of each
+group, new blocks of the running ones, numbers of tokens, preempted and finished requests, copies, blocks to
+zero), the outputs to the clients with their statistics, KV events with all their fields, the calls of a KV
+connector, each request's state and block table, the free queue in order, and the prefix map. At the end all
+blocks must be free.
+"""
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+import warnings
+
+from core.plain_operations import agree, find_differences
+from integrations.scheduler_options import SCHEDULER_KINDS
+from integrations.scheduler_schedule import SchedulerSchedule
+from integrations.scheduler_side import LEVELS, SchedulerSide
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # for vLLM's imports
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+NUM_LINES = 8
+
+
+class Comparison:
+    """A seed of a kind. `difference` has the first difference, one line each; [] if there is none.
+
+    `is_served` is False if our classes left the configuration to vLLM's own manager.
+    """
+
+    def __init__(self, kind, seed, names, num_steps, note=None):
+        """`names` has our classes, as for `SchedulerSide`; `note` gets each operation and its answer."""
+        self.schedule = SchedulerSchedule(kind, seed)
+        self.num_steps = 0
+        self.difference = []
+        self.is_served = True
+        theirs = SchedulerSide(self.schedule.options, LEVELS["vllm"]())
+        decisions = self.schedule.decide(num_steps)
+        operation = next(decisions)
+        try:
+            ours = SchedulerSide(self.schedule.options, names)
+        except Exception:
+            self.fail("the constructor", traceback.format_exc().splitlines()[-NUM_LINES:])
+            return
+        self.is_served = not isinstance(ours.manager, KVCacheManager)
+        while operation is not None:
+            try:
+                answer = theirs.apply(operation)
+            except Exception:
+                self.fail(operation, ["vLLM raises", *traceback.format_exc().splitlines()[-NUM_LINES:]])
+                return
+            self.num_steps += operation[0] == "schedule"
+            try:
+                lines = self.compare(answer, ours.apply(operation), theirs, ours)
+            except Exception:
+                lines = traceback.format_exc().splitlines()[-NUM_LINES:]
+            if lines:
+                self.fail(operation, lines)
+                return
+            if note is not None:
+                note(operation, answer)
+            operation = next_operation(decisions, answer)
+        left = [f"theirs: {theirs.find_leaks()}, ours: {ours.find_leaks()}"]
+        if left != ["theirs: [], ours: []"]:
+            self.fail("the end", left)
+
+    def compare(self, their_answer, our_answer, theirs, ours):
+        if not agree(their_answer, our_answer):
+            return list(find_differences(their_answer, our_answer))
+        return list(find_differences(theirs.picture(), ours.picture()))
+
+    def fail(self, operation, lines):
+        self.difference = [
+            f"options {self.schedule.options}",
+            f"step {self.num_steps}, after {operation}",
+            *lines[: NUM_LINES + 1],
+        ]
+
+
+def next_operation(decisions, answer):
+    try:
+        return decisions.send(answer)
+    except StopIteration:
+        return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--level", choices=list(LEVELS), default="pool", help="our classes")
+    parser.add_argument("--kind", action="append", choices=SCHEDULER_KINDS, help="default: all kinds")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds of each kind")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each seed")
+    parser.add_argument("--keep-going", action="store_true", help="report all seeds that differ, in short")
+    options = parser.parse_args()
+    for name in ("vllm", "kv_pool"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    names = LEVELS[options.level]()
+    num_different = 0
+    for kind in options.kind or SCHEDULER_KINDS:
+        start, num_steps, num_served, different = time.monotonic(), 0, 0, []
+        for seed in range(options.first, options.first + options.seeds):
+            comparison = Comparison(kind, seed, names, options.steps)
+            num_steps += comparison.num_steps
+            num_served += comparison.is_served
+            if comparison.difference:
+                different.append(seed)
+                lines = comparison.difference[1:4] if options.keep_going else comparison.difference
+                print(f"{kind}, seed {seed}:", *lines, sep="\n    ", flush=True)
+                if not options.keep_going:
+                    sys.exit(1)
+        num_different += len(different)
+        seconds = time.monotonic() - start
+        found = f"{len(different)} seeds differ" if different else "no difference"
+        counts = f"{options.seeds} seeds, {num_served} of them served by a manager of ours, {num_steps} steps"
+        print(f"{kind}: {counts}, {found} ({seconds:.0f} s)", flush=True)
+    sys.exit(min(num_different, 100))
+
+
+if __name__ == "__main__":
+    main()

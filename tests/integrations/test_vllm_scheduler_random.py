@@ -1,0 +1,105 @@
+"""Random engines over vLLM's scheduler: the same steps with kv_pool's classes as with vLLM's (marker `vllm`).
+
+`scheduler_comparison` says what is compared, `scheduler_options` and `scheduler_schedule` what is excluded.
+"""
+
+import logging
+from collections import Counter
+from importlib.util import find_spec
+
+import pytest
+from integrations.scheduler_options import SCHEDULER_KINDS
+
+pytestmark = pytest.mark.vllm
+
+OUR_LEVELS = ["pool"]
+if find_spec("kv_pool.integrations.vllm.manager_classes") is not None:
+    OUR_LEVELS.append("manager")
+NUM_STEPS = 200
+FEW_SEEDS = 3
+MORE_SEEDS = 50
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(caplog):
+    """Leave out vLLM's warnings on small blocks and refused resets."""
+    for name in ("vllm", "kv_pool"):
+        caplog.set_level(logging.CRITICAL, name)
+
+
+def compare(kind, seeds, names, num_steps=NUM_STEPS, note=None):
+    from integrations.scheduler_comparison import Comparison
+
+    for seed in seeds:
+        difference = Comparison(kind, seed, names, num_steps, note).difference
+        if difference:
+            pytest.fail("\n".join([f"{kind}, seed {seed}", *difference]))
+
+
+def classes_of(level):
+    from integrations.scheduler_side import LEVELS
+
+    return LEVELS[level]()
+
+
+@pytest.mark.parametrize("kind", SCHEDULER_KINDS)
+@pytest.mark.parametrize("level", OUR_LEVELS)
+def test_scheduler_takes_the_same_steps(level, kind):
+    compare(kind, range(FEW_SEEDS), classes_of(level))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCHEDULER_KINDS)
+@pytest.mark.parametrize("level", OUR_LEVELS)
+def test_more_schedulers_take_the_same_steps(level, kind):
+    compare(kind, range(1000, 1000 + MORE_SEEDS), classes_of(level))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OneSlotMore",
+        "ShorterHits",
+        "OtherFreeOrder",
+        "LaterCaching",
+        "NoWatermark",
+        "OtherStatistics",
+        "PlainEvents",
+        "NoSkippedBlocks",
+        "LostBlock",
+    ],
+)
+def test_an_altered_manager_is_found(name):
+    from integrations.altered_managers import ALTERED
+    from integrations.scheduler_comparison import Comparison
+    from integrations.scheduler_side import SCHEDULER
+
+    names = classes_of("vllm") | {SCHEDULER: {"KVCacheManager": ALTERED[name]}}
+    assert any(Comparison("full + window", seed, names, NUM_STEPS).difference for seed in range(20))
+
+
+def test_two_schedulers_of_vllm_take_the_same_steps():
+    """Also shows that the engines reach what they are to compare."""
+    seen = Counter()
+
+    def note(operation, answer):
+        seen[operation[0]] += 1
+        if operation[0] == "update":
+            seen["event"] += len(answer["events"])
+            seen["finished"] += sum(len(outputs["outputs"]) for outputs in answer["outputs"].values())
+            seen["failed load"] += bool(operation[2] and operation[2].get("invalid_block_ids"))
+        for call, *_ in answer.get("connector", ()) if isinstance(answer, dict) else ():
+            seen[call] += 1
+        if operation[0] == "schedule":
+            seen["hit"] += any(new["num_computed_tokens"] for new in answer["scheduled_new_reqs"])
+            seen["preemption"] += bool(answer["preempted_req_ids"])
+            seen["drafts"] += bool(answer["scheduled_spec_decode_tokens"])
+            seen["image"] += bool(answer["scheduled_encoder_inputs"])
+            seen["copy"] += bool(answer["kv_cache_block_copies"])
+            seen["zeroed block"] += bool(answer["new_block_ids_to_zero"])
+
+    for kind in SCHEDULER_KINDS:
+        compare(kind, range(2), classes_of("vllm"), 60, note)
+    expected = ["add", "schedule", "update", "abort", "reset", "compile_grammar", "event", "finished", "hit"]
+    expected += ["preemption", "drafts", "image", "copy", "zeroed block", "match", "load", "send", "finish"]
+    assert {name: seen[name] for name in expected if not seen[name]} == {}
