@@ -92,8 +92,10 @@ MANAGER = (
     "rule_caching",
     "rule_lookup",
     "slot_needs",
+    "state_chains",
     "step",
     "step_checks",
+    "superseding",
     "table_rows",
 )
 

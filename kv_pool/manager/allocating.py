@@ -12,6 +12,7 @@ from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
+from kv_pool.manager.superseding import release_superseded
 
 
 def allocate(
@@ -57,8 +58,12 @@ def allocate(
         added = state._no_blocks
         if need or num_external or state._plans_checkpoints:
             added = extend_tables(state, tables, step)
+        if state._rules is not None:
+            state._rules.note_step(request, tables, step)
         if full is not None:
             state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
+            if state._rules is not None and state._rules.chains is not None:
+                release_superseded(state, state._rules.chains)
         if is_new:
             state._tables[step.request_id] = tables
     except BaseException:
@@ -92,6 +97,9 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_settled_cached = table.num_cached_blocks
+        rules = state._rules
+        if rules is not None and rules.chains is not None and group.reads_before_writes and used:
+            table.resumed = rules.chains.note_resumed(used[-1])
         if step.num_prefix % group.block_size and used:
             table.num_cached_blocks = step.num_prefix // group.block_size
             table.copy_position = table.num_cached_blocks

@@ -58,10 +58,20 @@ class ManagerQueries(RequestTables):
                 self._caching.raise_wrong_block_size(request, len(hashes))
             if self._rules is not None:
                 listed = hashes if isinstance(hashes, list) else list(hashes)
-                blocks, num_tokens, junction = self._rules.lookup.find(listed, limit)
+                blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
             else:
                 blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
+
+    def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
+        """Return the numbers of tokens, ascending, at which steps of the prompt must end to cache its states.
+
+        A `MambaSpec` group has a state at the end of a step only. `PrefixRules` select two states per request
+        or, with a `retention_interval` other than 0, more. Without rules and without states: [].
+        """
+        if self._rules is None:
+            return []
+        return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
 
     def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
         """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.

@@ -190,7 +190,17 @@ class RuleLookup:
     def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int) -> None:
         self._parts: list[EqualGroups] = parts
         self._num_groups: int = num_groups
+        # The first group with full attention; -1 for none.
+        self.full_group_id: int = parts[0].first.group_id if parts and parts[0].is_full else -1
         self._unit: int = unit
+
+    def find_full_block(self, hashes: list[BlockHash], num_tokens: int) -> KVCacheBlock | None:
+        """Return the full-attention block with which a cached prefix ends; None if it is not cached."""
+        if self.full_group_id < 0:
+            return None
+        block_hash = hashes[num_tokens // self._unit - 1]
+        found = self._parts[0].pool.get_cached_block(block_hash, [GroupId(self.full_group_id)])
+        return None if found is None else found[0]
 
     def find(self, hashes: list[BlockHash], max_num_tokens: int) -> tuple[list[list[KVCacheBlock]], int, int]:
         """Return the blocks of the prefix by group, its tokens, and the junction; 0 for none.

@@ -99,7 +99,7 @@ class EngineManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        blocks, num_tokens, junction = self._rules.lookup.find(list_hashes(request), limit)
+        blocks, num_tokens, junction = self._rules.find_prefix(request, list_hashes(request), limit)
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, junction
         if self.block_pool.enable_kv_cache_events:
