@@ -36,10 +36,11 @@ class Life:
         for _ in range(num_steps):
             self.rng.choices(actions, [4, 4, 6, 6, 3, 0.5, 0.1])[0]()
             self.take(self.halves.step(list(self.running), self.rng.random() < 0.5))
-        for name in list(self.running):
-            self.finish(name)
-        self.take(self.halves.drain())
-        assert not self.loading
+        while self.running or self.loading:
+            for name in list(self.running):
+                self.finish(name)
+            self.take(self.halves.step())
+        self.halves.drain()
         self.check_at_rest()
 
     def start(self):
