@@ -13,10 +13,10 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.state_chains import StateChains
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)

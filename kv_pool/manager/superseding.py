@@ -1,7 +1,7 @@
 """`release_superseded`: release the states that a conversation has left behind."""
 
+from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.manager_state import ManagerState
-from kv_pool.manager.state_chains import StateChains
 
 
 def release_superseded(state: ManagerState, chains: StateChains) -> None:

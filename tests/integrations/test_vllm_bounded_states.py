@@ -1,6 +1,7 @@
-"""vLLM's own scheduler on level `manager` with bounded states: the workloads of vLLM issue 45238 (marker `vllm`).
+"""vLLM's own scheduler on level `manager` with bounded states (marker `vllm`).
 
-64 prompts of 2,200 tokens over 8 shared prefixes, in blocks of 528 tokens, one at a time.
+The workloads of vLLM issue 45238: 64 prompts of 2,200 tokens over 8 shared prefixes, in blocks of 528 tokens,
+one at a time.
 """
 
 import logging

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.manager.state_chains import StateChains
+from kv_pool.manager.block_groups.state_chains import StateChains
 
 
 def cache(block_id, key):

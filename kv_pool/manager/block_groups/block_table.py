@@ -4,7 +4,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId
-from kv_pool.manager.state_chains import ChainedState
+from kv_pool.manager.block_groups.state_chains import ChainedState
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
