@@ -132,8 +132,8 @@ class AppliedRules:
 
     def note_ended(self, tables: list[BlockTable]) -> None:
         """Record where a request ends, before its blocks are released."""
-        if self.chains is not None and self.lookup.full_group_id >= 0:
-            table = tables[self.lookup.full_group_id]
+        if self.chains is not None and self.lookup.full is not None:
+            table = tables[self.lookup.full.first.group_id]
             if table.num_cached_blocks:
                 self.chains.note_ended(table.blocks[table.num_cached_blocks - 1])
 

@@ -185,21 +185,23 @@ class RuleLookup:
     Args:
         parts: full attention first; their hits bound those of the others.
         num_groups: number of the manager's groups, with those that are never hit.
+
+    Attributes:
+        full: the first groups with full attention; None for none.
     """
 
     def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int) -> None:
         self._parts: list[EqualGroups] = parts
         self._num_groups: int = num_groups
-        # The first group with full attention; -1 for none.
-        self.full_group_id: int = parts[0].first.group_id if parts and parts[0].is_full else -1
+        self.full: EqualGroups | None = parts[0] if parts and parts[0].is_full else None
         self._unit: int = unit
 
     def find_full_block(self, hashes: list[BlockHash], num_tokens: int) -> KVCacheBlock | None:
         """Return the full-attention block with which a cached prefix ends; None if it is not cached."""
-        if self.full_group_id < 0:
+        full = self.full
+        if full is None:
             return None
-        block_hash = hashes[num_tokens // self._unit - 1]
-        found = self._parts[0].pool.get_cached_block(block_hash, [GroupId(self.full_group_id)])
+        found = full.pool.get_cached_block(hashes[num_tokens // self._unit - 1], full.group_ids[:1])
         return None if found is None else found[0]
 
     def find(self, hashes: list[BlockHash], max_num_tokens: int) -> tuple[list[list[KVCacheBlock]], int, int]:
