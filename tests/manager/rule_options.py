@@ -56,10 +56,17 @@ def make_ruled_groups(kind, rng, make_groups):
             groups.append({"kind": "full", "block_size": size})
         if rng.random() < 0.25:
             window_size = rng.choice([unit, size])
-            groups.append({"kind": "window", "block_size": window_size, "sliding_window": rng.randrange(2, 20)})
+            groups.append(
+                {"kind": "window", "block_size": window_size, "sliding_window": rng.randrange(2, 20)}
+            )
         if rng.random() < 0.1:
             groups = groups[1:]
-        states = {"kind": "mamba", "block_size": size, "mode": "align", "speculative": rng.choice([0, 0, 1, 2, 3])}
+        states = {
+            "kind": "mamba",
+            "block_size": size,
+            "mode": "align",
+            "speculative": rng.choice([0, 0, 1, 2, 3]),
+        }
         if rng.random() < 0.4:
             states["checkpoint_alignment"] = rng.choice([1, 1, unit, 2 * unit])
         groups.extend(dict(states) for _ in range(rng.randrange(1, 3)))

@@ -101,7 +101,8 @@ def _find_replacements(level: str) -> dict[type, type]:
     from kv_pool.integrations.vllm import pool_classes
 
     new_classes = vars(pool_classes)
-    if os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0"):
+    has_control = os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0")
+    if has_control:
         from kv_pool.integrations.vllm.controlled_block_pool import ControlledBlockPool
 
         new_classes = {**new_classes, "BlockPool": ControlledBlockPool}
@@ -110,7 +111,12 @@ def _find_replacements(level: str) -> dict[type, type]:
         from kv_pool.integrations.vllm import manager_classes
 
         replaced = {**REPLACED, **REPLACED_MANAGER}
-        new_classes = {**new_classes, **vars(manager_classes)}
+        new_classes = {**new_classes, "KVCacheBlocks": manager_classes.KVCacheBlocks}
+        new_classes["KVCacheManager"] = manager_classes.KVCacheManager
+        if has_control:
+            from kv_pool.integrations.vllm.controlled_manager import ControlledKVCacheManager
+
+            new_classes["KVCacheManager"] = ControlledKVCacheManager
     replacements: dict[type, type] = {}
     for module_name, names in replaced.items():
         module = importlib.import_module(module_name)
