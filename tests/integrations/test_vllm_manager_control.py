@@ -21,11 +21,12 @@ class EngineRequest:
 
 
 def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
-    from kv_pool.integrations.vllm.controlled_manager import ControlledKVCacheManager
+    from kv_pool.integrations.vllm.controlled_manager import make_controlled_manager
+    from kv_pool.integrations.vllm.manager_classes import KVCacheManager
 
     path = tmp_path / "here.sock"
     monkeypatch.setenv("KV_POOL_VLLM_CONTROL", str(path))
-    manager = ControlledKVCacheManager(
+    manager = make_controlled_manager(KVCacheManager)(
         make_config(), max_model_len=64, scheduler_block_size=4, hash_block_size=4
     )
     request = EngineRequest()

@@ -18,11 +18,12 @@ from vllm.v1.request import RequestStatus
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm.pool_classes import BlockPool
+from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
+from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 
@@ -50,7 +51,7 @@ def _view_class(manager_class: Any) -> type[GroupView]:
     return _VIEW_CLASSES[manager_class]
 
 
-class KVCacheManager(EngineManager):
+class KVCacheManager(ManagerWithOptions):
     """kv_pool's manager for one engine of vLLM.
 
     With a configuration that it does not serve, the constructor logs which feature that is and returns vLLM's
@@ -158,6 +159,7 @@ class KVCacheManager(EngineManager):
             ],
             copy_type=KVCacheBlockCopy,
         )
+        self.set_request_options(EngineOptions(self.manager, read_max_pinned_blocks(self.manager)))
         eagle_group_ids = {
             group_id for group_id, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group
         }
