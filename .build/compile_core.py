@@ -64,9 +64,11 @@ MANAGER = (
     "block_groups/mamba_group",
     "block_groups/scratch_group",
     "block_groups/sliding_window_group",
+    "block_groups/state_chains",
     "checkpoint_choice",
     "engine/cache_blocks",
     "engine/engine_manager",
+    "engine/manager_with_options",
     "engine/slot_taking",
     "engine/state_offers",
     "forking",
@@ -75,6 +77,7 @@ MANAGER = (
     "manager_state",
     "prefix_caching",
     "prefix_hit",
+    "queries",
     "recovery",
     "request_tables",
     "requests/request_checks",
@@ -92,6 +95,7 @@ MANAGER = (
     "slot_needs",
     "step",
     "step_checks",
+    "superseding",
     "table_rows",
 )
 

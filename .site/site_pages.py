@@ -58,6 +58,16 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "Under an existing engine",
             "the pool under vLLM, nano-vllm, transformers or a fork of vLLM, and what to test",
         ),
+        Page(
+            "kv_pool/integrations/vllm/request_options/README.md",
+            "Retention by request",
+            "the JSON that a client of vLLM sends to keep, pin, demote or release tokens, and the answers",
+        ),
+        Page(
+            "kv_pool/integrations/vllm/connector/README.md",
+            "Host and disk tiers for vLLM",
+            "KVPoolConnector: what vLLM's pool evicts stays in host memory and on disk",
+        ),
     ),
     "Operators": (
         Page(

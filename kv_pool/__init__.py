@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from kv_pool.manager.cached_prefix import CachedPrefix
     from kv_pool.manager.kv_cache_manager import KVCacheManager
     from kv_pool.manager.leases import BlockLeases, LeaseKind
+    from kv_pool.manager.prefix_rules import PrefixRules
     from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
     from kv_pool.manager.retention.block_retention import BlockRetention
     from kv_pool.manager.retention.directive import RetentionDirective
@@ -153,6 +154,7 @@ else:
             ),
             "kv_pool.manager.cached_prefix": ("CachedPrefix",),
             "kv_pool.manager.kv_cache_manager": ("KVCacheManager",),
+            "kv_pool.manager.prefix_rules": ("PrefixRules",),
             "kv_pool.manager.leases": (
                 "BlockLeases",
                 "LeaseKind",
@@ -184,6 +186,7 @@ __all__ = [
     "Request",
     "BlockHasher",
     "CachedPrefix",
+    "PrefixRules",
     "AllocStatus",
     "LoRARequest",
     "MultiModalFeature",

@@ -152,6 +152,7 @@ class Things:
             "num_encoder_tokens": 0,
             "full_sequence_must_fit": False,
             "reserved_blocks": 0,
+            "num_in_flight_tokens": 0,
         }
         prefix = self.manager.get_computed_blocks(new)
         admitted = {"request": new, "num_new_tokens": 2, "cached_prefix": prefix}
@@ -172,7 +173,9 @@ class Things:
                     "fork": {"parent": first, "child": new},
                     "cache_blocks": {"request": first, "num_computed_tokens": 8},
                     "evict_blocks": {"block_ids": [1]},
+                    "attach_retention": {"retention": self.retention},
                     "report_invalid_blocks": {"block_ids": [1]},
+                    "release_skipped_blocks": {"request": first, "num_tokens": 8},
                     "free": {"request": first},
                     "pop_tables": {"request_id": "first"},
                     "put_tables": {"request_id": "new", "tables": []},
@@ -287,7 +290,13 @@ HANDED_OVER = {
 NOT_WALKED = {
     BlockPool: HANDED_OVER,  # for code built on pools: lists that the pool changes
     RunBlockPool: HANDED_OVER,
-    KVCacheManager: {"take_onto", "free_out_of", "pop_tables_onto", "put_tables_out_of"},
+    KVCacheManager: {
+        "take_onto",
+        "free_out_of",
+        "pop_tables_onto",
+        "put_tables_out_of",
+        "take_block_copies_onto",
+    },
     GPUKVPool: {"attach", "dump", "load"},  # these involve a node, and a file
     BlockRetention: {  # called by the manager
         "attach",

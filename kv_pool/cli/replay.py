@@ -29,7 +29,7 @@ from kv_pool.replay.simulator import run_replay
 
 _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
-prefill_rate decode_rate max_running speedup groups chunk_tokens watermark keep_sessions keep_prefix
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
 host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
 timestamp_unit skip_broken seed runs publish publish_replay publish_config pace json requests
 """

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         count_loss,
         find_victim,
     )
+    from kv_pool.manager.prefix_rules import PrefixRules
     from kv_pool.manager.requests.request import (
         LoRARequest,
         MultiModalFeature,
@@ -89,6 +90,7 @@ else:
                 "find_victim",
                 "count_loss",
             ),
+            "kv_pool.manager.prefix_rules": ("PrefixRules",),
             "kv_pool.manager.requests.request": (
                 "Request",
                 "LoRARequest",
@@ -119,6 +121,7 @@ __all__ = [
     "PlaceholderRange",
     "SchedulableRequest",
     "CachedPrefix",
+    "PrefixRules",
     "AllocStatus",
     "KVCacheSpec",
     "FullAttentionSpec",

@@ -12,14 +12,21 @@ from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
+from kv_pool.manager.superseding import release_superseded
 
 
 def allocate(
-    state: ManagerState, request: SchedulableRequest, step: Step, full: list[int] | None, need: int
+    state: ManagerState,
+    request: SchedulableRequest,
+    step: Step,
+    junction: int,
+    full: list[int] | None,
+    need: int,
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
 
     Args:
+        junction: see `CachedPrefix`; for a request without blocks.
         full: the result of `PrefixCaching.count_full`.
         need: the result of `SlotNeeds.count`.
     If interrupted, nothing has changed.
@@ -38,6 +45,9 @@ def allocate(
         if is_new:
             # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
             start_tables(state, tables, step)
+            if junction:
+                for table in tables:
+                    table.junction = junction
             if retention is not None and retention.is_active:
                 retention.note_admitted(request)
             num_external = step.num_before - step.num_computed - step.num_prefix
@@ -48,8 +58,12 @@ def allocate(
         added = state._no_blocks
         if need or num_external or state._plans_checkpoints:
             added = extend_tables(state, tables, step)
+        if state._rules is not None:
+            state._rules.note_step(request, tables, step)
         if full is not None:
             state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
+            if state._rules is not None and state._rules.chains is not None:
+                release_superseded(state, state._rules.chains)
         if is_new:
             state._tables[step.request_id] = tables
     except BaseException:
@@ -66,7 +80,6 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
     for group in state._groups:
         table = BlockTable()
         tables.append(table)
-        table.junction = step.junction
         used = step.prefix_blocks[group.group_id]
         num_skipped = 0
         if group.forgets:
@@ -84,15 +97,21 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_settled_cached = table.num_cached_blocks
+        rules = state._rules
+        if rules is not None and rules.chains is not None and group.reads_before_writes and used:
+            table.resumed = rules.chains.note_resumed(used[-1])
         if step.num_prefix % group.block_size and used:
             table.num_cached_blocks = step.num_prefix // group.block_size
             table.copy_position = table.num_cached_blocks
 
 
 def add_external(state: ManagerState, tables: list[BlockTable], num_tokens: int) -> None:
-    """Append blocks for external tokens, until each table has slots for `num_tokens` tokens."""
+    """Append blocks for external tokens, until each table has slots for `num_tokens` tokens.
+
+    A group whose next token attends to none of them, such as a window of 1, gets none.
+    """
     for group in state._groups:
-        if group.is_cacheable:
+        if group.is_cacheable and group.count_skipped_tokens(num_tokens) < num_tokens:
             table = tables[group.group_id]
             num_new = group.count_table_blocks(num_tokens) - len(table.blocks)
             if num_new > 0:

@@ -2,18 +2,22 @@
 
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import GroupId
+from kv_pool.ids import BlockHash, GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
 from kv_pool.manager.rule_lookup import EqualGroups, RuleLookup
+from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -28,6 +32,7 @@ class AppliedRules:
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         choice: the `CheckpointChoice`, which selects the blocks to cache.
+        chains: the cached states as turns of conversations; None without `bounded_states`.
         caches_junctions: whether states at junctions within a block are cached.
         plans_checkpoints: whether a group saves states in the middle of a step.
     Raises:
@@ -46,11 +51,15 @@ class AppliedRules:
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
         hit_alignment = unit if self.is_partial else alignment
+        self.alignment: int = alignment
+        self._groups: list[BlockGroup] = groups
+        self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
         self.interval: int | None = rules.retention_interval
         self.num_reprefillable: int = rules.num_reprefillable_tokens
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
         self.choice: CheckpointChoice = CheckpointChoice(self.interval, alignment, hit_alignment, has_drafter)
+        self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
         parts: list[EqualGroups] = []
         for together in list_equal_groups(rules, specs):
@@ -87,7 +96,59 @@ class AppliedRules:
             rules.num_reprefillable_tokens,
             self.is_partial,
             self.caches_junctions,
+            self.chains,
         )
+
+    def find_prefix(
+        self, request: SchedulableRequest, hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[list[KVCacheBlock]], int, int]:
+        """Return the blocks of the longest prefix by group, its tokens, and a further checkpoint; 0 for none.
+
+        The checkpoint is the junction of a shared prefix. With `bounded_states`, it is not kept for the next
+        turn of a conversation, and the middle of a prompt takes its place.
+        """
+        blocks, num_tokens, junction = self.lookup.find(hashes, max_num_tokens)
+        chains = self.chains
+        if chains is None:
+            return blocks, num_tokens, junction
+        if junction:
+            last = self.lookup.find_full_block(hashes, junction)
+            if last is None or not chains.is_next_turn(last, request.request_id):
+                return blocks, num_tokens, junction
+        return blocks, num_tokens, self.choice.find_middle(get_num_prompt_tokens(request), num_tokens)
+
+    def note_step(self, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> None:
+        """Record states that a step of known tokens leaves within a block, so that they are not cached.
+
+        Drafts are not known yet: after a step with drafts the engine itself saves the state at a block's end.
+        """
+        if not self.has_states or self.plans_checkpoints or step.num_scheduled > request.num_tokens:
+            return
+        for group in self._groups:
+            if isinstance(group, MambaGroup) and step.num_before % group.block_size:
+                position = step.num_before // group.block_size
+                if step.num_scheduled > (position + 1) * group.block_size:
+                    tables[group.group_id].unaligned_position = position
+
+    def note_ended(self, tables: list[BlockTable]) -> None:
+        """Record where a request ends, before its blocks are released."""
+        if self.chains is not None and self.lookup.full_group_id >= 0:
+            table = tables[self.lookup.full_group_id]
+            if table.num_cached_blocks:
+                self.chains.note_ended(table.blocks[table.num_cached_blocks - 1])
+
+    def list_step_ends(self, request: SchedulableRequest, num_hit: int, junction: int) -> list[int]:
+        """Return the positions after the hit at which the prompt's steps must end to cache their states."""
+        if not self.has_states:
+            return []
+        num_prompt = get_num_prompt_tokens(request)
+        end = self.choice.find_end(num_prompt)
+        ends = {end, junction // self.alignment * self.alignment}
+        if self.interval is None:
+            ends.update(range(self.alignment, end, self.alignment))
+        elif self.interval:
+            ends.update(range(self.interval, end, self.interval))
+        return [position for position in sorted(ends) if num_hit < position <= num_prompt]
 
     def find_prefill_end(self, request: SchedulableRequest) -> int:
         """Return the tokens that a step must reach to save a state on its way; 0 for any step."""

@@ -48,6 +48,29 @@ class CheckpointChoice:
                 checkpoints.append(junction - group.block_size)
         return checkpoints
 
+    def find_end(self, num_prompt_tokens: int) -> int:
+        """Return the position of the last checkpoint of a prompt, a multiple of the alignment."""
+        unit = self.alignment
+        if self.drops_hits:
+            return max(0, num_prompt_tokens // unit - 1) * unit
+        return (num_prompt_tokens - 1) // unit * unit
+
+    def find_middle(self, num_prompt_tokens: int, num_hit: int) -> int:
+        """Return the middle of the new part of a prompt that is mostly new; 0 for none.
+
+            |--- hit ---|-------- new --------|
+            0        num_hit     middle      end
+
+        If later requests share a part of the new tokens, more than half of a long shared prefix is hit by the
+        second request already. It has the state at the junction computed, for the third. A prompt that mostly
+        continues a hit needs no middle: later requests that diverge in it continue from the hit, too.
+        """
+        end = self.find_end(num_prompt_tokens)
+        if end - num_hit <= num_hit:
+            return 0
+        middle = (num_hit + end) // 2 // self.alignment * self.alignment
+        return middle if middle > num_hit else 0
+
     def select(self, group: BlockGroup, first: int, end: int, checkpoints: list[int]) -> list[bool] | None:
         """Return which of the blocks `[first, end)` of a table to cache; None for all.
 

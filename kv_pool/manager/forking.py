@@ -44,6 +44,7 @@ def fork_tables(
                 num_shared = min(num_shared, group.count_table_blocks(num_computed))
             table.is_forked = True
             copy.is_forked = True
+            copy.unaligned_position = table.unaligned_position
             copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
             copy.num_null_blocks = min(table.num_null_blocks, num_shared)
             state.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)

@@ -13,6 +13,8 @@ def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTa
         retention.expire()
         if not retention.is_active:
             retention = None
+    if state._rules is not None:
+        state._rules.note_ended(tables)
     try:
         state._is_leaving = True
         state._leaving_id = request_id

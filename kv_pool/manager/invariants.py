@@ -5,10 +5,11 @@ Tables and copies
     T2  b.ref_cnt == |entries that are b| + |holds of b| + |others|
     T3  a table has entries for at least all computed tokens; an encoder-only one has none
     T4  each entry that the next token attends to has a block;  windows: the first num_null_blocks entries
-        are null and no other is
+        are null and, without extra retained tokens, no other is
     T5  num_cached_blocks <= |entries|;  a block at position i that carries a hash carries that of the
-        request's first (i + 1) * block_size tokens, in this group
-    T6  a pending copy's target is in a table, its source is held, and no source is a target
+        request's first (i + 1) * block_size tokens, in this group;  with prefix rules, that of any
+        number of tokens up to the end of the block, which `block_hash_num_tokens` states
+    T6  a pending copy's target is in a table or held, its source is held, and no source is a target
     T7  every request with tables is among the given requests
     T8  a block that a step is about to write is not null, has one writer, and carries no hash but that of the
         content to be written;  other tables with the block got it by that hash, and their requests begin
@@ -119,10 +120,16 @@ def check_copies(manager: KVCacheManager) -> None:
     ]
     in_tables = {block for blocks in tables for block in blocks}
     copies = manager.copies._source_of
+    state_targets = {target for _, _, target in manager.copies.state_pairs}
+    for _, source, target in manager.copies.state_pairs:
+        if not manager.copies.is_source(source) or not manager.copies.is_source(target):
+            raise CorruptedPoolError(
+                f"T6: the blocks {source.block_id} and {target.block_id} of a copy are not held"
+            )
     for target, source in copies.items():
         if target not in in_tables:
             raise CorruptedPoolError(f"T6: block {target.block_id} is the target of a copy, and in no table")
-        if source in copies:
+        if source in copies or source in state_targets:
             raise CorruptedPoolError(f"T6: block {source.block_id} is both source and target of copies")
         if not manager.copies.is_source(source):
             raise CorruptedPoolError(f"T6: block {source.block_id} is the source of a copy, and not held")
@@ -152,10 +159,17 @@ def check_coverage(table: BlockTable, spec: KVCacheSpec, num_computed: int, wher
             raise CorruptedPoolError(
                 f"T4: {where} counts {num_null} null entries, but entry {position} is block {block.block_id}"
             )
-        if position >= num_null and block.is_null and not isinstance(spec, MambaSpec):
+        if position >= num_null and block.is_null and not _may_have_gaps(spec):
             raise CorruptedPoolError(
                 f"T4: {where} counts {num_null} null entries, but entry {position} is null, too"
             )
+
+
+def _may_have_gaps(spec: KVCacheSpec) -> bool:
+    """Return True if a table may have null entries after the first ones: a hit need not have all blocks."""
+    return isinstance(spec, MambaSpec) or (
+        isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0
+    )
 
 
 def count_unread_tokens(spec: KVCacheSpec, num_computed: int) -> int:
@@ -184,6 +198,9 @@ def check_hashes(
         if block.block_hash is None:
             continue
         index = (position + 1) * num_hashes - 1
+        if manager.prefix_rules is not None:
+            num_tokens = block.block_hash_num_tokens or 0
+            index = min(index, num_tokens // manager.block_pool.hash_block_size - 1)
         if (
             not spec.is_cacheable
             or index >= len(hashes)

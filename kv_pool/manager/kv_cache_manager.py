@@ -12,7 +12,7 @@ from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockId, BlockMove
+from kv_pool.ids import BlockId, BlockMove
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.allocating import allocate, free_skipped_blocks
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
@@ -21,10 +21,10 @@ from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
-from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.prefix_rules import PrefixRules
+from kv_pool.manager.queries import ManagerQueries
 from kv_pool.manager.recovery import recover
-from kv_pool.manager.request_tables import RequestTables, find_tables
+from kv_pool.manager.request_tables import find_tables
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
@@ -32,7 +32,7 @@ from kv_pool.manager.step_checks import read_step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class KVCacheManager(RequestTables):
+class KVCacheManager(ManagerQueries):
     """The block tables of requests over one pool, for one KV cache group or several.
 
         >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
@@ -109,72 +109,7 @@ class KVCacheManager(RequestTables):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(self)
 
-    # ---- looking ---------------------------------------------------------------------------------
-
-    @property
-    def usage(self) -> float:
-        """Share of the pool's blocks that are in use, 0 to 1."""
-        num_blocks = self.block_pool.num_gpu_blocks - 1
-        return 1.0 - self.get_num_free_blocks() / num_blocks if num_blocks else 0.0
-
-    def get_num_free_blocks(self) -> int:
-        """Return the number of free blocks of the pool, including those that a retention keeps."""
-        if self.retention is not None and self.retention.holds_blocks:
-            self.retention.expire()  # expired pins free their blocks
-        return self.block_pool.free_block_queue.num_free_blocks
-
-    def get_computed_blocks(
-        self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None = None
-    ) -> CachedPrefix:
-        """Find the longest cached prefix that all groups have; it may be empty. Changes nothing.
-
-        Args:
-            max_num_tokens: maximum length of the prefix. Default: all tokens but the last. The logits of the
-                last token are needed, so its whole block is recomputed. A caller that needs no logits passes
-                `request.num_tokens`.
-        Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for other
-            groups.
-        """
-        request_id = get_request_id("request", request)
-        num_tokens = junction = 0
-        blocks: list[list[KVCacheBlock]]
-        if not self.block_pool.enable_caching:
-            blocks = [[] for _ in self._groups]
-        else:
-            num_known = request.num_tokens
-            limit = num_known - 1
-            if max_num_tokens is not None:
-                limit = as_int("max_num_tokens", max_num_tokens)
-            hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            if len(hashes) * self.block_pool.hash_block_size > num_known:
-                self._caching.raise_wrong_block_size(request, len(hashes))
-            if self._rules is not None:
-                listed = hashes if isinstance(hashes, list) else list(hashes)
-                blocks, num_tokens, junction = self._rules.lookup.find(listed, limit)
-            else:
-                blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
-        return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
-
-    def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
-        """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.
-
-        If False, reject the request on arrival, or it waits forever. A window needs few blocks if steps are
-        short, hence `max_in_flight_tokens`; without it, one step for all tokens is assumed.
-        """
-        num_most = self.count_max_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
-        return num_most <= self.block_pool.num_gpu_blocks - 1
-
-    def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
-        """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""
-        if not isinstance(num_encoder_tokens, int):
-            num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-        num_all = as_int("num_tokens", num_tokens)
-        if num_all < 0 or num_encoder_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_tokens is {num_all}, num_encoder_tokens {num_encoder_tokens}; they count tokens, 0 "
-                "or more"
-            )
-        return self._needs.count_max_blocks(num_all, num_encoder_tokens)
+    # ---- allocating ------------------------------------------------------------------------------
 
     def can_allocate(
         self,
@@ -193,6 +128,8 @@ class KVCacheManager(RequestTables):
 
         Changes nothing. Raises the errors of `allocate_slots`.
         """
+        if not isinstance(num_in_flight_tokens, int):
+            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
             self,
             request,
@@ -204,6 +141,8 @@ class KVCacheManager(RequestTables):
             full_sequence_must_fit,
             reserved_blocks,
         )
+        if self._plans_checkpoints and self._rules is not None:
+            step.prefill_end = self._rules.find_prefill_end(request)
         tables = step.tables
         num_sequence = request.num_tokens if full_sequence_must_fit else 0
         num_available = self.get_num_free_blocks()
@@ -219,8 +158,6 @@ class KVCacheManager(RequestTables):
         num_usable = self.block_pool.num_gpu_blocks - 1
         fits_alone = self._needs.fits_alone(num_usable, step, num_sequence, reserved_blocks)
         return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
-
-    # ---- taking ----------------------------------------------------------------------------------
 
     def allocate_slots(
         self,
@@ -275,6 +212,8 @@ class KVCacheManager(RequestTables):
             recover(self)
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
+        if not isinstance(num_in_flight_tokens, int):
+            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
             self,
             request,
@@ -286,6 +225,8 @@ class KVCacheManager(RequestTables):
             full_sequence_must_fit,
             reserved_blocks,
         )
+        if self._plans_checkpoints and self._rules is not None:
+            step.prefill_end = self._rules.find_prefill_end(request)
         tables = step.tables
         is_new = tables is None
         full: list[int] | None = None
@@ -315,7 +256,8 @@ class KVCacheManager(RequestTables):
 
         if not (is_new or need or full or self._has_forks or self._plans_checkpoints):
             return self._no_blocks
-        return allocate(self, request, step, full, need)
+        junction = 0 if cached_prefix is None else cached_prefix.junction
+        return allocate(self, request, step, junction, full, need)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.
@@ -450,10 +392,10 @@ class KVCacheManager(RequestTables):
             InvalidArgumentError: the request has no blocks. Nothing has changed.
         """
         request_id = get_request_id("request", request)
+        tables = find_tables(self, request_id)
+        num_final = as_int("num_tokens", num_tokens)
         try:
-            free_skipped_blocks(
-                self, request_id, find_tables(self, request_id), as_int("num_tokens", num_tokens)
-            )
+            free_skipped_blocks(self, request_id, tables, num_final)
         except BaseException:
             recover(self)
             raise

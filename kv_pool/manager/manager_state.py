@@ -6,6 +6,7 @@ from math import lcm
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool_core import RunPoolCore
+from kv_pool.core.arguments import check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -80,16 +81,11 @@ class ManagerState:
             max_model_len,
             max_in_flight_tokens,
             self.copies,
-            retention,
             prefix_rules is not None,
+            self._plans_checkpoints,
         )
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
-        self.retention: BlockRetention | None = retention
-        if retention is not None:
-            if retention.block_pool is not block_pool:
-                raise InvalidArgumentError("the retention belongs to another pool than the manager's")
-            block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in specs]
-            retention.attach(block_sizes, self._tables)
+        self.retention: BlockRetention | None = None
         # Left by an interrupted call for `recover`: a request's tables, whether all their blocks are freed,
         # the request whose directives end with them, and referenced blocks that are in no table.
         self._unsettled: list[BlockTable] | None = None
@@ -98,3 +94,22 @@ class ManagerState:
         self._taken: list[KVCacheBlock] = []
         self._leaving: list[KVCacheBlock] = []
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))
+        if retention is not None:
+            self.attach_retention(retention)
+
+    def attach_retention(self, retention: BlockRetention) -> None:
+        """Start to keep cached blocks as this retention says; requests may hold blocks already.
+
+        Raises:
+            InvalidArgumentError: the manager has another retention, or this one is for another pool. Nothing
+                has changed.
+        """
+        check_type("retention", retention, BlockRetention)
+        if self.retention is not None and self.retention is not retention:
+            raise InvalidArgumentError("the manager has a retention already; it cannot be replaced")
+        if retention.block_pool is not self.block_pool:
+            raise InvalidArgumentError("the retention belongs to another pool than the manager's")
+        block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in self.groups]
+        retention.attach(block_sizes, self._tables)
+        self._needs.retention = retention
+        self.retention = retention

@@ -31,6 +31,11 @@ class PrefixRules:
             of the block: see `take_block_copies`.
         junction_states: cache the state at the junction of a shared prefix also within a block; with
             `partial_hits` only. vLLM: `enable_mamba_shared_prefix_checkpoint`, if it has a drafter.
+        bounded_states: bound the states that requests leave cached; with a `retention_interval` of 0 only.
+            A prompt that is mostly new keeps the state in its middle, too, so that the second request with
+            a shared prefix usually hits a part of it; a junction replaces the middle. A request so keeps at
+            most two states. A conversation keeps the ends of its last two turns: an older one is released,
+            unless several requests continued from it. Hits within blocks do not count as turns.
         lookup_groups: groups that are looked up together, as lists of indices. Default: groups with equal
             specs.
     """
@@ -40,6 +45,7 @@ class PrefixRules:
     num_reprefillable_tokens: int = 0
     partial_hits: bool = True
     junction_states: bool = False
+    bounded_states: bool = False
     lookup_groups: Iterable[Iterable[int]] | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -52,6 +58,12 @@ class PrefixRules:
                 raise InvalidArgumentError(f"{name} is {value}; it counts tokens, 0 or more")
         check_type("partial_hits", self.partial_hits, bool)
         check_type("junction_states", self.junction_states, bool)
+        check_type("bounded_states", self.bounded_states, bool)
+        if self.bounded_states and self.retention_interval != 0:
+            raise InvalidArgumentError(
+                f"retention_interval is {self.retention_interval}; bounded_states needs 0, or the interval's "
+                "states have no bound"
+            )
         object.__setattr__(
             self, "eagle_groups", tuple(sorted(set(as_ints("eagle_groups", self.eagle_groups))))
         )

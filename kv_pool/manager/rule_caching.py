@@ -13,6 +13,7 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -27,6 +28,7 @@ class RuleCaching(PrefixCaching):
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         is_partial: whether hits may end within a block.
         caches_junctions: see `PrefixRules.junction_states`.
+        chains: records the cached states; None without `PrefixRules.bounded_states`.
 
     Attributes:
         unwritten: keys of states whose content exists only after the coming step.
@@ -43,12 +45,14 @@ class RuleCaching(PrefixCaching):
         num_reprefillable: int,
         is_partial: bool,
         caches_junctions: bool,
+        chains: StateChains | None,
     ) -> None:
         super().__init__(pool, groups, alignment)
         self._choice: CheckpointChoice = choice
         self._num_reprefillable: int = num_reprefillable
         self._is_partial: bool = is_partial
         self._caches_junctions: bool = caches_junctions
+        self._chains: StateChains | None = chains
         self.offers_states: bool = False
         self.state_offers: list[tuple[RequestId, GroupId, KVCacheBlock, int]] = []
 
@@ -158,7 +162,11 @@ class RuleCaching(PrefixCaching):
         mask = choice.select(group, first, end, choice.list_checkpoints(num_prompt, table.junction, group))
         for position in range(first, end):
             block = table.blocks[position]
-            if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
+            if position == table.unaligned_position:
+                if mask is None:
+                    mask = [True] * (end - first)
+                mask[position - first] = False
+            elif block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
                 # Cached by a fork that shares the block and continued first.
                 if mask is None:
                     mask = [True] * (end - first)
@@ -167,6 +175,13 @@ class RuleCaching(PrefixCaching):
             request, table.blocks, first, end, group.block_size, group.group_id, mask
         )
         table.num_cached_blocks = end
+        if self._chains is not None and isinstance(group, MambaGroup):
+            junction = table.junction // group.block_size
+            last = self._choice.find_end(num_prompt) // group.block_size
+            for position in range(first, end):
+                if mask is None or mask[position - first]:
+                    is_end = position + 1 == last != junction
+                    self._chains.note_kept(table.blocks[position], table.resumed, is_end)
 
     def _cache_tail(
         self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, limit: int, num_prompt: int
@@ -199,7 +214,7 @@ class RuleCaching(PrefixCaching):
         ):
             return
         position = -(-limit // group.block_size) - 1
-        if position >= len(table.blocks):
+        if position >= len(table.blocks) or position == table.unaligned_position:
             return
         block = table.blocks[position]
         if block.is_null or block.num_key_tokens == limit:

@@ -147,15 +147,20 @@ class EqualGroups:
     def _find_chunk(
         self, hashes: list[BlockHash], max_num_tokens: int, group: ChunkedLocalGroup
     ) -> tuple[list[list[KVCacheBlock]], int]:
-        """Find the blocks of the chunk in which the longest possible prefix ends."""
+        """Find the blocks of the chunk in which the prefix ends."""
         block_size = group.block_size
         own = group.list_hashes(hashes)
-        num_passed = group.count_skipped_tokens(max_num_tokens) // block_size
-        found = [[self.pool.null_block] * num_passed for _ in self.group_ids]
-        for position in range(num_passed, min(max_num_tokens // block_size, len(own))):
-            if not self._append(found, own[position]):
-                break
-        return found, len(found[0]) * block_size
+        num_blocks = min(max_num_tokens // block_size, len(own))
+        while True:
+            # A shorter prefix may end in another chunk, which needs other blocks.
+            num_passed = group.count_skipped_tokens(num_blocks * block_size) // block_size
+            found = [[self.pool.null_block] * num_passed for _ in self.group_ids]
+            for position in range(num_passed, num_blocks):
+                if not self._append(found, own[position]):
+                    break
+            if len(found[0]) == num_blocks:
+                return found, num_blocks * block_size
+            num_blocks = len(found[0])
 
     def _align(self, num_blocks: int) -> int:
         """Return the largest number of blocks, up to this one, whose end is aligned."""
@@ -185,7 +190,17 @@ class RuleLookup:
     def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int) -> None:
         self._parts: list[EqualGroups] = parts
         self._num_groups: int = num_groups
+        # The first group with full attention; -1 for none.
+        self.full_group_id: int = parts[0].first.group_id if parts and parts[0].is_full else -1
         self._unit: int = unit
+
+    def find_full_block(self, hashes: list[BlockHash], num_tokens: int) -> KVCacheBlock | None:
+        """Return the full-attention block with which a cached prefix ends; None if it is not cached."""
+        if self.full_group_id < 0:
+            return None
+        block_hash = hashes[num_tokens // self._unit - 1]
+        found = self._parts[0].pool.get_cached_block(block_hash, [GroupId(self.full_group_id)])
+        return None if found is None else found[0]
 
     def find(self, hashes: list[BlockHash], max_num_tokens: int) -> tuple[list[list[KVCacheBlock]], int, int]:
         """Return the blocks of the prefix by group, its tokens, and the junction; 0 for none.

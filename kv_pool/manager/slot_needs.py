@@ -18,9 +18,12 @@ class SlotNeeds:
     Args:
         max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
         copies: the pending copies; their references to blocks are not those of requests.
-        retention: blocks that it keeps count as free.
         has_rules: whether the manager has `PrefixRules`: `count_full_sequence` then counts states as the
             first step needs them.
+        plans_checkpoints: whether a group saves states in the middle of a step.
+
+    Attributes:
+        retention: blocks that it keeps count as free.
     """
 
     def __init__(
@@ -29,15 +32,16 @@ class SlotNeeds:
         max_model_len: int,
         max_in_flight_tokens: int,
         copies: BlockCopies,
-        retention: BlockRetention | None,
         has_rules: bool,
+        plans_checkpoints: bool,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
         self._copies: BlockCopies = copies
-        self._retention: BlockRetention | None = retention
+        self.retention: BlockRetention | None = None
         self._has_rules: bool = has_rules
+        self._plans_checkpoints: bool = plans_checkpoints
 
     def _limit(self, num_tokens: int) -> int:
         """Limit a number of tokens to that of the longest request."""
@@ -51,9 +55,6 @@ class SlotNeeds:
         """
         num_free = 0
         for group in self._groups:
-            if group.adds_null_blocks:
-                num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
-                continue
             num_blocks = group.count_table_blocks(
                 step.num_scheduled, step.num_lookahead, step.num_encoder_tokens
             )
@@ -62,6 +63,17 @@ class SlotNeeds:
                 num_entries = len(table.blocks)
                 if table.is_forked and not is_alone:
                     num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
+                if group.adds_null_blocks:
+                    if (
+                        num_blocks > num_entries - table.num_speculative
+                        or table.copy_position >= 0
+                        or self._plans_checkpoints
+                    ):
+                        num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
+                    continue
+            elif group.adds_null_blocks:
+                num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
+                continue
             else:
                 num_entries, num_hits = _count_hits(group, step, is_alone)
                 num_free += num_hits
@@ -83,9 +95,6 @@ class SlotNeeds:
             table = step.tables[group.group_id]
             num_entries = 0
             has_copy = table.copy_position >= 0
-            if table.is_forked and not is_alone:
-                num_blocks = group.count_table_blocks(num_tokens)
-                num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
         else:
             table = None
             hits = step.prefix_blocks[group.group_id]
@@ -156,7 +165,7 @@ class SlotNeeds:
 
     def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
         """Count the blocks that become free if blocks which no later token attends to are released."""
-        retention = self._retention
+        retention = self.retention
         num_free = 0
         for group in self._groups:
             table = tables[group.group_id]

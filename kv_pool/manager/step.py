@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
@@ -25,13 +25,11 @@ class Step:
         num_prefix: tokens of the prefix alone.
         num_lookahead: slots after `num_scheduled`, for speculative tokens.
         num_encoder_tokens: slots for cross-attention.
-        junction: see `CachedPrefix`.
         prefill_end: tokens at which a state may be saved in the middle of the step: see
             `MambaGroup.plan_checkpoint`.
     """
 
     __slots__ = (
-        "junction",
         "num_before",
         "num_computed",
         "num_encoder_tokens",
@@ -65,5 +63,4 @@ class Step:
         self.num_scheduled: int = num_scheduled
         self.num_lookahead: int = num_lookahead
         self.num_encoder_tokens: int = num_encoder_tokens
-        self.prefill_end: int = 0
-        self.junction: int = 0
+        self.prefill_end: i64 = 0

@@ -95,7 +95,7 @@ def read_step(
     if state.max_model_len and num_scheduled + num_lookahead_tokens > state.max_model_len:
         num_scheduled = min(num_scheduled, state.max_model_len)
         num_lookahead_tokens = state.max_model_len - num_scheduled
-    step = Step(
+    return Step(
         request_id,
         tables,
         prefix_blocks,
@@ -106,12 +106,6 @@ def read_step(
         num_lookahead_tokens,
         num_encoder_tokens,
     )
-    if state._rules is not None:
-        if cached_prefix is not None:
-            step.junction = cached_prefix.junction
-        if state._plans_checkpoints:
-            step.prefill_end = state._rules.find_prefill_end(request)
-    return step
 
 
 def raise_missing_blocks(

@@ -85,9 +85,13 @@ class ReplayDriver:
         return self.tally.note_arrival(request, self.manager.count_max_blocks(num_tokens))
 
     def look_up(self, request: ReplayRequest) -> FoundPrefix:
-        """Find the cached prefix of the request's prompt, on the device and then in tiers."""
+        """Find the cached prefix of the request's prompt, on the device and then in tiers.
+
+        Sets `request.step_ends`.
+        """
         start = self._clock_ns()
         prefix = self.manager.get_computed_blocks(request, request.max_hit_tokens)
+        request.step_ends = self.manager.list_step_ends(request, prefix)
         found = FoundPrefix(prefix)
         if self.tiers is not None:
             hit = self.tiers.find(request, prefix)

@@ -35,14 +35,14 @@ def run_instantly(
 
 def _compute(request: ReplayRequest, found: FoundPrefix, driver: ReplayDriver, steps: PromptSteps) -> None:
     """Compute the whole prompt after its cached prefix. It fits, because no other request runs."""
-    num_tokens = steps.count_next(found.num_tokens, request.num_tokens)
+    num_tokens = steps.count_next(found.num_tokens, request.num_tokens, request.step_ends)
     has_room = driver.begin(request, num_tokens, found)
     if driver.is_reading(request):
         driver.finish_reading(request)
     else:
         request.num_computed_tokens = found.num_tokens + num_tokens
     while has_room and request.num_computed_tokens < request.num_tokens:
-        num_tokens = steps.count_next(request.num_computed_tokens, request.num_tokens)
+        num_tokens = steps.count_next(request.num_computed_tokens, request.num_tokens, request.step_ends)
         has_room = driver.allocate(request, num_tokens)
         request.num_computed_tokens += num_tokens
     assert has_room, f"request {request.request_id} does not fit into an empty pool"

@@ -51,6 +51,7 @@ class ReplayRequest:
         num_tokens: prompt and generated tokens so far.
         max_hit_tokens: maximum number of tokens of a hit.
         num_cacheable_blocks: full blocks of the prompt, the denominator of the block hit rate.
+        step_ends: numbers of tokens at which steps of the prompt end, so that states can be kept there.
     """
 
     # The manager reads these attributes; a trace has none of them.
@@ -73,6 +74,7 @@ class ReplayRequest:
         "num_tokens",
         "request_id",
         "session_id",
+        "step_ends",
     )
 
     def __repr__(self) -> str:
@@ -98,6 +100,7 @@ class ReplayRequest:
         self.arrival_ms = traced.arrival_ms
         self.input_length = traced.input_length
         self.num_computed_tokens = 0
+        self.step_ends: list[int] = []
         self.num_output_left = traced.output_length
         self._block_size = block_size
         self.num_tokens = traced.input_length
@@ -187,6 +190,7 @@ class ReplayRequest:
         request.num_tokens = state.num_tokens
         request.num_output_left = state.num_output_left
         request.num_computed_tokens = 0
+        request.step_ends = []
         request.max_hit_tokens = state.max_hit_tokens
         request.num_cacheable_blocks = state.num_cacheable_blocks
         request.block_hashes = [BlockHash(block_hash) for block_hash in state.block_hashes]

@@ -11,6 +11,7 @@ from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.groups import FORMAT
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
+from kv_pool.replay.states import STATES
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 CLOCKS = ("instant", "trace")
@@ -136,6 +137,17 @@ class ReplaySettings:
             "own blocks from the same pool."
         ),
     ] = "full"
+    states: Annotated[
+        str,
+        Option(
+            "Where states of mamba groups, and windows, stay cached. steps: at the end of each step. blocks: "
+            "at the end of each block. checkpoints: at the end of a prompt and where shared prefixes end, as "
+            "in vLLM 0.33. bounded: as checkpoints, also in the middle of a new prompt, and for the last two "
+            "turns of a conversation only.",
+            metavar="RULE",
+            choices=STATES,
+        ),
+    ] = STATES[0]
     chunk_tokens: Annotated[
         int | None,
         Option(

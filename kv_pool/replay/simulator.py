@@ -21,6 +21,7 @@ from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
 from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.states import make_prefix_rules
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock
 
@@ -60,7 +61,7 @@ def run_replay(
     block_size = find_block_size(settings.block_size, trace)
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
-    steps = PromptSteps.for_groups(groups, settings.chunk_tokens)
+    steps = PromptSteps.for_groups(groups, settings.chunk_tokens, at_every_block=settings.states == "blocks")
     pool = pool_class(
         settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None, dense_events=True
     )
@@ -73,6 +74,7 @@ def run_replay(
         # Output is generated in steps of at most one block.
         max_in_flight_tokens=settings.chunk_tokens and max(settings.chunk_tokens, block_size),
         watermark=settings.watermark,
+        prefix_rules=make_prefix_rules(settings.states),
         retention=None if replay_retention is None else replay_retention.retention,
     )
     link = CopyLink(settings.rates.copy_bytes_per_s)

@@ -132,7 +132,7 @@ class TraceClock:
                 self._plan(request, copied_ms, 0)
             else:
                 found = self.driver.look_up(request)
-                num_tokens = self._steps.count_next(found.num_tokens, request.num_tokens)
+                num_tokens = self._steps.count_next(found.num_tokens, request.num_tokens, request.step_ends)
                 if not self.driver.begin(request, num_tokens, found):
                     return
                 if request.request_id not in self._admissions:
@@ -198,7 +198,7 @@ class TraceClock:
     def _count_next(self, request: ReplayRequest) -> int:
         """Return the tokens of the next step: prompt, or output until a block is full; 0 at the end."""
         if request.num_computed_tokens < request.num_tokens:
-            return self._steps.count_next(request.num_computed_tokens, request.num_tokens)
+            return self._steps.count_next(request.num_computed_tokens, request.num_tokens, request.step_ends)
         block_size = self.driver.manager.block_size
         return min(request.num_output_left, block_size - request.num_tokens % block_size)
 

@@ -1,28 +1,69 @@
 """`TierPrefixes`: looks up the part of a prefix that lower tiers have, beyond the device's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from kv_pool.core.block_keys import group_suffix
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
-from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class TierKeys(Protocol):
+    """The keys that the tiers of a pool hold, such as a `TieredCache`."""
+
+    @property
+    def block_pool(self) -> Any:
+        """The pool; its `enable_caching` and `hash_block_size` are read."""
+
+    def list_indexes(self) -> Sequence[Mapping[BlockHashWithGroupId, object]]:
+        """Return mappings whose keys are in a tier. Valid until a change."""
+
+
+class PrefixGroup(Protocol):
+    """A KV cache group whose blocks may be in tiers, such as a `BlockGroup`."""
+
+    @property
+    def group_id(self) -> GroupId: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def stride(self) -> int:
+        """Number of the request's hashes per block."""
+
+    @property
+    def is_cacheable(self) -> bool: ...
+
+    @property
+    def is_downward_closed(self) -> bool:
+        """Whether a hit needs all blocks before its end."""
+
+    def count_skipped_tokens(self, num_computed_tokens: int, /) -> int:
+        """Return how many of the first tokens the next token does not attend to."""
+
+
+class HashedRequest(Protocol):
+    """A request with block hashes."""
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]: ...
 
 
 class TierPrefixes:
     """A read-only lookup of prefixes in lower tiers. Each block may be in any tier.
 
     Args:
+        tier_keys: the keys that the tiers hold.
         groups: the manager's groups; their own pool is not consulted.
         alignment: hits are a multiple of this number of tokens.
     """
 
-    def __init__(self, tiered_cache: TieredCache, groups: Sequence[BlockGroup], alignment: int) -> None:
-        self._tiered_cache = tiered_cache
+    def __init__(self, tier_keys: TierKeys, groups: Sequence[PrefixGroup], alignment: int) -> None:
+        self._tier_keys = tier_keys
         self._groups = groups
         self._alignment = alignment
 
-    def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
+    def count_tokens(self, request: HashedRequest, num_device_tokens: int, max_num_tokens: int) -> int:
         """Return how many tokens after the first `num_device_tokens` the tiers have for the request.
 
         The result is a multiple of the alignment; `num_device_tokens` must be one, too. A group with a window
@@ -31,11 +72,11 @@ class TierPrefixes:
         Cost: one look-up for each block of a full-attention group; other groups look up the blocks they
         need once for each length that is tried.
         """
-        if not self._tiered_cache.block_pool.enable_caching or not any(
+        if not self._tier_keys.block_pool.enable_caching or not any(
             group.is_cacheable for group in self._groups
         ):
             return 0
-        num_hashed = len(request.block_hashes) * self._tiered_cache.block_pool.hash_block_size
+        num_hashed = len(request.block_hashes) * self._tier_keys.block_pool.hash_block_size
         num_tokens = self._align(min(max_num_tokens, num_hashed))
         hashes = [list(self._list_hashes(request, group)) for group in self._groups]
         for group, group_hashes in zip(self._groups, hashes, strict=True):
@@ -52,7 +93,7 @@ class TierPrefixes:
         return 0
 
     def find_blocks(
-        self, request: SchedulableRequest, start: int, end: int
+        self, request: HashedRequest, start: int, end: int
     ) -> list[dict[int, BlockHashWithGroupId]] | None:
         """Return, for each group, the keys of the blocks for tokens `[start, end)`, by table position.
 
@@ -76,7 +117,7 @@ class TierPrefixes:
     ) -> list[BlockHashWithGroupId]:
         """Return the keys of the longest prefix of `block_hashes` that the tiers have."""
         suffix = group_suffix(group_id)
-        indexes = self._tiered_cache.list_indexes()
+        indexes = self._tier_keys.list_indexes()
         found: list[BlockHashWithGroupId] = []
         for block_hash in block_hashes:
             key = BlockHashWithGroupId(block_hash + suffix)
@@ -104,11 +145,11 @@ class TierPrefixes:
                 return needed[num_found] * group.block_size
         return None
 
-    def _list_needed(self, group: BlockGroup, start: int, end: int) -> range:
+    def _list_needed(self, group: PrefixGroup, start: int, end: int) -> range:
         first = max(start, group.count_skipped_tokens(end)) // group.block_size
         return range(first, end // group.block_size)
 
-    def _list_hashes(self, request: SchedulableRequest, group: BlockGroup) -> Sequence[BlockHash]:
+    def _list_hashes(self, request: HashedRequest, group: PrefixGroup) -> Sequence[BlockHash]:
         hashes = request.block_hashes
         return hashes if group.stride == 1 else hashes[group.stride - 1 :: group.stride]
 

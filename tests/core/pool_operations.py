@@ -61,16 +61,21 @@ class PoolSide(Side):
             observer = Recorder(self)
         elif options["observer"] == "collector" and self.collector is None:
             observer = self.collector = self.classes.KVCacheMetricsCollector(1.0)
+        if options["num_lookahead"]:
+            more["num_hash_lookahead_tokens"] = options["num_lookahead"]
         return pool_class(
             num_blocks,
             options["caching"],
             options["hash_block_size"],
             enable_kv_cache_events=options["events"],
             metrics_collector=observer,
-            num_hash_lookahead_tokens=options["num_lookahead"],
             medium=medium,
             **more,
         )
+
+    def ignores(self, block):
+        """Return True for a null block whose references vLLM counts, as it does until 0.32."""
+        return block.is_null and self.options.get("counts_null_references", False)
 
     def apply(self, operation):
         self.observed.clear()
@@ -139,7 +144,8 @@ class PoolSide(Side):
         return self.name(islice(queue.iter_blocks_after(after), limit))
 
     def repr_block(self, name):
-        return repr(self.blocks[name])
+        block = self.blocks[name]
+        return "null" if self.ignores(block) else repr(block)
 
     # ---- keys of a block ---------------------------------------------------------------------------
 
@@ -272,7 +278,7 @@ class PoolSide(Side):
             "usage": float(pool.get_usage()),  # 0 for a pool of one block
             "blocks": [
                 [
-                    block.ref_cnt,
+                    0 if self.ignores(block) else block.ref_cnt,
                     hex_of(block.block_hash),
                     block.block_hash_num_tokens,
                     is_linked(block),
@@ -304,6 +310,8 @@ class Recorder:
         self.side = side
 
     def note(self, hook, block):
+        if self.side.ignores(block):
+            return
         self.side.observed.append([hook, self.side.names[id(block)], hex_of(block.block_hash)])
 
     def on_block_allocated(self, block):

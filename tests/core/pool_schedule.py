@@ -14,6 +14,7 @@ Left out, because vLLM leaves a broken pool behind or does not define the result
 - watchers that raise, and `take_events` of a pool whose events go elsewhere
 - counts that are not integers: AssertionError there, TypeError from a compiled core
 - prompt embeddings: kv_pool's requests have none
+- until vLLM 0.32, references of the null block: counted there, and used by nothing
 """
 
 import random
@@ -37,7 +38,9 @@ class Sequence:
 
 
 class PoolSchedule:
-    def __init__(self, seed):
+    """Operations on pools of one release of vLLM, given as (0, 33) for 0.33."""
+
+    def __init__(self, seed, release=(0, 33)):
         self.rng = rng = random.Random(seed)
         self.unit = rng.choice([1, 2, 4])
         self.strides = rng.choice([[1], [1, 1], [1, 2], [2, 3], [1, 3, 1]])  # block size / unit, by group
@@ -52,6 +55,8 @@ class PoolSchedule:
             "medium": rng.choice(["GPU", "GPU", "CPU", "STORAGE"]),
             "observer": rng.choice([None, "recorder", "recorder", "collector"]),
         }
+        if release < (0, 33):
+            self.options |= {"num_lookahead": 0, "counts_null_references": True}
         self.edits_map = rng.random() < 0.25
         self.kinds = [make_kind(rng) for _ in range(2)]
         self.num_requests = 0

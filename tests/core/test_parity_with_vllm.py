@@ -1,8 +1,10 @@
-"""Random calls on kv_pool's classes and on vLLM 0.33's: same results, same state, same events.
+"""Random calls on kv_pool's classes and on those of the installed vLLM: same results, state and events.
 
 Runs if vLLM's core can be imported (marker `vllm`); otherwise `conftest.py` skips it, and
 `test_recorded_parity.py` replays a recorded part of it.
 """
+
+from types import SimpleNamespace
 
 import pytest
 from core.part_operations import PartSide
@@ -11,18 +13,26 @@ from core.plain_operations import agree, find_differences, run
 from core.pool_operations import PoolSide
 from core.pool_schedule import PoolSchedule
 
-import kv_pool
+from kv_pool.integrations.vllm.releases import find_release, load_classes
 
 pytestmark = pytest.mark.vllm
 
 NUM_STEPS = 400
 
 
-def compare(side_class, schedule):
+@pytest.fixture(scope="module")
+def release():
+    import vllm
+
+    return find_release(vllm.__version__)
+
+
+def compare(release, side_class, schedule):
     from core import vllm_classes
 
+    our_classes = SimpleNamespace(BlockStored=vllm_classes.BlockStored, **load_classes(release, "pool"))
     theirs = side_class(vllm_classes, schedule.options)
-    ours = side_class(kv_pool, schedule.options)
+    ours = side_class(our_classes, schedule.options)
     assert theirs.picture() == ours.picture()
     for operation, answers in run(schedule, theirs, ours, num_steps=NUM_STEPS):
         assert agree(*answers), operation
@@ -32,19 +42,19 @@ def compare(side_class, schedule):
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_random_calls_on_pools_agree_with_vllm(seed):
-    compare(PoolSide, PoolSchedule(seed))
+def test_random_calls_on_pools_agree_with_vllm(release, seed):
+    compare(release, PoolSide, PoolSchedule(seed, release.number))
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_calls_on_queue_map_and_block_agree_with_vllm(seed):
-    compare(PartSide, PartSchedule(seed))
+def test_random_calls_on_queue_map_and_block_agree_with_vllm(release, seed):
+    compare(release, PartSide, PartSchedule(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 2000))
-def test_more_random_calls_on_pools_agree_with_vllm(seed):
-    compare(PoolSide, PoolSchedule(seed))
+def test_more_random_calls_on_pools_agree_with_vllm(release, seed):
+    compare(release, PoolSide, PoolSchedule(seed, release.number))
 
 
 def test_every_public_method_of_vllm_has_an_operation():

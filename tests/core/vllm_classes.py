@@ -1,4 +1,4 @@
-"""vLLM's classes, for tests that compare with them. Importing this module requires vLLM 0.33."""
+"""vLLM's classes, for tests that compare with them. Importing this module requires vLLM."""
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core import block_pool

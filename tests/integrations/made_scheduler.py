@@ -30,7 +30,7 @@ MODEL = {
     "ffn_dim": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 4096,
 }
 
 

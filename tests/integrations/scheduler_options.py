@@ -152,9 +152,7 @@ def choose_threshold(num_drafts, alignment, max_model_len, rng):
 def choose_num_blocks(groups, max_model_len, num_drafts, rng):
     """Return enough blocks for one request, at most for four; the engine checks this when it starts."""
     per_request = sum(
-        ceil((max_model_len + 2 * num_drafts + 1) / group["block_size"])
-        + group.get("speculative", 0)
-        + 2
+        ceil((max_model_len + 2 * num_drafts + 1) / group["block_size"]) + group.get("speculative", 0) + 2
         for group in groups
     )
     return 1 + per_request + int(rng.choice([0.1, 0.5, 1, 1, 3]) * per_request)

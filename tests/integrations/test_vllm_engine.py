@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 import kv_pool
+from kv_pool.integrations.vllm.releases import find_release
 
 pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).parent
 MODE = "compiled" if kv_pool.COMPILED else "plain Python"
 POOL_LINE = f"kv_pool {kv_pool.__version__} ({MODE}) manages"
+
+
+def vllm_version():
+    import vllm
+
+    return vllm.__version__
 
 
 def run(program, folder, plugins, **environment):
@@ -53,7 +60,7 @@ def test_scheduler_makes_the_same_decisions(tmp_path):
     theirs, _ = run("vllm_schedule.py", tmp_path / "theirs", "")
     ours, log = run("vllm_schedule.py", tmp_path / "ours", "kv_pool")
     assert theirs.pop("pool") == "vllm.v1.core.block_pool"
-    assert ours.pop("pool") == "kv_pool.integrations.vllm.pool_classes"
+    assert ours.pop("pool") == find_release(vllm_version()).pool_module
     assert f"{POOL_LINE} 60 KV blocks, medium GPU" in log
     assert ours == theirs
     assert any(step["preempted"] for step in ours["steps"])

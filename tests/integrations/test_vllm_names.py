@@ -1,124 +1,50 @@
 """Every attribute that vLLM's code uses on pools, blocks, queues, maps and collectors exists in kv_pool.
 
-Reads the source of the installed vLLM (marker `vllm`).
+Reads the source of the installed vLLM (marker `vllm`) and compares it with kv_pool's classes for its release.
 """
 
-import ast
 import importlib
-import inspect
-from pathlib import Path
 
 import pytest
+from integrations.vllm_names import (
+    find_changes,
+    find_missing_attributes,
+    find_other_classes,
+    find_other_event_fields,
+    find_other_parameters,
+    find_unknown_uses,
+    find_used_names,
+    load_theirs,
+)
 
-from kv_pool.integrations.vllm.plugin import REPLACED
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_classes
 
 pytestmark = pytest.mark.vllm
 
-# Parts of vLLM that handle blocks, and their names for the objects. The files that define the classes are
-# omitted: they are not used.
-PARTS = (
-    "distributed/aux_output_connector",
-    "distributed/kv_transfer",
-    "v1/core",
-    "v1/engine",
-    "v1/hisparse",
-    "v1/simple_kv_offload",
-)
-VARIABLES = {
-    "BlockPool": {
-        "block_pool",
-        "_block_pool",
-        "cpu_block_pool",
-        "gpu_block_pool",
-        "_gpu_block_pool",
-        "cpu_pool",
-        "device_pool",
-        "gpu_pool",
-        "pool",
-    },
-    "KVCacheBlock": {"block", "blk", "null_block", "_null_block", "src_block", "dst_block"},
-    "FreeKVCacheBlockQueue": {"free_block_queue", "free_queue"},
-    "BlockHashToBlockMap": {"cached_block_hash_to_block"},
-    "KVCacheMetricsCollector": {"metrics_collector", "kv_metrics_collector"},
-}
-# Fields added by vLLM's own subclasses.
-ADDED_BY_VLLM = {"BlockPool": {"hits"}}
 
-
-def make_one_of_each(classes):
-    pool = classes["BlockPool"](4, True, 16)
-    return {
-        "BlockPool": pool,
-        "KVCacheBlock": pool.blocks[1],
-        "FreeKVCacheBlockQueue": pool.free_block_queue,
-        "BlockHashToBlockMap": pool.cached_block_hash_to_block,
-        "KVCacheMetricsCollector": classes["KVCacheMetricsCollector"](1.0),
-        "BlockMetricsState": classes["BlockMetricsState"](),
-    }
-
-
-def load_ours():
-    from kv_pool.integrations.vllm import pool_classes
-
-    return {name: getattr(pool_classes, name) for names in REPLACED.values() for name in names}
-
-
-def load_theirs():
-    return {
-        name: getattr(importlib.import_module(module), name)
-        for module, names in REPLACED.items()
-        for name in names
-    }
-
-
-def vllm_sources():
+@pytest.fixture(scope="module")
+def release():
     import vllm
 
-    root = Path(vllm.__file__).parent
-    defining = {root.parent / (module.replace(".", "/") + ".py") for module in REPLACED}
-    for part in PARTS:
-        for path in sorted((root / part).rglob("*.py")):
-            if path not in defining:
-                yield path
+    return find_release(vllm.__version__)
 
 
-def last_name(node):
-    """Return block_pool for `self.block_pool` and `block_pool`, and block for `blocks[0]`."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.Subscript):
-        return (last_name(node.value) or "").removesuffix("s")
-    return None
+@pytest.fixture(scope="module")
+def ours(release):
+    return load_classes(release, "pool")
 
 
-def used_names():
-    """Return the attributes that vLLM's code uses, and where: class -> name -> place."""
-    used = {name: {} for name in VARIABLES}
-    for path in vllm_sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                variable = last_name(node.value)
-                for class_name, variables in VARIABLES.items():
-                    if variable in variables:
-                        used[class_name].setdefault(node.attr, f"{path}:{node.lineno}")
-    return used
+@pytest.fixture(scope="module")
+def theirs():
+    return load_theirs(POOL_LEVEL)
 
 
-def test_every_name_that_vllm_uses_exists():
-    ours = make_one_of_each(load_ours())
-    missing = [
-        f"{class_name}.{name} ({place})"
-        for class_name, names in used_names().items()
-        for name, place in names.items()
-        if not hasattr(ours[class_name], name) and name not in ADDED_BY_VLLM.get(class_name, ())
-    ]
-    assert not missing
+def test_every_name_that_vllm_uses_exists(ours):
+    assert not find_unknown_uses(POOL_LEVEL, ours)
 
 
 def test_source_walk_finds_the_known_uses_in_vllm():
-    used = used_names()
+    used = find_used_names(POOL_LEVEL)
     assert {
         "get_new_blocks",
         "touch",
@@ -139,54 +65,48 @@ def test_source_walk_finds_the_known_uses_in_vllm():
     )
     assert "iter_blocks_after" in used["FreeKVCacheBlockQueue"]
     assert "get_one_block" in used["BlockHashToBlockMap"]
-    assert {"sample_rate", "drain_events"} <= set(used["KVCacheMetricsCollector"])
+    assert "drain_events" in used["KVCacheMetricsCollector"]
 
 
-def test_all_attributes_of_vllm_classes_exist():
-    theirs, ours = make_one_of_each(load_theirs()), make_one_of_each(load_ours())
-    # Attributes added by dataclasses, and private state.
-    missing = [
-        f"{class_name}.{name}"
-        for class_name, thing in theirs.items()
-        for name in dir(thing)
-        if not name.startswith("_") and not hasattr(ours[class_name], name)
-    ]
-    assert not missing
+def test_all_attributes_of_vllm_classes_exist(theirs, ours):
+    assert not find_missing_attributes(theirs, ours)
 
 
 def test_all_classes_of_the_replaced_modules_are_replaced():
-    for module_name in ("vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_metrics"):
-        module = importlib.import_module(module_name)
-        defined = {
-            name
-            for name, thing in vars(module).items()
-            if isinstance(thing, type) and thing.__module__ == module_name
-        }
-        assert defined == set(REPLACED[module_name])
+    assert not find_other_classes(POOL_LEVEL)
 
 
-def methods_of(cls):
-    """Return the constructor and all methods, including private ones, by name."""
-    return {"__init__": cls} | {
-        name: thing for name, thing in vars(cls).items() if inspect.isfunction(thing) and name[:2] != "__"
-    }
-
-
-def parameters(function):
-    return [
-        (parameter.name, parameter.default)
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.name != "self"
-    ]
-
-
-@pytest.mark.parametrize("class_name", [name for names in REPLACED.values() for name in names])
-def test_parameters_match_those_of_vllm(class_name):
+def test_parameters_match_those_of_vllm(theirs, ours):
     """The parameters have the same names, order and defaults."""
-    theirs, ours = load_theirs()[class_name], load_ours()[class_name]
-    for name, method in methods_of(theirs).items():
-        counterpart = ours if name == "__init__" else getattr(ours, name, None)
-        if counterpart is None and name.startswith("_"):
-            continue  # private, and unused according to the walk above
-        expected = parameters(method)
-        assert parameters(counterpart)[: len(expected)] == expected, f"{class_name}.{name}"
+    assert not find_other_parameters(theirs, ours)
+
+
+def test_events_have_the_fields_of_vllm(ours):
+    assert not find_other_event_fields(ours["BlockPool"])
+
+
+def test_nothing_has_changed(release):
+    for level in release.replaced:
+        assert find_changes(level) == []
+
+
+def test_changes_are_listed_name_by_name(monkeypatch):
+    module = importlib.import_module("vllm.v1.core.block_pool")
+
+    def touch(self, blocks, weight=1): ...
+
+    def compact(self): ...
+
+    class RunIndex:
+        __module__ = module.__name__
+
+    monkeypatch.setattr(module.BlockPool, "touch", touch)
+    monkeypatch.setattr(module.BlockPool, "compact", compact, raising=False)
+    monkeypatch.setattr(module, "RunIndex", RunIndex, raising=False)
+    assert find_changes() == [
+        "vllm.v1.core.block_pool.RunIndex is not replaced",
+        "BlockPool.touch has the parameters (self, blocks, weight=1)",
+        "BlockPool.compact is missing",
+    ]
+    monkeypatch.delattr(module, "BlockHashToBlockMap")
+    assert find_changes() == ["vllm.v1.core.block_pool.BlockHashToBlockMap is gone"]

@@ -16,6 +16,10 @@ import pytest
 
 import kv_pool
 from kv_pool.integrations.vllm import register
+from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
+from kv_pool.integrations.vllm.releases import find_release
+
+CHECKED = ", ".join(CHECKED_VERSIONS["pool"])
 
 # The parts of vLLM that the plugin uses.
 FILES = {
@@ -170,7 +174,7 @@ def set_version(folder, version):
     (folder / "vllm/__init__.py").write_text(f"__version__ = {version!r}")
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0.post1", "0.33.0rc1", "dev"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0.post1", "0.33.0rc1", "0.29.0", "dev"])
 def test_unchecked_version_keeps_its_classes(made_up_vllm, version):
     set_version(made_up_vllm, version)
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
@@ -178,10 +182,36 @@ def test_unchecked_version_keeps_its_classes(made_up_vllm, version):
     assert logged == [
         [
             "WARNING",
-            f"kv_pool is not used: this is vLLM {version}, and it was checked with 0.33.0. "
+            f"kv_pool is not used: this is vLLM {version}, and it was checked with {CHECKED}. "
             "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
         ]
     ]
+
+
+@pytest.mark.parametrize("version", CHECKED_VERSIONS["pool"])
+def test_each_checked_version_gets_the_pool_of_its_release(made_up_vllm, version):
+    set_version(made_up_vllm, version)
+    module = find_release(version).pool_module
+    code = f"""
+        import vllm.v1.scheduler
+        register()
+        from vllm.v1.scheduler import Pool, SharedPool
+        assert Pool.__module__ == {module!r}
+        assert issubclass(SharedPool, Pool)
+        assert Pool(8, True, 4, True, None, medium="CPU").medium == "CPU"
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert is_ours(seen)
+    assert f"replaces the block pool of vLLM {version}: 6 classes" in logged[0][1]
+
+
+@pytest.mark.parametrize("version", CHECKED_VERSIONS["pool"])
+def test_second_call_keeps_the_pool_with_a_control_socket(made_up_vllm, version):
+    set_version(made_up_vllm, version)
+    code = "register(); from vllm.v1.core import block_pool; first = block_pool.BlockPool; register()"
+    code += "; assert block_pool.BlockPool is first"
+    _, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_CONTROL="1")
+    assert len(logged) == 1
 
 
 def test_another_build_of_a_checked_version_is_accepted(made_up_vllm):
@@ -190,12 +220,67 @@ def test_another_build_of_a_checked_version_is_accepted(made_up_vllm):
     assert is_ours(seen)
 
 
-def test_unchecked_version_can_be_forced(made_up_vllm):
-    set_version(made_up_vllm, "0.99.0")
+@pytest.mark.parametrize(("version", "used"), [("0.99.0", "0.33"), ("0.32.7", "0.32"), ("0.20.0", "0.30")])
+def test_unchecked_version_can_be_forced(made_up_vllm, version, used):
+    set_version(made_up_vllm, version)
     seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_FORCE="1")
     assert is_ours(seen)
     assert [level for level, _ in logged] == ["WARNING", "INFO"]
-    assert "checked with vLLM 0.33.0; KV_POOL_VLLM_FORCE=1 forces it on 0.99.0" in logged[0][1]
+    assert logged[0][1] == (
+        f"kv_pool was checked with vLLM {CHECKED}; KV_POOL_VLLM_FORCE=1 forces it on {version}, with its "
+        f"classes for {used}"
+    )
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.32.0"])
+@pytest.mark.parametrize("force", ["0", "1"])
+def test_a_release_without_level_manager_gets_level_pool(made_up_vllm, version, force):
+    set_version(made_up_vllm, version)
+    options = {"VLLM_PLUGINS": "kv_pool", "KV_POOL_VLLM": "manager", "KV_POOL_VLLM_FORCE": force}
+    seen, logged = run(made_up_vllm, "register()", **options)
+    assert is_ours(seen)
+    (level, message), (_, replaced) = logged
+    assert level == "WARNING"
+    assert message == (
+        f"kv_pool uses level pool: level manager is not available for vLLM {version}, but for "
+        f"{', '.join(CHECKED_VERSIONS['manager'])}"
+    )
+    assert f"replaces the block pool of vLLM {version}: 6 classes" in replaced
+
+
+def test_a_version_checked_at_level_pool_only_gets_that(made_up_vllm):
+    set_version(made_up_vllm, "0.34.0")
+    code = """
+        from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
+        CHECKED_VERSIONS["pool"]["0.34.0"] = "2027-01-31"
+        register()
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool", KV_POOL_VLLM="manager")
+    assert is_ours(seen)
+    assert "kv_pool uses level pool: level manager was checked with vLLM 0.33.0" in logged[0][1]
+    assert "replaces the block pool of vLLM 0.34.0: 6 classes" in logged[1][1]
+
+
+def test_an_unchecked_version_is_not_used_at_level_manager(made_up_vllm):
+    set_version(made_up_vllm, "0.34.0")
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM="manager")
+    assert not is_ours(seen)
+    ((_, message),) = logged
+    assert "kv_pool is not used: this is vLLM 0.34.0, and it was checked with 0.33.0." in message
+
+
+def test_missing_classes_of_level_manager_change_nothing(made_up_vllm):
+    """This vLLM has no KV cache manager."""
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM="manager")
+    assert not is_ours(seen)
+    ((_, message),) = logged
+    assert "kv_pool is not used: vLLM 0.33.0 lacks a class that it replaces" in message
+
+
+def test_an_unknown_level_changes_nothing(made_up_vllm):
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM="both")
+    assert not is_ours(seen)
+    assert logged == [["WARNING", "kv_pool is not used: KV_POOL_VLLM is 'both'; it is one of pool, manager"]]
 
 
 def test_forcing_a_version_with_missing_classes_changes_nothing(made_up_vllm):

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
+import vllm.logger
 from made_scheduler import KeptEvents, make_answer, make_config, make_hasher, make_request, make_scheduler
-from vllm.logger import configure_logging
 from vllm.plugins import load_general_plugins
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -35,7 +35,8 @@ def make_small_scheduler(folder):
         KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)),
         KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=64)),
     ]
-    configure_logging(config.logging_config)
+    if hasattr(vllm.logger, "configure_logging"):  # vLLM 0.30 configures its logging on import
+        vllm.logger.configure_logging(config.logging_config)
     return make_scheduler(config, groups, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 

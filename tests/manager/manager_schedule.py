@@ -236,7 +236,7 @@ class ManagerSchedule:
             return
         sequence = self.rng.choice(waiting)
         num_most = len(sequence.tokens) - (self.rules["hash_ahead"] if self.rules else 0)
-        limit = self.rng.choice([None, self.rng.randrange(num_most + 1)])
+        limit = self.rng.choice([None, self.rng.randrange(max(0, num_most) + 1)])
         yield ["look_up", sequence.request_id, limit]
 
     def admit(self):
@@ -300,7 +300,7 @@ class ManagerSchedule:
     def some_chunk(self, sequence, num_computed):
         """Return the number of tokens to compute next."""
         rng = self.rng
-        num_left = len(sequence.tokens) - num_computed
+        num_left = max(len(sequence.tokens) - num_computed, 1)  # 1: for a token that is still in flight
         num_new = min(num_left, self.max_chunk)
         if rng.random() < 0.4:
             num_new = rng.randrange(1, num_new + 1)
@@ -349,10 +349,11 @@ class ManagerSchedule:
             num_new = self.some_chunk(sequence, sequence.num_computed)
             if not num_new:
                 continue
-            is_last = sequence.num_computed + num_new == len(sequence.tokens)
+            is_last = sequence.num_computed + num_new >= len(sequence.tokens)
             if is_last and self.has_drafts and rng.random() < 0.6:
                 num_drafts = rng.randrange(self.max_drafts + 1)
-                num_drafts = min(num_drafts, self.max_model_len - 1 - len(sequence.tokens))
+                num_most = max(len(sequence.tokens), sequence.num_computed + num_new)
+                num_drafts = max(0, min(num_drafts, self.max_model_len - 1 - num_most))
             options = {"lookahead": self.lookahead} if self.lookahead else {}
             if sequence.num_in_flight:
                 options["in_flight"] = sequence.num_in_flight
@@ -389,15 +390,15 @@ class ManagerSchedule:
         sequence.num_in_flight += num_new + num_drafts
         sequence.num_rejected += num_drafts - num_accepted
         sequence.num_accepted += num_accepted
-        if self.rng.random() < 0.6:
+        if self.rng.random() < 0.3:
             yield from self.settle(sequence, is_sure=True)
 
     def settle(self, sequence, is_sure=False):
         """End the sequence's steps in flight: append the accepted drafts, take back the others."""
         if not sequence.num_in_flight:
             return
-        # While the next token is unknown, no further step can be scheduled here.
-        if not is_sure and sequence.num_computed < len(sequence.tokens) and self.rng.random() < 0.5:
+        num_after = sequence.num_computed + 1 + self.max_drafts + self.lookahead
+        if not is_sure and num_after < self.max_model_len and self.rng.random() < 0.6:
             return
         sequence.num_in_flight = 0
         if sequence.num_rejected:
@@ -406,8 +407,9 @@ class ManagerSchedule:
         if sequence.num_accepted:
             yield from self.append(sequence, sequence.num_accepted)
         sequence.num_rejected = sequence.num_accepted = 0
-        if sequence.num_computed == len(sequence.tokens):
-            yield from self.append(sequence, 1)
+        num_unknown = sequence.num_computed + 1 - len(sequence.tokens)
+        if num_unknown > 0:
+            yield from self.append(sequence, num_unknown)
 
     def finish_loading(self):
         loading = self.of_state(LOADING)

@@ -8,6 +8,7 @@ import kv_pool
 from kv_pool.core import invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups import kv_cache_spec
+from kv_pool.manager.invariants import check_copies, check_references
 from kv_pool.manager.prefix_rules import PrefixRules
 
 SPECS = {
@@ -111,5 +112,8 @@ class OwnManagerSide(ManagerSide):
         return [self.manager.get_block_ids(request_id, group_id) for group_id in groups]
 
     def picture(self):
+        if self.has_rules:
+            check_references(self.manager, self.retained)
+            check_copies(self.manager)
         invariants.check(self.pool)
         return super().picture()

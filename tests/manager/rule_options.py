@@ -20,7 +20,9 @@ def draw_rules(rng, groups, alignment):
         rules["interval"] = rng.choice([0, None])
     drafter = rng.choice(["none", "none", "drops", "drops", "modules", "hashes"])
     if drafter == "hashes":
-        rules["hash_ahead"] = rules["prefill_ahead"] = 1
+        # vLLM cannot look up windows and states by hashes that cover more than one token ahead.
+        num_most = 1 if kinds - {"full"} else 3
+        rules["hash_ahead"] = rules["prefill_ahead"] = rng.randrange(1, min(num_most, alignment) + 1)
     elif drafter != "none" and "chunked" not in kinds:
         rules["eagle"] = [number for number in range(len(groups)) if rng.random() < 0.5]
         if not rules["eagle"]:
@@ -46,6 +48,9 @@ def make_ruled_groups(kind, rng, make_groups):
     """
     groups = make_groups(kind, rng)
     unit = None
+    for group in groups:
+        if group["kind"] == "window" and rng.random() < 0.1:
+            group["sliding_window"] = 1
     if kind == "full + mamba":
         unit = rng.choice([1, 2, 2, 4])
         size = unit * rng.choice([1, 2, 3, 4])
@@ -56,10 +61,17 @@ def make_ruled_groups(kind, rng, make_groups):
             groups.append({"kind": "full", "block_size": size})
         if rng.random() < 0.25:
             window_size = rng.choice([unit, size])
-            groups.append({"kind": "window", "block_size": window_size, "sliding_window": rng.randrange(2, 20)})
+            groups.append(
+                {"kind": "window", "block_size": window_size, "sliding_window": rng.randrange(2, 20)}
+            )
         if rng.random() < 0.1:
             groups = groups[1:]
-        states = {"kind": "mamba", "block_size": size, "mode": "align", "speculative": rng.choice([0, 0, 1, 2, 3])}
+        states = {
+            "kind": "mamba",
+            "block_size": size,
+            "mode": "align",
+            "speculative": rng.choice([0, 0, 1, 2, 3]),
+        }
         if rng.random() < 0.4:
             states["checkpoint_alignment"] = rng.choice([1, 1, unit, 2 * unit])
         groups.extend(dict(states) for _ in range(rng.randrange(1, 3)))

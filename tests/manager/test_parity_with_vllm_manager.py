@@ -1,10 +1,29 @@
 """Random schedules through vLLM 0.33's `KVCacheManager` and ours: after every call the same state.
 
-Compared are hits (tokens, and blocks of each group), refusals, new blocks of each group, block tables, the
-whole free queue in order, the prefix map, and events. Each result of our `can_allocate` is also compared with
-the call that follows. Runs if vLLM's core can be imported (marker `vllm`).
+Compared are hits (tokens, and blocks of each group), junctions, refusals, new blocks of each group, block
+tables, copies, the whole free queue in order, the prefix map, and events. Each result of our `can_allocate`
+is also compared with the call that follows. Runs if vLLM's core can be imported (marker `vllm`).
+
+With `PrefixRules`, most of the seeds: vLLM's retention intervals 0, N and None, drafters that drop a block or
+hash ahead, tokens in flight, states after drafts, in the middle of a step and at the ends of prompts within a
+block, and their copies. Without, vLLM's interval None.
 
 Known differences, which the schedules avoid:
+
+- Local attention in chunks that are not a multiple of blocks: vLLM uses the chunk of the longest possible hit
+  for the actual hit, and hits prefixes with missing blocks. With blocks of 2, chunks of 11 and a limit of 11
+  tokens it finds 10 without a block, although the next token attends to all of them. In kv_pool this is no
+  hit.
+- A hash that covers 2 or more tokens after its block, with windows or states: vLLM raises IndexError in a
+  look-up of a prompt that ends right after a block.
+- A drafter with several modules whose groups include the states, and hits within blocks: vLLM caches the
+  state after later tokens under the hash of earlier ones, and then fails an assertion. kv_pool does not.
+- More drafts than a hash has tokens, with states saved in the middle of a step: vLLM saves a state after
+  drafts, and fails an assertion because the hash does not exist yet. kv_pool does not cache it.
+- External tokens and states, where the same step also computes tokens of a later block: vLLM counts one block
+  too few, and raises ValueError if the pool has no more. kv_pool returns None.
+
+Without `PrefixRules` also:
 
 - A window of 1 token: vLLM caches none of its blocks, so no prefix of the model is ever hit. kv_pool hits it.
 - Full attention with blocks larger than the hashes': vLLM caches the end of a prompt within a block under one
@@ -14,10 +33,6 @@ Known differences, which the schedules avoid:
   Mamba, the last state of a prompt. In kv_pool it stays evicted. The schedules evict free blocks only then.
 - `full_sequence_must_fit` with Mamba: vLLM counts one block of state; kv_pool counts the two that a step
   needs which begins a block: one to read and one to write.
-- Local attention in chunks that are not a multiple of blocks: vLLM uses the chunk of the longest possible hit
-  for the actual hit, and hits prefixes with missing blocks. With blocks of 2, chunks of 11 and a limit of 11
-  tokens it finds 10 without a block, although the next token attends to all of them. In kv_pool this is no
-  hit. If a load ends in such a block, vLLM counts it as a new block, kv_pool as a loaded one.
 """
 
 import pytest
@@ -54,13 +69,13 @@ def compare(kind, first_seed, has_rules=False):
             pytest.fail("\n".join([f"seed {seed}", *disagreement]))
 
 
-@pytest.mark.parametrize("first_seed", range(0, 300, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", range(0, 100, SEEDS_PER_TEST))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules_agree_with_vllm(kind, first_seed):
     compare(kind, first_seed)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 300, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", range(0, 200, SEEDS_PER_TEST))
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_agree_with_vllm(kind, first_seed):
     compare(kind, first_seed, has_rules=True)
@@ -68,6 +83,7 @@ def test_rules_agree_with_vllm(kind, first_seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(1000, 1500, SEEDS_PER_TEST))
+@pytest.mark.parametrize("has_rules", [False, True], ids=["dense", "rules"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_random_schedules_agree_with_vllm(kind, first_seed):
-    compare(kind, first_seed)
+def test_more_random_schedules_agree_with_vllm(kind, has_rules, first_seed):
+    compare(kind, first_seed, has_rules)

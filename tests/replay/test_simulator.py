@@ -209,6 +209,7 @@ def test_report_contains_its_settings(trace):
         "speedup": 1.0,
         "runs": False,
         "groups": "full",
+        "states": "steps",
         "watermark": 0.0,
         "host_blocks": 0,
         "host_tier": 0,

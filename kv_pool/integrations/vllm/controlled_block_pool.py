@@ -1,35 +1,41 @@
-"""`ControlledBlockPool`: the pool of a vLLM engine core with a control socket. Imports vLLM; see `plugin`."""
+"""`make_controlled`: the pool of a vLLM engine core with a control socket."""
 
 import os
+from functools import cache
 from typing import Any
 
+from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.integrations.vllm.locked_calls import locked
-from kv_pool.integrations.vllm.pool_classes import BlockPool
 from kv_pool.integrations.vllm.pool_control import PoolControl, open_socket
 
 
-class ControlledBlockPool(BlockPool):
-    """A `BlockPool` that answers `kv-pool stats`, `layout` and `sequences --holds` from a thread.
+@cache
+def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
+    """Return a subclass of a release's `BlockPool` that answers commands from a thread; always the same one.
 
-    Each vLLM call that changes the pool takes a lock, so that answers are consistent.
+    The commands are `kv-pool stats`, `layout` and `sequences --holds`. Each vLLM call that changes the pool
+    takes a lock, so that answers are consistent.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.control = PoolControl(self)
-        super().__init__(*args, **kwargs)
-        open_socket(self, self.control, os.environ.get("KV_POOL_VLLM_CONTROL", ""))
+    class ControlledBlockPool(pool_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.control = PoolControl(self)
+            super().__init__(*args, **kwargs)
+            open_socket(self, self.control, os.environ.get("KV_POOL_VLLM_CONTROL", ""))
 
-    get_new_blocks = locked(BlockPool.get_new_blocks)
-    touch = locked(BlockPool.touch)
-    free_blocks = locked(BlockPool.free_blocks)
-    cache_full_blocks = locked(BlockPool.cache_full_blocks)
-    cache_partial_block = locked(BlockPool.cache_partial_block)
-    evict_blocks = locked(BlockPool.evict_blocks)
-    reset_prefix_cache = locked(BlockPool.reset_prefix_cache)
+        get_new_blocks = locked(pool_class.get_new_blocks)
+        touch = locked(pool_class.touch)
+        free_blocks = locked(pool_class.free_blocks)
+        cache_full_blocks = locked(pool_class.cache_full_blocks)
+        cache_partial_block = locked(pool_class.cache_partial_block)
+        evict_blocks = locked(pool_class.evict_blocks)
+        reset_prefix_cache = locked(pool_class.reset_prefix_cache)
 
-    @locked
-    def take_events(self) -> list[KVCacheEvent]:
-        events = super().take_events()
-        self.control.note_taken_events(events)
-        return events
+        @locked
+        def take_events(self) -> list[KVCacheEvent]:
+            events: list[KVCacheEvent] = super().take_events()
+            self.control.note_taken_events(events)
+            return events
+
+    return ControlledBlockPool

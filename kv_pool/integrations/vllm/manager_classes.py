@@ -18,11 +18,12 @@ from vllm.v1.request import RequestStatus
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm.pool_classes import BlockPool
+from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
+from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 
@@ -50,12 +51,14 @@ def _view_class(manager_class: Any) -> type[GroupView]:
     return _VIEW_CLASSES[manager_class]
 
 
-class KVCacheManager(EngineManager):
+class KVCacheManager(ManagerWithOptions):
     """kv_pool's manager for one engine of vLLM.
 
     With a configuration that it does not serve, the constructor logs which feature that is and returns vLLM's
     own manager over kv_pool's block pool: level `pool`.
     """
+
+    pool_class = BlockPool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -121,7 +124,7 @@ class KVCacheManager(EngineManager):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        pool = BlockPool(
+        pool = self.pool_class(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
@@ -156,6 +159,7 @@ class KVCacheManager(EngineManager):
             ],
             copy_type=KVCacheBlockCopy,
         )
+        self.set_request_options(EngineOptions(self.manager, read_max_pinned_blocks(self.manager)))
         eagle_group_ids = {
             group_id for group_id, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group
         }

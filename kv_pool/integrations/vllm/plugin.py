@@ -6,21 +6,14 @@ import os
 
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
+from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import find_obstacles, swap_classes
+from kv_pool.integrations.vllm.releases import Release, find_release, load_classes
 from kv_pool.version import __version__
 
 # A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
 
-# The replaced classes, by the vLLM module that defines them.
-REPLACED = {
-    "vllm.v1.core.block_pool": ("BlockPool", "BlockHashToBlockMap"),
-    "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
-    "vllm.v1.core.kv_cache_metrics": ("KVCacheMetricsCollector", "BlockMetricsState"),
-}
-# Those that level `manager` replaces in addition.
-REPLACED_MANAGER = {"vllm.v1.core.kv_cache_manager": ("KVCacheManager", "KVCacheBlocks")}
 LEVELS = ("pool", "manager")
 
 
@@ -38,7 +31,7 @@ def register(level: str | None = None) -> None:
 
     - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
     - KV_POOL_VLLM is neither `pool` nor `manager`.
-    - vLLM's version is not in `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
+    - vLLM's version is not among the `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
     - It is too late to replace the classes, see `find_obstacles`.
 
     Replaces all classes or none; a second call changes nothing. If KV_POOL_VLLM_CONTROL is 1 or the path of
@@ -58,21 +51,12 @@ def register(level: str | None = None) -> None:
     import vllm
 
     version = vllm.__version__
-    if version.partition("+")[0] not in CHECKED_VERSIONS:
-        checked = ", ".join(CHECKED_VERSIONS)
-        if os.environ.get("KV_POOL_VLLM_FORCE") != "1":
-            logger.warning(
-                "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
-                "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
-                version,
-                checked,
-            )
-            return
-        logger.warning(
-            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s", checked, version
-        )
+    release = find_release(version)
+    level = _choose_level(level, version, release)
+    if level is None:
+        return
     try:
-        replacements = _find_replacements(level)
+        replacements = _find_replacements(release, level)
     except (ImportError, AttributeError) as error:
         logger.warning("kv_pool is not used: vLLM %s lacks a class that it replaces (%s)", version, error)
         return
@@ -96,23 +80,60 @@ def register(level: str | None = None) -> None:
     )
 
 
-def _find_replacements(level: str) -> dict[type, type]:
+def _choose_level(level: str, version: str, release: Release) -> str | None:
+    """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
+    is_forced = os.environ.get("KV_POOL_VLLM_FORCE") == "1"
+    if level not in release.replaced:
+        logger.warning(
+            "kv_pool uses level pool: level %s is not available for vLLM %s, but for %s",
+            level,
+            version,
+            ", ".join(CHECKED_VERSIONS[level]),
+        )
+        level = "pool"
+    elif not is_checked(level, version) and is_checked("pool", version) and not is_forced:
+        logger.warning(
+            "kv_pool uses level pool: level %s was checked with vLLM %s, and this is %s. "
+            "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
+            level,
+            ", ".join(CHECKED_VERSIONS[level]),
+            version,
+        )
+        level = "pool"
+    if is_checked(level, version):
+        return level
+    checked = ", ".join(CHECKED_VERSIONS[level])
+    if is_forced:
+        logger.warning(
+            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s, with its classes "
+            "for %d.%d",
+            checked,
+            version,
+            *release.number,
+        )
+        return level
+    logger.warning(
+        "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
+        "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
+        version,
+        checked,
+    )
+    return None
+
+
+def _find_replacements(release: Release, level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
-    from kv_pool.integrations.vllm import pool_classes
-
-    new_classes = vars(pool_classes)
+    new_classes = load_classes(release, level)
     if os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0"):
-        from kv_pool.integrations.vllm.controlled_block_pool import ControlledBlockPool
+        from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
 
-        new_classes = {**new_classes, "BlockPool": ControlledBlockPool}
-    replaced = REPLACED
-    if level == "manager":
-        from kv_pool.integrations.vllm import manager_classes
+        new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])
+        if level == "manager":
+            from kv_pool.integrations.vllm.controlled_manager import make_controlled_manager
 
-        replaced = {**REPLACED, **REPLACED_MANAGER}
-        new_classes = {**new_classes, **vars(manager_classes)}
+            new_classes["KVCacheManager"] = make_controlled_manager(new_classes["KVCacheManager"])
     replacements: dict[type, type] = {}
-    for module_name, names in replaced.items():
+    for module_name, names in release.replaced[level].items():
         module = importlib.import_module(module_name)
         for name in names:
             theirs, ours = getattr(module, name), new_classes[name]

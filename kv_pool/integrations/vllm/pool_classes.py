@@ -1,6 +1,6 @@
-"""kv_pool's classes with vLLM's names and vLLM's event classes.
+"""kv_pool's classes with vLLM's names and vLLM's event classes, for the newest release; see `releases`.
 
-Only `register` imports this module, since it imports vLLM. The names are those of `plugin.REPLACED`.
+Only `register` causes its import, since it imports vLLM. The names are those of `releases.POOL_LEVEL`.
 """
 
 import logging
@@ -38,6 +38,8 @@ EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=All
 class BlockPool(block_pool.BlockPool):
     """A `kv_pool.BlockPool` with vLLM's event classes, and block hashes as configured in vLLM."""
 
+    event_types = EVENT_TYPES
+
     def __init__(
         self,
         num_gpu_blocks: int,
@@ -56,7 +58,7 @@ class BlockPool(block_pool.BlockPool):
             metrics_collector,
             num_hash_lookahead_tokens,
             medium,
-            event_types=EVENT_TYPES,
+            event_types=self.event_types,
             use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
         )
         self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]

@@ -3,9 +3,10 @@
 Imports vLLM; see `plugin`.
 """
 
+import os
 from collections.abc import Callable
 from math import lcm
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -26,6 +27,9 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from kv_pool.manager.prefix_rules import PrefixRules
+
+STATES_VARIABLE: Final = "KV_POOL_VLLM_STATES"
+"""The environment variable with the rule for cached states: `checkpoints`, vLLM's own, or `bounded`."""
 
 
 class NotServedError(Exception):
@@ -110,8 +114,14 @@ def read_rules(
         eagle_groups=(eagle_groups or range(len(groups))) if use_eagle else (),
         num_reprefillable_tokens=max(0, num_prefill_lookahead - 1),
         junction_states=has_junction_states and (use_eagle or bool(eagle_groups)),
+        bounded_states=has_bounded_states(),
         lookup_groups=equal,
     )
+
+
+def has_bounded_states() -> bool:
+    """Return True if the environment variable KV_POOL_VLLM_STATES selects `PrefixRules.bounded_states`."""
+    return os.environ.get(STATES_VARIABLE) == "bounded"
 
 
 def check_served(
@@ -145,6 +155,11 @@ def check_served(
     has_checkpoints = any(isinstance(spec, (SlidingWindowSpec, MambaSpec)) for spec in groups)
     if interval and (interval < 0 or interval % scheduler_block_size or not has_checkpoints):
         raise NotServedError(f"a retention interval of {interval}")
+    states = os.environ.get(STATES_VARIABLE, "")
+    if states not in ("", "checkpoints", "bounded"):
+        raise NotServedError(f"{STATES_VARIABLE}={states}, which is neither checkpoints nor bounded")
+    if states == "bounded" and interval != 0:
+        raise NotServedError(f"{STATES_VARIABLE}=bounded with a retention interval of {interval}, not 0")
     if not enable_caching:
         return
     if any(isinstance(spec, CrossAttentionSpec) for spec in groups):

@@ -4,6 +4,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId
+from kv_pool.manager.block_groups.state_chains import ChainedState
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -26,7 +27,10 @@ class BlockTable:
         checkpoint_position, checkpoint_tokens: entry of the state that the current step saves on its way,
             and the number of tokens that it covers; -1 and 0 without one.
         junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
+        resumed: the cached state from which the request resumed, with `PrefixRules.bounded_states`.
         tail_tokens: tokens of the state within a block that the request has cached and not overwritten; or 0.
+        unaligned_position: entry whose state was left within its block, so that it is not the state at the
+            block's end; -1. With `PrefixRules` only.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
         settled_blocks, num_settled_speculative: the list of blocks before the current call, if the call has
@@ -47,8 +51,10 @@ class BlockTable:
         "num_settled_cached",
         "num_settled_speculative",
         "num_speculative",
+        "resumed",
         "settled_blocks",
         "tail_tokens",
+        "unaligned_position",
     )
 
     def __init__(self) -> None:
@@ -62,6 +68,8 @@ class BlockTable:
         self.checkpoint_position: int = -1
         self.checkpoint_tokens: int = 0
         self.junction: int = 0
+        self.resumed: ChainedState | None = None
+        self.unaligned_position: int = -1
         self.tail_tokens: int = 0
         self.num_settled: int = 0
         self.num_settled_cached: int = 0

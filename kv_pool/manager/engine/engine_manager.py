@@ -99,7 +99,7 @@ class EngineManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        blocks, num_tokens, junction = self._rules.lookup.find(list_hashes(request), limit)
+        blocks, num_tokens, junction = self._rules.find_prefix(request, list_hashes(request), limit)
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, junction
         if self.block_pool.enable_kv_cache_events:
@@ -271,8 +271,6 @@ class EngineManager:
             num_lookahead,
             num_encoder_tokens,
         )
-        if tables is None:
-            step.junction = request.shared_prefix_boundary
         if manager._plans_checkpoints:
             step.prefill_end = self._rules.find_prefill_end(request)
         num_left = 0
@@ -282,6 +280,7 @@ class EngineManager:
             manager,
             request,
             step,
+            request.shared_prefix_boundary if tables is None else 0,
             max(0, num_processed),
             num_left,
             reserved_blocks,

@@ -16,6 +16,7 @@ def take_slots(
     manager: KVCacheManager,
     request: Any,
     step: Step,
+    junction: int,
     num_processed: int,
     num_left: int,
     num_reserved: int,
@@ -25,6 +26,7 @@ def take_slots(
     """Make room for the step, as `KVCacheManager.allocate_slots`; None if it does not fit.
 
     Args:
+        junction: see `CachedPrefix`.
         num_processed: tokens whose steps have finished; blocks before their window are released.
         num_left: blocks to leave free for requests that are running.
         num_reserved: further blocks to leave free, except if the whole sequence must fit.
@@ -54,7 +56,7 @@ def take_slots(
     full: list[int] | None = None
     if manager.block_pool.enable_caching and not delays_caching and has_hashes(manager, request):
         full = manager._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
-    return allocate(manager, request, step, full, need)
+    return allocate(manager, request, step, junction, full, need)
 
 
 def cache_written(manager: KVCacheManager, request: Any, tables: list[BlockTable], num_tokens: int) -> None:

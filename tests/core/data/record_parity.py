@@ -1,10 +1,12 @@
-"""The recipe of parity_with_vllm_0_33.jsonl.xz: run this where vLLM 0.33.0 imports.
+"""The recipe of parity_with_vllm_0_30.jsonl.xz to ..._0_33.jsonl.xz: run this where that vLLM imports.
 
-PYTHONPATH=tests:. python tests/core/data/record_parity.py tests/core/data/parity_with_vllm_0_33.jsonl.xz
+PYTHONPATH=tests:. python tests/core/data/record_parity.py tests/core/data/parity_with_vllm_0_33.jsonl.xz 120
+PYTHONPATH=tests:. python tests/core/data/record_parity.py tests/core/data/parity_with_vllm_0_32.jsonl.xz 60
 
 First line: where the recording comes from. Then one line a run, with the operations that a random schedule
 decided, and what vLLM's classes answered to each: the result, the digest of everything observable after it
-(`plain_operations.digest`), and at the end the picture itself. The same command makes the same runs.
+(`plain_operations.digest`), and at the end the picture itself. The last argument is the number of runs with
+pools. The same command makes the same runs.
 """
 
 import datetime
@@ -21,11 +23,19 @@ from core.plain_operations import digest, run
 from core.pool_operations import PoolSide
 from core.pool_schedule import PoolSchedule
 
+from kv_pool.integrations.vllm.releases import find_release
+
 NUM_STEPS = 200
-SUBJECTS = (  # name, driver, schedule, seeds
-    ("pool", PoolSide, PoolSchedule, range(5000, 5120)),
-    ("parts", PartSide, PartSchedule, range(5000, 5020)),
-)
+FIRST_SEED = 5000
+
+
+def make_schedules(num_pools):
+    """Yield the subject, seed, driver and schedule of each run; one run in seven is with parts of a pool."""
+    release = find_release(vllm.__version__)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_pools):
+        yield "pool", seed, PoolSide, PoolSchedule(seed, release.number)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_pools // 6):
+        yield "parts", seed, PartSide, PartSchedule(seed)
 
 
 def record(side_class, schedule):
@@ -45,26 +55,28 @@ def record(side_class, schedule):
     }
 
 
-def make_lines():
+def make_lines(num_pools):
     yield {
         "recorded": "answers of vLLM's block pool, free queue, prefix map and block to random operations",
         "recipe": "tests/core/data/record_parity.py",
         "vllm": vllm.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "seeds": {subject: [seeds.start, seeds.stop] for subject, _, _, seeds in SUBJECTS},
+        "seeds": {
+            "pool": [FIRST_SEED, FIRST_SEED + num_pools],
+            "parts": [FIRST_SEED, FIRST_SEED + num_pools // 6],
+        },
         "num_steps": NUM_STEPS,
     }
-    for subject, side_class, schedule_class, seeds in SUBJECTS:
-        for seed in seeds:
-            yield {"subject": subject, "seed": seed, **record(side_class, schedule_class(seed))}
+    for subject, seed, side_class, schedule in make_schedules(num_pools):
+        yield {"subject": subject, "seed": seed, **record(side_class, schedule)}
 
 
-def main(path):
+def main(path, num_pools):
     with lzma.open(path, "wt", encoding="ascii", preset=9 | lzma.PRESET_EXTREME) as file:
-        for line in make_lines():
+        for line in make_lines(int(num_pools)):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

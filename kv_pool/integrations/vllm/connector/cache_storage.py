@@ -1,0 +1,91 @@
+"""The storage of vLLM's GPU blocks, and the description of their bytes for the disk tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.storage.segments import Segment, SegmentTable
+from kv_pool.storage.tensors import find_device
+
+
+def count_block_bytes(kv_cache_config: Any) -> int:
+    """Return the bytes of one block of one rank, all layers.
+
+    All entries of vLLM's `kv_cache_tensors` place layers in one allocation, whose size each of them has.
+    """
+    return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
+
+
+def wrap_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, block_format: str) -> BlockStorage:
+    """Return a storage over the tensors that vLLM's worker registers.
+
+    A block has the bytes of all layers at its id. The layers of several groups may be in the same bytes,
+    because a block id belongs to one group at a time.
+
+    Args:
+        kv_caches: tensors by layer; the placement is taken from `kv_cache_config`.
+        block_format: see `BlockStorage`.
+    Raises:
+        InvalidArgumentError: the tensors do not contain the bytes that the configuration places there.
+    """
+    num_blocks = kv_cache_config.num_blocks
+    tables: list[SegmentTable] = []
+    device = ""
+    owners: dict[int, Any] = {}
+    for placed in kv_cache_config.kv_cache_tensors:
+        name = next((layer for layer in placed.layers if layer in kv_caches), None)
+        if name is None:
+            raise InvalidArgumentError(
+                f"none of the layers {', '.join(placed.layers)} is among the {len(kv_caches)} registered KV "
+                "caches"
+            )
+        cache = kv_caches[name]
+        if isinstance(cache, list | tuple):  # such as the states of a Mamba layer, in one allocation
+            cache = cache[0]
+        memory = cache.untyped_storage()
+        owner = owners.setdefault(memory.data_ptr(), cache)
+        device = find_device(cache)
+        rows = _list_rows(placed, num_blocks, memory.data_ptr(), owner)
+        end = max(row.base_address + (num_blocks - 1) * row.stride_bytes + row.span_bytes for row in rows)
+        if end - memory.data_ptr() > memory.nbytes():
+            raise InvalidArgumentError(
+                f"the KV cache of {name} has {memory.nbytes()} bytes; its configuration places blocks in "
+                f"{end - memory.data_ptr()}"
+            )
+        tables.append(SegmentTable.from_segments(rows, num_blocks))
+    table = SegmentTable.overlay(tables)
+    num_placed = count_block_bytes(kv_cache_config)
+    if table.block_bytes > num_placed:
+        raise InvalidArgumentError(
+            f"a block of the registered KV caches has {table.block_bytes} bytes; {num_placed} are allocated"
+        )
+    return BlockStorage(table, device, block_format)
+
+
+def describe_bytes(kv_cache_config: Any) -> str:
+    """Return a description of a block's bytes: equal for blocks that can be exchanged."""
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        fields = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_bytes")
+        known = [f"{name}={getattr(spec, name)}" for name in fields if hasattr(spec, name)]
+        groups.append(f"{len(group.layer_names)} x {type(spec).__name__}({', '.join(known)})")
+    return f"{kv_cache_config.kv_cache_layout} {'; '.join(groups)}"
+
+
+def _list_rows(placed: Any, num_blocks: int, address: int, owner: Any) -> list[Segment]:
+    """Return the segments of the layers that one entry of `kv_cache_tensors` places.
+
+    layers outermost    |layer 0: b0 b1 ...|layer 1: b0 b1 ...|   one segment per layer
+    blocks outermost    |b0: layer 0, layer 1|b1: layer 0, layer 1|   one segment
+    """
+    stride = placed.block_stride
+    if placed.layer_stride < num_blocks * stride:
+        return [Segment(address, stride, stride, owner)]
+    # In some layouts a layer is split further, by groups of heads.
+    num_parts = len(placed.layers) * placed.layer_stride // (num_blocks * stride)
+    first = address + placed.offset
+    return [Segment(first + part * num_blocks * stride, stride, stride, owner) for part in range(num_parts)]

@@ -1,0 +1,106 @@
+"""`TierEventLog`: the events of the tiers, in vLLM's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
+
+
+class TierEventLog:
+    """Collects a BlockStored or BlockRemoved for each block that enters or leaves a tier.
+
+    A block that was found on disk at the start is published with its hash only: no tokens, and a
+    `block_size` of 0.
+
+    Args:
+        kv_cache_config: the engine's configuration, for the kinds of its groups.
+    """
+
+    def __init__(self, kv_cache_config: Any) -> None:
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._events: list[Any] = []
+        # The events' fields about the block's content, and the number of tiers that have it.
+        self._labels: dict[BlockHashWithGroupId, dict[str, Any]] = {}
+        self._planned: dict[BlockHashWithGroupId, dict[str, Any]] = {}
+        self._num_tiers: dict[BlockHashWithGroupId, int] = {}
+
+    def take_events(self) -> list[Any]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
+        """See `TierListener`."""
+        start = position * group.block_size
+        end = start + group.block_size
+        parent = group.list_keys(request, position - 1, position)[0] if position else None
+        adapter = request.lora_request
+        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        self._planned[key] = {
+            "parent_block_hash": None if parent is None else maybe_convert_block_hash(get_block_hash(parent)),
+            "token_ids": list(request.all_token_ids[start:end]),
+            "block_size": group.block_size,
+            "lora_id": None if adapter is None else adapter.adapter_id,
+            "lora_name": None if adapter is None else adapter.name,
+            "extra_keys": to_event_extra_keys(extra_keys and [extra_keys]),
+        }
+
+    def on_stored(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
+        """See `TierListener`."""
+        for key in keys:
+            self._num_tiers[key] = self._num_tiers.get(key, 0) + 1
+            group_id = get_group_id(key)
+            spec = self._specs[group_id]
+            if not on_disk and key in self._planned:
+                self._labels[key] = self._planned[key]
+            label = self._labels.get(key) or {
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": 0,
+                "lora_id": None,
+                "lora_name": None,
+            }
+            self._events.append(
+                BlockStored(
+                    block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
+                    medium=MEDIUM_STORAGE if on_disk else MEDIUM_CPU,
+                    group_idx=group_id,
+                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                    **label,
+                )
+            )
+
+    def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """See `TierListener`."""
+        for key in keys:
+            self._planned.pop(key, None)
+
+    def on_removed(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
+        """See `TierListener`."""
+        for key in keys:
+            num_tiers = self._num_tiers.get(key, 0) - 1
+            if num_tiers > 0:
+                self._num_tiers[key] = num_tiers
+            else:
+                self._num_tiers.pop(key, None)
+                self._labels.pop(key, None)
+            self._events.append(
+                BlockRemoved(
+                    block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
+                    medium=MEDIUM_STORAGE if on_disk else MEDIUM_CPU,
+                    group_idx=get_group_id(key),
+                )
+            )

@@ -1,0 +1,113 @@
+"""What the scheduler half orders from the worker half in a step, and what the worker half reports back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
+
+KeyedBlock = tuple[BlockHashWithGroupId, BlockId]
+"""A block of the GPU pool, and the key of its content."""
+
+
+@dataclass
+class StoreOrder:
+    """Copy blocks of the GPU pool to host memory; before, make room there.
+
+    Attributes:
+        order_id: grows by 1 with each order.
+        blocks: the blocks to copy.
+        host_evicted: keys that leave host memory.
+        demoted: those of `host_evicted` that go to disk.
+        disk_evicted: keys that leave the disk, before the demoted ones enter it.
+    """
+
+    order_id: int
+    blocks: list[KeyedBlock]
+    host_evicted: list[BlockHashWithGroupId] = field(default_factory=list)
+    demoted: list[BlockHashWithGroupId] = field(default_factory=list)
+    disk_evicted: list[BlockHashWithGroupId] = field(default_factory=list)
+
+
+@dataclass
+class LoadOrder:
+    """Copy blocks from the tiers into blocks of the GPU pool.
+
+    Attributes:
+        request_id: the request that waits for them; it has one load at a time.
+        blocks: the target blocks, with the keys of their content.
+    """
+
+    request_id: RequestId
+    blocks: list[KeyedBlock]
+
+
+@dataclass
+class StepOrders:
+    """All orders of a step. Removals come first, then the stores in order; loads overtake waiting stores.
+
+    Attributes:
+        clears: remove everything from all tiers.
+        forgotten: keys to remove from all tiers.
+        stores, loads: the copies.
+    """
+
+    clears: bool = False
+    forgotten: list[BlockHashWithGroupId] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.clears or self.forgotten or self.stores or self.loads)
+
+
+@dataclass
+class WorkerReport:
+    """What happened in a worker since its last report; reports of several ranks are merged.
+
+    Attributes:
+        stored: order id -> number of ranks that have finished the store.
+        lost: keys that a rank's tiers do not have, or could not read or write.
+        reopened: keys that were on the disk of every rank at the start, the least recently used first; None
+            after the first report.
+        partly_reopened: keys that were on the disk of some ranks only.
+        has_lost_disk: a rank has closed its disk tier, because removals could not be written.
+    """
+
+    stored: dict[int, int] = field(default_factory=dict)
+    lost: set[BlockHashWithGroupId] = field(default_factory=set)
+    reopened: list[BlockHashWithGroupId] | None = None
+    partly_reopened: set[BlockHashWithGroupId] = field(default_factory=set)
+    has_lost_disk: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (
+            self.stored
+            or self.lost
+            or self.reopened is not None
+            or self.partly_reopened
+            or self.has_lost_disk
+        )
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Return one report for both ranks."""
+        stored = dict(self.stored)
+        for order_id, num_ranks in other.stored.items():
+            stored[order_id] = stored.get(order_id, 0) + num_ranks
+        reopened = self.reopened
+        partly = self.partly_reopened | other.partly_reopened
+        if self.reopened is not None or other.reopened is not None:
+            here, there = set(self.reopened or ()), set(other.reopened or ())
+            reopened = [key for key in self.reopened or () if key in there]
+            partly |= here ^ there
+        return WorkerReport(
+            stored,
+            self.lost | other.lost,
+            reopened,
+            partly,
+            self.has_lost_disk or other.has_lost_disk,
+        )

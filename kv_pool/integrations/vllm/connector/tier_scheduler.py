@@ -1,0 +1,434 @@
+"""`TierScheduler`: the scheduler half; it decides what is stored, loaded and evicted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
+from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
+from kv_pool.integrations.vllm.connector.orders import (
+    KeyedBlock,
+    LoadOrder,
+    StepOrders,
+    StoreOrder,
+    WorkerReport,
+)
+from kv_pool.integrations.vllm.connector.read_blocks import ReadBlocks, hold_blocks_of
+from kv_pool.integrations.vllm.connector.tier_counts import TierCounts
+from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+from kv_pool.integrations.vllm.connector.tier_listener import TierListener
+from kv_pool.tiers.tier_prefixes import TierPrefixes
+
+_logger = logging.getLogger("vllm.kv_pool")
+
+Rows = list[dict[int, BlockHashWithGroupId]]
+"""For each group, keys by position in the block table."""
+
+
+@dataclass
+class FollowedRequest:
+    """A request whose blocks are stored.
+
+    Attributes:
+        request: vLLM's request.
+        num_seen: for each group, the number of blocks that are stored or need not be.
+        next_at: the number of computed tokens from which there are other blocks.
+    """
+
+    request: Any
+    num_seen: list[int]
+    next_at: int = 0
+
+
+@dataclass
+class TierHit:
+    """A hit in the tiers that a request may load. Its keys are held.
+
+    Attributes:
+        start: number of tokens on the device before it.
+        num_tokens: its tokens.
+        rows: the blocks to load.
+    """
+
+    start: int
+    num_tokens: int
+    rows: Rows
+
+    def list_keys(self) -> list[BlockHashWithGroupId]:
+        """Return the keys of the hit, of each group the last block first."""
+        return [row[position] for row in self.rows for position in sorted(row, reverse=True)]
+
+
+class TierScheduler:
+    """The scheduler half of the tiers. One per engine; called from the scheduler's thread.
+
+        request is new          find_hit                  how many tokens the tiers have
+        blocks are allocated    plan_load                 which blocks are loaded
+        each step               take_orders               stores of computed blocks; all orders of the step
+        a request ends          finish_request            stores of its last blocks
+        workers have answered   apply_report, end_loads   what is found from now on
+
+    Args:
+        index: what the tiers hold.
+        groups: the engine's groups; all of them are stored.
+        alignment: hits are a multiple of this number of tokens.
+        num_ranks: a store is finished when all ranks have reported it.
+        drops_last_block: do not load the last block of a hit, which EAGLE and MTP draft models recompute.
+        lease_s: see `ConnectorSettings`.
+        listener: learns which keys enter and leave a tier, for events.
+    """
+
+    def __init__(
+        self,
+        index: TierIndex,
+        groups: Sequence[GroupKeys],
+        alignment: int,
+        *,
+        num_ranks: int = 1,
+        drops_last_block: bool = False,
+        lease_s: float = 300.0,
+        listener: TierListener | None = None,
+    ) -> None:
+        self.index = index
+        self._counts = TierCounts()
+        self.block_pool: Any = None
+        self._groups = list(groups)
+        self._alignment = alignment
+        self._num_ranks = num_ranks
+        self._drops_last_block = drops_last_block
+        self._lease_s = lease_s
+        self._listener = listener
+        self._prefixes = TierPrefixes(self, self._groups, alignment)
+        self._get_block_ids: Callable[[RequestId], Sequence[Sequence[BlockId]]]
+        self._reads: ReadBlocks
+        self._max_reading = 0
+        self._followed: dict[RequestId, FollowedRequest] = {}
+        self._hits: dict[RequestId, TierHit] = {}
+        self._loading: dict[RequestId, TierHit] = {}
+        self._storing: dict[int, tuple[StoreOrder, Any]] = {}
+        self._num_stored_ranks: dict[int, int] = {}
+        self._num_reading = 0
+        self._orders = StepOrders()
+
+    def bind(
+        self, block_pool: Any, get_block_ids: Callable[[RequestId], Sequence[Sequence[BlockId]]]
+    ) -> None:
+        """Set the engine's pool, and the function that returns a request's block table of each group."""
+        self.block_pool = block_pool
+        self._get_block_ids = get_block_ids
+        self._reads = hold_blocks_of(block_pool, self._lease_s)
+        # Blocks that are read cannot be reused; leave half of the pool to the requests.
+        self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 2))
+
+    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
+        """See `TierIndex`; for `TierPrefixes`."""
+        return self.index.list_indexes()
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def find_hit(self, request: Any, num_device_tokens: int) -> int:
+        """Return how many tokens the tiers have after the first `num_device_tokens` of a request.
+
+        At least the last token is left to compute. The blocks found are held until `plan_load`, the next call
+        for this request, or its end.
+        """
+        request_id = request.request_id
+        self._drop_hit(request_id)
+        if num_device_tokens % self._alignment:
+            return 0
+        num_tokens = self._prefixes.count_tokens(request, num_device_tokens, request.num_tokens - 1)
+        if self._drops_last_block and num_tokens:
+            end = num_device_tokens + num_tokens - self._alignment
+            num_tokens = self._prefixes.count_tokens(request, num_device_tokens, end)
+        if not num_tokens:
+            return 0
+        end = num_device_tokens + num_tokens
+        hit = TierHit(num_device_tokens, num_tokens, self._list_needed(request, num_device_tokens, end))
+        keys = hit.list_keys()
+        self.index.hold(keys)
+        self._hits[request_id] = hit
+        self.index.touch(keys)
+        return num_tokens
+
+    def plan_load(self, request: Any, block_ids: Sequence[Sequence[BlockId]], num_tokens: int) -> None:
+        """Order the load of the first `num_tokens` tokens of a request's hit into its blocks.
+
+        Call it for each allocation, with 0 tokens if nothing is to be loaded.
+        """
+        request_id = request.request_id
+        self._follow(request)
+        hit = self._hits.pop(request_id, None)
+        if hit is None or not num_tokens:
+            if hit is not None:
+                self.index.release(hit.list_keys())
+            return
+        if num_tokens != hit.num_tokens:  # the engine took less; a shorter hit may need other blocks
+            needed = self._list_needed(request, hit.start, hit.start + num_tokens)
+            shorter = TierHit(hit.start, num_tokens, needed)
+            self.index.hold(shorter.list_keys())
+            self.index.release(hit.list_keys())
+            hit = shorter
+        null_id = self.block_pool.null_block.block_id
+        blocks = [
+            (key, table[position])
+            for row, table in zip(hit.rows, block_ids, strict=True)
+            for position, key in row.items()
+            if table[position] != null_id
+        ]
+        self._loading[request_id] = hit
+        self._orders.loads.append(LoadOrder(request_id, blocks))
+
+    def count_hit_tokens(self, request_id: RequestId) -> tuple[int, int]:
+        """Return how many tokens of a request's load come from host memory, and how many from disk.
+
+        A token counts for host memory only if the blocks of all groups are there.
+        """
+        hit = self._loading.get(request_id)
+        if hit is None:
+            return 0, 0
+        on_disk: set[int] = set()
+        for row, group in zip(hit.rows, self._groups, strict=True):
+            for position, key in row.items():
+                if key not in self.index.host:
+                    on_disk.update(range(position * group.block_size, (position + 1) * group.block_size))
+        return hit.num_tokens - len(on_disk), len(on_disk)
+
+    def end_loads(self, request_ids: Iterable[RequestId]) -> None:
+        """Release what finished loads have read, successful or not."""
+        for request_id in request_ids:
+            hit = self._loading.pop(request_id, None)
+            if hit is not None:
+                self.index.release(hit.list_keys())
+                self._counts.num_loaded_tokens += hit.num_tokens
+
+    # ---- storing ---------------------------------------------------------------------------------
+
+    def take_orders(self, request_ids: Iterable[RequestId]) -> StepOrders:
+        """Plan the stores of these scheduled requests, and return the orders of the step.
+
+        Blocks are stored once their tokens are computed, that is, at the earliest in the following step.
+        """
+        self._reads.expire()
+        for request_id in request_ids:
+            followed = self._followed.get(request_id)
+            if followed is not None and has_new_blocks(followed):
+                self._store_new_blocks(followed, self._get_block_ids(request_id))
+        orders, self._orders = self._orders, StepOrders()
+        return orders
+
+    def finish_request(self, request: Any, block_ids: Sequence[Sequence[BlockId]]) -> None:
+        """Store the last blocks of a request that has ended for any reason, before its blocks are freed.
+
+        A load that was ordered is not cancelled: it is reported when it has ended.
+        """
+        request_id = request.request_id
+        self._drop_hit(request_id)
+        followed = self._followed.pop(request_id, None)
+        if followed is None or request_id in self._loading:
+            return
+        if has_new_blocks(followed):
+            self._counts.num_skipped += self._store_new_blocks(followed, block_ids)
+        num_tokens = self._count_storable(request)
+        for group in self._groups:
+            # The first block was used last: without it, the blocks after it are useless.
+            keys = group.list_keys(request, 0, group.count_blocks(request, num_tokens))
+            self.index.touch(reversed(keys))
+
+    def apply_report(self, report: WorkerReport) -> None:
+        """Apply what the workers report: finished stores, losses, and the blocks found on disk."""
+        if report.has_lost_disk:
+            keys = self.index.drop_disk()
+            self._note_removed(keys, on_disk=True)
+        if report.reopened is not None:
+            self._add_reopened(report.reopened)
+        self._forget([*report.lost, *report.partly_reopened])
+        for order_id, num_ranks in report.stored.items():
+            num_finished = self._num_stored_ranks.get(order_id, 0) + num_ranks
+            if num_finished < self._num_ranks:
+                self._num_stored_ranks[order_id] = num_finished
+            else:
+                self._num_stored_ranks.pop(order_id, None)
+                self._end_store(order_id)
+
+    def take_counts(self) -> TierCounts:
+        """Return what has been counted since the last call."""
+        counts, self._counts = self._counts, TierCounts()
+        return counts
+
+    def has_work(self) -> bool:
+        """Return True while stores or removals are not finished; the engine must go on stepping."""
+        return bool(self._storing) or not self._orders.is_empty
+
+    def holds_freed_blocks(self) -> bool:
+        """Return True if a finished store would free blocks. O(blocks being read)."""
+        blocks = self.block_pool.blocks
+        return any(
+            blocks[block_id].ref_cnt == 1
+            for order, _ in self._storing.values()
+            for _, block_id in order.blocks
+        )
+
+    def reset(self) -> bool:
+        """Remove everything from the tiers. While loads are not finished, return False and change nothing."""
+        if self._loading:
+            _logger.warning("kv_pool did not clear its tiers: %d requests are loading", len(self._loading))
+            return False
+        for request_id in list(self._hits):
+            self._drop_hit(request_id)
+        self._note_removed(self.index.host.list_keys(), on_disk=False)
+        if self.index.disk is not None:
+            self._note_removed(self.index.disk.list_keys(), on_disk=True)
+        self.index.clear()
+        # Stores that are ordered already are executed before the removal.
+        self._orders.clears = True
+        self._orders.forgotten.clear()
+        for followed in self._followed.values():
+            followed.num_seen = [0] * len(self._groups)
+            followed.next_at = 0
+        return True
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _follow(self, request: Any) -> None:
+        if request.request_id not in self._followed:
+            self._followed[request.request_id] = FollowedRequest(request, [0] * len(self._groups))
+
+    def _drop_hit(self, request_id: RequestId) -> None:
+        hit = self._hits.pop(request_id, None)
+        if hit is not None:
+            self.index.release(hit.list_keys())
+
+    def _list_needed(self, request: Any, start: int, end: int) -> Rows:
+        """Return the keys of the blocks that a hit of tokens `[start, end)` needs."""
+        rows: Rows = []
+        for group in self._groups:
+            first = max(start, group.count_skipped_tokens(end)) // group.block_size
+            after = end // group.block_size
+            keys = group.list_keys(request, first, after)
+            rows.append(dict(zip(range(first, after), keys, strict=True)))
+        return rows
+
+    def _count_storable(self, request: Any) -> int:
+        """Return how many tokens of a request are computed and may have hashed blocks in all groups.
+
+        Tokens of steps in flight do not count. The engine hashes the blocks of several groups together, at
+        multiples of the alignment.
+        """
+        num_tokens: int = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        return num_tokens - num_tokens % self._alignment
+
+    def _store_new_blocks(self, followed: FollowedRequest, block_ids: Sequence[Sequence[BlockId]]) -> int:
+        """Plan the store of a request's computed blocks that host memory does not have.
+
+        Returns:
+            The number of blocks for which there is no place now.
+        """
+        request = followed.request
+        if request.request_id in self._loading:
+            return 0
+        num_skipped = 0
+        num_tokens = self._count_storable(request)
+        for number, (group, table) in enumerate(zip(self._groups, block_ids, strict=True)):
+            start = followed.num_seen[number]
+            end = min(group.count_blocks(request, num_tokens), len(table))
+            keys = group.list_keys(request, start, end)
+            found = [
+                (start + place, self._find_block(keys[place], table[start + place], group))
+                for place in self.index.find_missing(keys)
+            ]
+            stored = [(place, block) for place, block in found if block is not None]
+            if not stored:
+                followed.num_seen[number] = max(start, end)
+                continue
+            num_taken = self._order_store(group, request, stored)
+            # Blocks that found no place are tried again in the next step.
+            followed.num_seen[number] = end if num_taken == len(stored) else stored[num_taken][0]
+            num_skipped += len(stored) - num_taken
+        num_done = min(
+            num_seen * group.block_size
+            for group, num_seen in zip(self._groups, followed.num_seen, strict=True)
+        )
+        followed.next_at = (num_done // self._alignment + 1) * self._alignment
+        return num_skipped
+
+    def _find_block(self, key: BlockHashWithGroupId, block_id: BlockId, group: GroupKeys) -> Any:
+        """Return the block that has this content, or None.
+
+        A block that has left a window is no longer in the table, but may still be cached.
+        """
+        block = self.block_pool.blocks[block_id]
+        if block.block_hash == key:
+            return block
+        cached = self.block_pool.get_cached_block(key[:-4], [group.group_id])
+        return cached[0] if cached and cached[0].block_hash == key else None
+
+    def _order_store(self, group: GroupKeys, request: Any, found: list[tuple[int, Any]]) -> int:
+        """Order the store of blocks, given with their positions. Return how many of them are stored."""
+        blocks: list[KeyedBlock] = [(block.block_hash, block.block_id) for _, block in found]
+        order = self.index.plan_store(blocks, self._max_reading - self._num_reading)
+        if order is None:
+            return 0
+        num_taken = len(order.blocks)
+        taken = [block for _, block in found[:num_taken]]
+        hold = self._reads.take(taken, f"kv_pool's tiers, store {order.order_id}")
+        self._storing[order.order_id] = (order, hold)
+        self._num_reading += num_taken
+        self._orders.stores.append(order)
+        self._counts.num_demoted += len(order.demoted)
+        if self._listener is not None:
+            self._listener.on_removed(order.disk_evicted, True)
+            self._listener.on_stored(order.demoted, True)
+            self._listener.on_removed(order.host_evicted, False)
+            for place, block in found[:num_taken]:
+                self._listener.on_planned(request, group, place, block.block_hash)
+        return num_taken
+
+    def _end_store(self, order_id: int) -> None:
+        order, hold = self._storing.pop(order_id)
+        self._num_reading -= len(order.blocks)
+        is_valid = self._reads.release(hold)
+        keys = self.index.finish_store(order, is_valid)
+        self._counts.num_stored += len(keys)
+        if self._listener is not None:
+            self._listener.on_stored(keys, False)
+            self._listener.on_store_ended([key for key, _ in order.blocks])
+        if not is_valid:
+            _logger.warning(
+                "kv_pool drops %d stored blocks: the store took longer than lease_s, %s seconds",
+                len(order.blocks),
+                self._lease_s,
+            )
+            self._forget([key for key, _ in order.blocks])
+
+    def _add_reopened(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        left_out = self.index.add_reopened(keys)
+        self._orders.forgotten += left_out
+        if self._listener is not None:
+            self._listener.on_stored(keys[len(left_out) :], True)
+        if keys:
+            _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
+
+    def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Remove keys from the index, and order their removal from the tiers."""
+        if keys:
+            self._counts.num_lost += len(keys)
+            self._note_removed([key for key in keys if key in self.index.host], on_disk=False)
+            if self.index.disk is not None:
+                disk = self.index.disk
+                self._note_removed([key for key in keys if key in disk], on_disk=True)
+            self.index.forget(keys)
+            self._orders.forgotten += keys
+
+    def _note_removed(self, keys: Sequence[BlockHashWithGroupId], *, on_disk: bool) -> None:
+        if self._listener is not None:
+            self._listener.on_removed(keys, on_disk)
+
+
+def has_new_blocks(followed: FollowedRequest) -> bool:
+    """Return True if the request may have computed blocks that are not stored. Called in each step."""
+    request = followed.request
+    has_new: bool = request.num_computed_tokens - request.num_in_flight_tokens >= followed.next_at
+    return has_new

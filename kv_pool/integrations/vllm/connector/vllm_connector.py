@@ -1,0 +1,295 @@
+"""`KVPoolConnector`: vLLM's interface to the two halves of the tiers, and to the options of clients.
+
+Loaded by vLLM through `kv_connector_module_path`; see the package.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kv_pool.ids import BlockId
+from kv_pool.integrations.vllm.connector.cache_storage import count_block_bytes, describe_bytes, wrap_caches
+from kv_pool.integrations.vllm.connector.disk_folder import describe_blocks, open_disk_tier
+from kv_pool.integrations.vllm.connector.event_log import TierEventLog
+from kv_pool.integrations.vllm.connector.orders import StepOrders, WorkerReport
+from kv_pool.integrations.vllm.connector.request_handler import RequestHandler
+from kv_pool.integrations.vllm.connector.served_groups import describe_groups
+from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, count_blocks
+from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
+from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
+from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
+from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
+
+logger = logging.getLogger("vllm.kv_pool")
+
+
+@dataclass
+class KVPoolMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The orders of a step, sent to all workers."""
+
+    orders: StepOrders = field(default_factory=StepOrders)
+
+
+@dataclass
+class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The report of a worker, or of several, sent to the scheduler."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVPoolWorkerMetadata)
+        return KVPoolWorkerMetadata(self.report.merge(other.report))
+
+
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Host and disk tiers, and a handler of requests, for an engine of vLLM.
+
+    vLLM creates one in the scheduler and one in each worker. Without `host_bytes` there are no tiers, and the
+    connector only calls the handler.
+
+    Attributes:
+        settings: the settings of `kv_connector_extra_config`.
+        handler: follows the requests; only in the scheduler.
+        scheduler: the scheduler half; None in workers and without tiers.
+        worker: the worker half; None in the scheduler, without tiers, and before the KV caches exist.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        self.handler: RequestHandler | None = None
+        self.scheduler: TierScheduler | None = None
+        self.worker: TierWorker | None = None
+        self._event_log: TierEventLog | None = None
+        self._num_groups = len(kv_cache_config.kv_cache_groups)
+        self._is_shut_down = False
+        has_tiers = self.settings.host_bytes > 0
+        if has_tiers:
+            self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
+            self._host_blocks, self._disk_blocks = self._count_tier_blocks()
+        if role is KVConnectorRole.SCHEDULER:
+            self.handler = make_request_handler(vllm_config, self.settings)
+            if has_tiers:
+                self.scheduler = self._make_scheduler()
+
+    # ---- what vLLM asks before it starts -------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that is not stored is only computed again."""
+        return False
+
+    # ---- scheduler: requests ---------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler is not None:
+            self.scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+        if self.handler is not None:
+            self.handler.bind_kv_cache_manager(kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        if self.handler is not None:
+            self.handler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler is None or request.skip_reading_prefix_cache:
+            return 0, False
+        num_tokens = self.scheduler.find_hit(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self.scheduler is not None:
+            self.scheduler.plan_load(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        if self.scheduler is None or not num_external_tokens:
+            return {}
+        num_host, num_disk = self.scheduler.count_hit_tokens(request.request_id)
+        found = {CacheHitSource.HOST: num_host, CacheHitSource.DISK: num_disk}
+        return {source: num_tokens for source, num_tokens in found.items() if num_tokens}
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[BlockId], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Store the request's last blocks, which are held until they are read; so they can be freed now."""
+        if self.scheduler is not None:
+            self.scheduler.finish_request(request, block_ids)
+        return False, None if self.handler is None else self.handler.request_finished(request)
+
+    def request_finished(self, request: Any, block_ids: list[BlockId]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    # ---- scheduler: steps ------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self.scheduler is None:
+            return KVPoolMetadata()
+        return KVPoolMetadata(self.scheduler.take_orders(scheduler_output.num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self.scheduler is None:
+            return
+        # Losses first: a request whose load failed must not find the same blocks again.
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KVPoolWorkerMetadata):
+            self.scheduler.apply_report(metadata.report)
+        self.scheduler.end_loads(connector_output.finished_recving or ())
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler is not None and self.scheduler.holds_freed_blocks()
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.has_work()
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._event_log is None else self._event_log.take_events()
+
+    def reset_cache(self) -> bool | None:
+        return None if self.scheduler is None else self.scheduler.reset()
+
+    def get_kv_connector_stats(self) -> TierStatistics | None:
+        return None if self.scheduler is None else TierStatistics.take_from(self.scheduler)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStatistics:
+        return TierStatistics(data=data or {})
+
+    # ---- worker ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Allocate the host tier and open the disk tier of this rank; raises what `DiskTier` raises."""
+        if not self.settings.host_bytes or self._role is not KVConnectorRole.WORKER:
+            return
+        parallel = self._vllm_config.parallel_config
+        block_format = (
+            f"{self._vllm_config.cache_config.cache_dtype} {describe_bytes(self._kv_cache_config)}, "
+            f"rank {parallel.rank} of {parallel.world_size}"
+        )
+        storage = wrap_caches(kv_caches, self._kv_cache_config, block_format)
+        disk = None
+        if self._disk_blocks:
+            layout = describe_blocks(self._vllm_config, storage, self._alignment, self.settings.weights)
+            disk = open_disk_tier(self.settings.disk_folder, self._disk_blocks, layout, parallel)
+        self.worker = TierWorker(storage, self._host_blocks, disk)
+        logger.info(
+            "kv_pool stores blocks of %d bytes in host memory, %d at most%s",
+            storage.block_bytes,
+            self._host_blocks,
+            f", and on disk, {self._disk_blocks} at most" if self._disk_blocks else "",
+        )
+
+    def unregister_kv_caches(self) -> None:
+        """Wait for all copies, before the memory of the KV caches is released for a while."""
+        if self.worker is not None:
+            self.worker.transfers.wait()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker is not None:
+            self.worker.start_loads(self._get_orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled after its blocks are loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to save: blocks are stored whole, after the step that computed them."""
+
+    def wait_for_save(self) -> None:
+        if self.worker is not None:
+            self.worker.start_stores(self._get_orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self.worker is None:
+            return None, None
+        return None, set(self.worker.take_loaded()) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self.worker is not None:
+            failed = self.worker.take_failed_requests()
+            # With several groups, vLLM cannot find the request of a block id.
+            if self._num_groups > 1:
+                results.failed_recving = set(failed)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self.worker is None:
+            return set()
+        failed = self.worker.take_failed_blocks()
+        return set() if self._num_groups > 1 else set(failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = None if self.worker is None else self.worker.transfers.take_report()
+        return None if report is None else KVPoolWorkerMetadata(report)
+
+    def shutdown(self) -> None:
+        """Finish the current copy and close the tiers. No-op on a second call."""
+        if self.worker is not None:
+            self.worker.close()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _get_orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVPoolMetadata)
+        return metadata.orders
+
+    def _count_tier_blocks(self) -> tuple[int, int]:
+        """Return the capacity of a rank's host tier and disk tier, in blocks."""
+        num_ranks = self._vllm_config.parallel_config.world_size
+        block_bytes = count_block_bytes(self._kv_cache_config)
+        settings = self.settings
+        host_blocks = count_blocks("host_bytes", settings.host_bytes, num_ranks, block_bytes)
+        if not settings.disk_bytes:
+            return host_blocks, 0
+        return host_blocks, count_blocks("disk_bytes", settings.disk_bytes, num_ranks, block_bytes)
+
+    def _make_scheduler(self) -> TierScheduler:
+        config = self._vllm_config
+        events = config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._event_log = TierEventLog(self._kv_cache_config)
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r: a request fails if one of its blocks cannot be read from a "
+                "tier. Set it to 'recompute' in --kv-transfer-config to compute such blocks instead",
+                self._kv_transfer_config.kv_load_failure_policy,
+            )
+        speculative = config.speculative_config
+        scheduler = TierScheduler(
+            TierIndex(self._host_blocks, self._disk_blocks),
+            self._groups,
+            self._alignment,
+            num_ranks=config.parallel_config.world_size,
+            drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+            lease_s=self.settings.lease_s,
+            listener=self._event_log,
+        )
+        logger.info(
+            "kv_pool keeps up to %d blocks in host memory and %d on disk, per rank of %d",
+            self._host_blocks,
+            self._disk_blocks,
+            config.parallel_config.world_size,
+        )
+        return scheduler
+
+
+def make_request_handler(vllm_config: Any, settings: ConnectorSettings) -> RequestHandler:
+    """Return the handler that follows the requests of an engine: it applies the options of clients."""
+    return ConnectorOptions()

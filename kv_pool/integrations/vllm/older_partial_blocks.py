@@ -1,0 +1,68 @@
+"""Pools whose `cache_partial_block` behaves as in earlier releases of vLLM. Imports no vLLM."""
+
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHashWithGroupId, GroupId
+
+
+class PartialBlocksOnly(BlockPool):
+    """A pool that refuses to cache a full block as a partial one, as vLLM until 0.31 does."""
+
+    def cache_partial_block(
+        self,
+        request: Any,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: GroupId,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> BlockHashWithGroupId | None:
+        """Add a key for the first tokens of a block; see `BlockPool.cache_partial_block`.
+
+        Raises:
+            InvalidArgumentError: the tokens end at a block, or hashes are as long as blocks. Never raised for
+                the null block or with `replace_existing_hashes`. Nothing has changed.
+        """
+        is_partial = block_size > self.hash_block_size and num_tokens % block_size != 0
+        if not is_partial and not replace_existing_hashes and not block.is_null:
+            raise InvalidArgumentError(
+                f"{num_tokens} tokens end at a block of {block_size} tokens, with hashes of "
+                f"{self.hash_block_size}; cache full blocks with cache_full_blocks()"
+            )
+        return super().cache_partial_block(
+            request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
+        )
+
+
+class LastFeatureOnly(PartialBlocksOnly):
+    """A pool whose events of partial blocks name only the last multimodal input, as in vLLM 0.30."""
+
+    def cache_partial_block(
+        self,
+        request: Any,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: GroupId,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> BlockHashWithGroupId | None:
+        """Add a key for the first tokens of a block; see `PartialBlocksOnly.cache_partial_block`."""
+        if self.enable_kv_cache_events and num_tokens > self.hash_block_size and request.mm_features:
+            request = RequestWithLastFeature(request)
+        return super().cache_partial_block(
+            request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
+        )
+
+
+class RequestWithLastFeature:
+    """A view of a request that shows only the last of its multimodal inputs."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.mm_features = request.mm_features[-1:]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

@@ -1,0 +1,68 @@
+"""`Release`: what kv_pool replaces in one release of vLLM, and by which classes."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The replaced classes, by the vLLM module that defines them.
+POOL_LEVEL = {
+    "vllm.v1.core.block_pool": ("BlockPool", "BlockHashToBlockMap"),
+    "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
+    "vllm.v1.core.kv_cache_metrics": ("KVCacheMetricsCollector", "BlockMetricsState"),
+}
+# Those of level `manager`: the manager in addition.
+MANAGER_LEVEL = POOL_LEVEL | {"vllm.v1.core.kv_cache_manager": ("KVCacheManager", "KVCacheBlocks")}
+
+
+@dataclass(frozen=True)
+class Release:
+    """One minor release of vLLM.
+
+    Attributes:
+        number: (0, 33) for 0.33.
+        pool_module: the module of kv_pool that defines `BlockPool` for this release. The other classes of
+            level `pool` are those of `pool_classes` in every release, those of level `manager` those of
+            `manager_classes`.
+        replaced: level -> vLLM module -> the classes to replace in it. A level that is missing here is not
+            available for the release.
+    """
+
+    number: tuple[int, int]
+    pool_module: str
+    replaced: Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
+PACKAGE = "kv_pool.integrations.vllm"
+
+# Newest first. A release needs an entry only if kv_pool's classes for it differ from those of the one before.
+RELEASES = (
+    Release((0, 33), f"{PACKAGE}.pool_classes", {"pool": POOL_LEVEL, "manager": MANAGER_LEVEL}),
+    Release((0, 32), f"{PACKAGE}.pool_classes_0_32", {"pool": POOL_LEVEL}),
+    Release((0, 31), f"{PACKAGE}.pool_classes_0_31", {"pool": POOL_LEVEL}),
+    Release((0, 30), f"{PACKAGE}.pool_classes_0_30", {"pool": POOL_LEVEL}),
+)
+
+
+def find_release(version: str) -> Release:
+    """Return the newest known release that is not newer than `version`.
+
+    For an older version, return the oldest; for one without numbers, such as `dev`, the newest.
+    """
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    if not (major.isdecimal() and minor.isdecimal()):
+        return RELEASES[0]
+    number = int(major), int(minor)
+    return next((release for release in RELEASES if release.number <= number), RELEASES[-1])
+
+
+def load_classes(release: Release, level: str) -> dict[str, Any]:
+    """Return kv_pool's classes for this level of the release, by vLLM's names. Imports vLLM."""
+    pool_classes = importlib.import_module(f"{PACKAGE}.pool_classes")
+    found = {name: getattr(pool_classes, name) for names in POOL_LEVEL.values() for name in names}
+    found["BlockPool"] = importlib.import_module(release.pool_module).BlockPool
+    if level == "manager":
+        manager_classes = importlib.import_module(f"{PACKAGE}.manager_classes")
+        found |= {name: getattr(manager_classes, name) for name in manager_classes.__all__}
+    return found

@@ -1,0 +1,87 @@
+"""`OptionsCheck`: refuses requests with invalid `kv_pool` objects in vLLM's API server. Imports no vLLM."""
+
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+import msgspec
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.integrations.vllm.request_options.sent_options import ABSENT, FIELD, find_in_body
+from kv_pool.manager.request_options.options import make_refusal, read_options
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_FIELD_BYTES: Final = FIELD.encode()
+
+
+class OptionsCheck:
+    """ASGI middleware: answers requests with invalid `kv_pool` objects with status 400 and the reason.
+
+    The answer has the form of vLLM's own errors. Other requests reach the application unchanged. Only bodies
+    that contain the bytes `kv_pool` are decoded. The engine checks the objects again: a request may reach it
+    without the API server.
+
+    `VLLM_PLUGINS=kv_pool` installs it; in a vLLM without endpoint plugins use `--middleware
+    kv_pool.integrations.vllm.request_options.http_check.OptionsCheck`.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Check the body of a POST request; pass everything else on."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        messages: list[Message] = []
+        while True:
+            message = await receive()
+            messages.append(message)
+            if message["type"] != "http.request" or not message.get("more_body"):
+                break
+        refusal = find_refusal(b"".join([message.get("body", b"") for message in messages]))
+        if refusal is not None:
+            await _send_error(send, refusal)
+            return
+        messages.reverse()
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, receive_again, send)
+
+
+def find_refusal(body: bytes) -> str | None:
+    """Return why the `kv_pool` object in a request's body is refused; None if it is valid or absent."""
+    if _FIELD_BYTES not in body:
+        return None
+    try:
+        decoded = msgspec.json.decode(body)
+    except UNDECODABLE:
+        return None  # the API server refuses it
+    try:
+        value = find_in_body(decoded)
+        if value is ABSENT:
+            return None
+        read_options(value)
+    except InvalidArgumentError as error:
+        return make_refusal(error)
+    if (os.environ.get("KV_POOL_VLLM") or "pool") != "manager":
+        return (
+            "kv_pool: this server runs vLLM's KV cache manager, which cannot retain; the operator enables "
+            "retention with KV_POOL_VLLM=manager"
+        )
+    return None
+
+
+async def _send_error(send: Send, refusal: str) -> None:
+    error = {"message": refusal, "type": "BadRequestError", "param": FIELD, "code": 400}
+    body = msgspec.json.encode({"error": error})
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

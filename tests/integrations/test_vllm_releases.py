@@ -1,0 +1,53 @@
+"""Which classes a version of vLLM gets, and that all checked versions are described."""
+
+import importlib.util
+
+import pytest
+
+from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
+from kv_pool.integrations.vllm.releases import RELEASES, find_release
+
+
+@pytest.mark.parametrize(
+    ("version", "number"),
+    [
+        ("0.33.0", (0, 33)),
+        ("0.33.0+cpu", (0, 33)),
+        ("0.32.0", (0, 32)),
+        ("0.31.4rc2", (0, 31)),
+        ("0.30", (0, 30)),
+        ("0.34.0", (0, 33)),
+        ("1.0.0", (0, 33)),
+        ("0.29.1", (0, 30)),
+        ("dev", (0, 33)),
+        ("", (0, 33)),
+    ],
+)
+def test_a_version_gets_the_newest_release_that_is_not_newer(version, number):
+    assert find_release(version).number == number
+
+
+def test_releases_are_listed_newest_first():
+    numbers = [release.number for release in RELEASES]
+    assert numbers == sorted(set(numbers), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("level", "version"),
+    [(level, version) for level in CHECKED_VERSIONS for version in CHECKED_VERSIONS[level]],
+)
+def test_a_checked_version_has_classes_for_its_level(level, version):
+    assert level in find_release(version).replaced
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.pool_module)
+def test_each_release_names_a_module_of_kv_pool(release):
+    assert importlib.util.find_spec(release.pool_module) is not None
+
+
+def test_only_whole_versions_are_checked():
+    assert is_checked("pool", "0.33.0")
+    assert is_checked("pool", "0.33.0+cpu")
+    assert not is_checked("pool", "0.33")
+    assert not is_checked("pool", "0.33.0rc1")
+    assert not is_checked("telepathy", "0.33.0")

@@ -1,0 +1,315 @@
+"""The two halves together: which blocks are held, and what a failure leaves behind."""
+
+import threading
+
+import pytest
+from integrations.vllm_connector.made_halves import BLOCK_SIZE, TIMEOUT_S, Halves, make_content
+
+from kv_pool.errors import CopyFailedError, TierError
+
+
+@pytest.fixture
+def make_halves(tmp_path):
+    made = []
+
+    def make(*windows, **options):
+        made.append(Halves(tmp_path / str(len(made)), windows or (None,), **options))
+        return made[-1]
+
+    yield make
+    for halves in made:
+        halves.close()
+
+
+def hashes(name, num_blocks):
+    return [f"{name}{number}".encode() for number in range(num_blocks)]
+
+
+def run(halves, name, num_blocks, prefix=None):
+    """Run a request to its end; return its tokens from tiers."""
+    request = halves.make_request(name, hashes(prefix or name, num_blocks))
+    num_hit = halves.admit(request)
+    assert num_hit is not None
+    if num_hit:
+        assert halves.drain() == {name: False}
+        halves.cache_loaded(request)
+    halves.compute(request, num_blocks)
+    halves.finish(request)
+    halves.drain()
+    return num_hit
+
+
+class Gate:
+    """Makes a method of a worker's tiers wait until the gate is opened."""
+
+    def __init__(self, monkeypatch, tiers, name):
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        method = getattr(tiers, name)
+
+        def wait(*args):
+            self.reached.set()
+            assert self.opened.wait(TIMEOUT_S)
+            return method(*args)
+
+        monkeypatch.setattr(tiers, name, wait)
+
+
+def tiers_of(halves, rank=0):
+    return halves.workers[rank].transfers._tiers
+
+
+def test_a_block_is_stored_and_loaded(make_halves):
+    halves = make_halves()
+    assert run(halves, "a", 5) == 0
+    assert len(halves.index.host) == 5
+    assert run(halves, "again", 5, "a") == 20
+    assert halves.scheduler.take_counts().num_stored == 5
+
+
+def test_a_store_leases_its_blocks(make_halves, monkeypatch):
+    halves = make_halves(num_blocks=12, host=20)
+    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    request = halves.make_request("a", hashes("a", 5))
+    halves.admit(request)
+    halves.compute(request, 5)
+    halves.finish(request)
+    halves.send()
+    assert gate.reached.wait(TIMEOUT_S)
+    assert halves.pool.get_num_free_blocks() == 6
+    assert halves.scheduler.holds_freed_blocks()
+    for block in halves.pool.get_new_blocks(6):  # all that are free are reused and overwritten
+        halves.memory[0][block.block_id] = 255
+    gate.opened.set()
+    halves.collect()
+    assert not halves.scheduler.holds_freed_blocks()
+    assert halves.pool.get_num_free_blocks() == 5
+    again = halves.make_request("again", hashes("a", 4))
+    assert halves.scheduler.find_hit(again, 0) == 16
+    host = tiers_of(halves).host
+    for key in host.list_keys():
+        read = host.read([key])
+        assert read.storage.read_block(read.block_ids[0]) == bytes(make_content(key, 0))
+
+
+def test_what_a_late_store_has_read_is_dropped(make_halves, monkeypatch):
+    halves = make_halves(num_blocks=12, lease_s=10)
+    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    request = halves.make_request("a", hashes("a", 5))
+    halves.admit(request)
+    halves.compute(request, 5)
+    halves.finish(request)
+    halves.send()
+    halves.clock.now = 11
+    halves.send()
+    assert halves.pool.get_num_free_blocks() == 11
+    gate.opened.set()
+    halves.collect()
+    assert len(halves.index.host) == 0
+    assert halves.scheduler.take_counts().num_lost == 5
+    halves.drain()  # the workers drop the blocks, too
+    assert len(tiers_of(halves).host) == 0
+    assert run(halves, "again", 5, "a") == 0
+    assert len(halves.index.host) == 5
+
+
+def test_loads_overtake_stores(make_halves, monkeypatch):
+    halves = make_halves(num_blocks=40, host=20)
+    run(halves, "a", 3)
+    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    order = []
+    for name in ("store", "load"):
+        method = getattr(tiers_of(halves), name)
+        monkeypatch.setattr(
+            tiers_of(halves), name, lambda one, name=name, method=method: [order.append(name), method(one)][1]
+        )
+    for name in ("b", "c"):
+        request = halves.make_request(name, hashes(name, 2))
+        halves.admit(request)
+        halves.compute(request, 2)
+        halves.finish(request)
+        halves.send()
+    assert gate.reached.wait(TIMEOUT_S)
+    again = halves.make_request("again", hashes("a", 3))
+    assert halves.admit(again) == 12
+    halves.send()
+    gate.opened.set()
+    assert halves.collect() == {"again": False}
+    assert order == ["store", "load", "store"]
+
+
+def test_held_blocks_are_not_evicted_before_a_load(make_halves):
+    halves = make_halves(num_blocks=60, host=6, disk=0)
+    run(halves, "a", 3)
+    again = halves.make_request("again", hashes("a", 3))
+    assert halves.scheduler.find_hit(again, 0) == 12
+    for number in range(4):
+        run(halves, f"other {number}", 3)
+    assert halves.admit(again) == 12
+    assert halves.drain() == {"again": False}
+    halves.cache_loaded(again)
+    halves.finish(again)
+    for number in range(4, 8):
+        run(halves, f"other {number}", 3)
+    assert halves.scheduler.find_hit(again, 0) == 0
+
+
+def test_a_hit_ends_with_its_request(make_halves):
+    halves = make_halves(num_blocks=60, host=4, disk=0)
+    run(halves, "a", 2)
+    again = halves.make_request("again", hashes("a", 2))
+    assert halves.scheduler.find_hit(again, 0) == 8
+    halves.scheduler.finish_request(again, [[]])
+    run(halves, "b", 4)
+    run(halves, "c", 4)
+    assert halves.scheduler.find_hit(again, 0) == 0
+
+
+def test_a_hit_that_the_engine_shortens(make_halves):
+    halves = make_halves(12, None, num_blocks=60, host=40)
+    run(halves, "a", 8)
+    again = halves.make_request("again", hashes("a", 8))
+    assert halves.scheduler.find_hit(again, 0) == 32
+    tables = [[block.block_id for block in halves.pool.get_new_blocks(9)] for _ in range(2)]
+    halves.tables["again"] = tables
+    halves.scheduler.plan_load(again, tables, 16)
+    again.num_computed_tokens = 16
+    assert halves.drain() == {"again": False}
+    halves.cache_loaded(again)
+    halves.finish(again)
+
+
+def test_a_block_that_was_in_a_window_is_stored(make_halves):
+    halves = make_halves(4, num_blocks=40, host=30)
+    request = halves.make_request("a", hashes("a", 6))
+    halves.admit(request)
+    halves.compute(request, 6)
+    table = halves.tables["a"][0]
+    halves.pool.free_blocks(halves.pool.blocks[block_id] for block_id in table[:4])
+    table[:4] = [halves.pool.null_block.block_id] * 4
+    halves.step(["a"])
+    assert len(halves.index.host) == 6
+    halves.finish(request)
+
+
+def test_blocks_without_a_place_are_stored_later(make_halves):
+    halves = make_halves(num_blocks=40, host=4, disk=0)
+    request = halves.make_request("a", hashes("a", 6))
+    halves.admit(request)
+    halves.compute(request, 6)
+    sizes = []
+    for _ in range(3):
+        halves.send(["a"])
+        sizes.append(halves.index.num_arriving)
+        halves.collect()
+    assert sizes == [2, 2, 2]
+    halves.finish(request)
+    assert halves.scheduler.take_counts().num_skipped == 0
+
+
+def test_a_copy_that_fails_is_lost_and_not_found(make_halves, monkeypatch):
+    halves = make_halves()
+
+    def fail(*args):
+        raise CopyFailedError("no copy")
+
+    monkeypatch.setattr(tiers_of(halves).host, "put", fail)
+    run(halves, "a", 3)
+    assert len(halves.index.host) == 0
+    assert halves.scheduler.take_counts().num_lost == 3
+    assert halves.pool.get_num_free_blocks() == 29
+
+
+@pytest.mark.parametrize("error", [CopyFailedError("no copy"), MemoryError("no memory")])
+def test_a_load_that_fails_is_reported(make_halves, monkeypatch, error):
+    halves = make_halves(num_ranks=2)
+    run(halves, "a", 3)
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(tiers_of(halves, 1).host, "load", fail)
+    again = halves.make_request("again", hashes("a", 3))
+    assert halves.admit(again) == 12
+    assert halves.drain() == {"again": True}
+    assert halves.scheduler.find_hit(halves.make_request("third", hashes("a", 3)), 0) == 0
+    halves.drain()
+    assert len(tiers_of(halves, 0).host) == len(tiers_of(halves, 1).host) == 0
+
+
+def test_a_store_is_finished_when_all_ranks_have_finished(make_halves, monkeypatch):
+    halves = make_halves(num_ranks=2)
+    gate = Gate(monkeypatch, tiers_of(halves, 1), "store")
+    request = halves.make_request("a", hashes("a", 2))
+    halves.admit(request)
+    halves.compute(request, 2)
+    halves.finish(request)
+    halves.send()
+    assert halves.workers[0].transfers.wait(TIMEOUT_S)
+    halves.collect(waits=False)
+    assert len(halves.index.host) == 0
+    assert halves.scheduler.has_work()
+    gate.opened.set()
+    halves.collect()
+    assert len(halves.index.host) == 2
+    assert not halves.scheduler.has_work()
+
+
+def test_a_disk_that_cannot_be_cleared_is_not_used(make_halves, monkeypatch):
+    halves = make_halves(host=4)
+    for name in "abc":
+        run(halves, name, 3)
+    assert len(halves.index.disk) > 0
+
+    def fail():
+        raise TierError("no clear")
+
+    monkeypatch.setattr(tiers_of(halves).disk, "clear", fail)
+    assert halves.scheduler.reset()
+    halves.drain()
+    assert halves.index.disk is None
+    assert tiers_of(halves).disk is None
+    assert run(halves, "again", 3, "a") == 0
+    run(halves, "d", 3)
+    assert run(halves, "again", 3, "d") > 0
+
+
+def test_a_tier_that_is_fuller_than_the_index_says(make_halves):
+    halves = make_halves(num_blocks=60, host=4, disk=0)
+    run(halves, "a", 2)
+    run(halves, "b", 2)
+    halves.index.forget([key for key in halves.index.host.list_keys() if key.startswith(b"a")])
+    run(halves, "c", 2)
+    assert len(tiers_of(halves).host) == 4
+    halves.drain()
+    assert set(tiers_of(halves).host.list_keys()) >= set(halves.index.host.list_keys())
+
+
+def test_closing_drops_waiting_orders(make_halves, monkeypatch):
+    halves = make_halves(num_blocks=60)
+    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    for name in ("a", "b"):
+        request = halves.make_request(name, hashes(name, 2))
+        halves.admit(request)
+        halves.compute(request, 2)
+        halves.finish(request)
+        halves.send()
+    assert gate.reached.wait(TIMEOUT_S)
+    closing = threading.Thread(target=halves.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert halves.workers[0].transfers.take_report().stored == {1: 1}
+    halves.workers[0].transfers.store([])
+    halves.close()
+
+
+def test_hits_are_aligned(make_halves):
+    halves = make_halves()
+    run(halves, "a", 3)
+    again = halves.make_request("again", hashes("a", 3))
+    assert halves.scheduler.find_hit(again, 2) == 0
+    assert halves.scheduler.find_hit(again, BLOCK_SIZE) == 8
+    again.num_tokens = 12  # the last token is computed
+    assert halves.scheduler.find_hit(again, 0) == 8

@@ -1,0 +1,217 @@
+"""The index of the tiers: what is found, and what is evicted."""
+
+import random
+
+import pytest
+
+from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+
+
+def blocks(*names):
+    return [(name.encode(), number) for number, name in enumerate(names)]
+
+
+def store(index, *names, max_blocks=100):
+    """Plan and finish a store; return the order."""
+    order = index.plan_store(blocks(*names), max_blocks)
+    if order is not None:
+        index.finish_store(order, True)
+    return order
+
+
+def test_a_block_is_found_once_its_store_has_finished():
+    index = TierIndex(4, 0)
+    order = index.plan_store(blocks("a", "b"), 100)
+    assert order.blocks == blocks("a", "b")
+    assert index.find_missing([b"x", b"a"]) == [0]
+    assert b"a" not in index
+    assert index.finish_store(order, True) == [b"a", b"b"]
+    assert b"a" in index
+    assert [b"a" in mapping for mapping in index.list_indexes()] == [True]
+
+
+def test_planned_stores_have_their_place():
+    index = TierIndex(4, 0)
+    store(index, "a", "b")
+    first = index.plan_store(blocks("c", "d", "e"), 100)
+    assert (first.blocks, first.host_evicted) == (blocks("c", "d", "e"), [b"a"])
+    second = index.plan_store(blocks("f", "g", "h"), 100)
+    assert (second.blocks, second.host_evicted) == (blocks("f"), [b"b"])
+    assert index.plan_store(blocks("i"), 100) is None
+    assert index.num_arriving == 4
+
+
+def test_the_maximum_limits_an_order():
+    index = TierIndex(4, 0)
+    assert index.plan_store(blocks("a", "b", "c"), 2).blocks == blocks("a", "b")
+    assert index.plan_store(blocks("d"), 0) is None
+
+
+def test_evicted_blocks_go_to_disk():
+    index = TierIndex(2, 3)
+    store(index, "a", "b")
+    order = index.plan_store(blocks("c", "d"), 100)
+    assert (order.host_evicted, order.demoted, order.disk_evicted) == ([b"a", b"b"], [b"a", b"b"], [])
+    assert b"a" in index
+    index.finish_store(order, True)
+    order = store(index, "e", "f")
+    assert (order.demoted, order.disk_evicted) == ([b"c", b"d"], [b"a"])
+    assert b"a" not in index
+
+
+def test_a_block_that_is_on_disk_is_not_written_again():
+    index = TierIndex(1, 3)
+    store(index, "a")
+    store(index, "b")
+    order = store(index, "a")
+    assert order.demoted == [b"b"]
+    order = store(index, "c")
+    assert (order.host_evicted, order.demoted) == ([b"a"], [])
+
+
+def test_held_blocks_stay_in_both_tiers():
+    index = TierIndex(2, 2)
+    store(index, "a", "b")
+    store(index, "c", "d")
+    index.hold([b"a", b"c"])
+    order = store(index, "e", "f")
+    assert (order.blocks, order.host_evicted) == (blocks("e"), [b"d"])
+    assert order.disk_evicted == [b"b"]
+    index.release([b"a", b"c"])
+    assert store(index, "g", "h").host_evicted == [b"c", b"e"]
+
+
+def test_used_blocks_are_evicted_last():
+    index = TierIndex(2, 0)
+    store(index, "a", "b")
+    index.touch([b"a", b"x"])
+    assert store(index, "c").host_evicted == [b"b"]
+
+
+def test_forgotten_blocks_are_not_found_by_a_planned_store():
+    index = TierIndex(4, 2)
+    order = index.plan_store(blocks("a", "b"), 100)
+    index.forget([b"a", b"x"])
+    assert index.finish_store(order, True) == [b"b"]
+    assert b"a" not in index
+    assert len(index.host) == 1
+
+
+def test_an_invalid_store_is_not_found():
+    index = TierIndex(4, 0)
+    order = index.plan_store(blocks("a"), 100)
+    assert index.finish_store(order, False) == []
+    assert b"a" not in index
+    assert index.num_arriving == 0
+
+
+def test_a_cleared_index_ignores_planned_stores():
+    index = TierIndex(2, 2)
+    store(index, "a")
+    order = index.plan_store(blocks("b"), 100)
+    index.clear()
+    assert index.finish_store(order, True) == []
+    assert len(index.host) == 0
+
+
+def test_a_later_store_of_the_same_block_counts():
+    index = TierIndex(4, 0)
+    first = index.plan_store(blocks("a"), 100)
+    index.forget([b"a"])
+    second = index.plan_store(blocks("a"), 100)
+    assert index.finish_store(first, True) == []
+    assert index.finish_store(second, True) == [b"a"]
+
+
+def test_reopened_blocks_fill_the_disk():
+    index = TierIndex(2, 2)
+    assert index.add_reopened([b"a", b"b", b"c"]) == [b"a"]
+    assert b"b" in index
+    assert index.add_reopened([b"b", b"d"]) == [b"d"]
+    assert TierIndex(2, 0).add_reopened([b"a"]) == [b"a"]
+
+
+def test_a_lost_disk_has_no_blocks():
+    index = TierIndex(1, 2)
+    store(index, "a")
+    store(index, "b")
+    assert index.drop_disk() == [b"a"]
+    assert index.drop_disk() == []
+    assert b"a" not in index
+    assert store(index, "c").demoted == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls_match_a_slow_model(seed):
+    """The model keeps lists of keys, the least recently used first."""
+    rng = random.Random(seed)
+    host_size, disk_size = rng.randrange(1, 6), rng.randrange(0, 8)
+    index = TierIndex(host_size, disk_size)
+    names = [bytes([65 + number]) for number in range(14)]
+    host, disk, held, planned = [], [], [], []
+
+    def used(tier, keys):
+        for key in keys:
+            if key in tier:
+                tier.remove(key)
+                tier.append(key)
+
+    for _ in range(200):
+        action = rng.randrange(7)
+        some = rng.sample(names, rng.randrange(1, 5))
+        if action == 0:
+            arriving = {key for _, keys in planned for key in keys}
+            new = [key for key in some if key not in host and key not in arriving]
+            assert [some[place] for place in index.find_missing(some)] == new
+            order = index.plan_store([(key, 0) for key in new], 3)
+            wanted = new[:3]
+            num_free = host_size - len(host) - len(arriving)
+            evictable = [key for key in host if key not in held][: max(0, len(wanted) - num_free)]
+            wanted = wanted[: num_free + len(evictable)]
+            if not wanted:
+                assert order is None
+                continue
+            assert ([key for key, _ in order.blocks], order.host_evicted) == (wanted, evictable)
+            planned.append((order, wanted))
+            host = [key for key in host if key not in evictable]
+            if disk_size:
+                used(disk, evictable)
+                missing = [key for key in evictable if key not in disk]
+                out = [key for key in disk if key not in held][: max(0, len(disk) + len(missing) - disk_size)]
+                disk = [key for key in disk if key not in out]
+                kept = missing[max(0, len(missing) - (disk_size - len(disk))) :]
+                disk += kept
+                assert (order.disk_evicted, order.demoted) == (out, kept)
+        elif action == 1 and planned:
+            order, keys = planned.pop(rng.randrange(len(planned)))
+            is_valid = rng.random() < 0.8
+            assert index.finish_store(order, is_valid) == (keys if is_valid else [])
+            host += keys if is_valid else []
+        elif action == 2:
+            index.touch(some)
+            used(host, some)
+            used(disk, some)
+        elif action == 3:
+            index.hold(some)
+            held += some
+        elif action == 4 and held:
+            out = rng.sample(held, rng.randrange(1, len(held) + 1))
+            index.release(out)
+            for key in out:
+                held.remove(key)
+        elif action == 5 and rng.random() < 0.3:
+            index.forget(some)
+            host = [key for key in host if key not in some]
+            disk = [key for key in disk if key not in some]
+            planned = [(order, [key for key in keys if key not in some]) for order, keys in planned]
+        elif action == 6 and rng.random() < 0.05:
+            index.clear()
+            host, disk = [], []
+            planned = [(order, []) for order, _ in planned]
+        assert index.host.list_keys() == host
+        assert (index.disk.list_keys() if disk_size else []) == disk
+        assert index.num_arriving == sum(len(keys) for _, keys in planned)
+        assert len(host) + index.num_arriving <= host_size
+        assert len(disk) <= disk_size
+        for key in names:
+            assert (key in index) == (key in host or key in disk)

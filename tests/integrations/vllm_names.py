@@ -1,0 +1,222 @@
+"""The names by which the installed vLLM uses the classes that kv_pool replaces, and those that kv_pool lacks.
+
+    PYTHONPATH=VLLM_SOURCE python tests/integrations/vllm_names.py LEVEL
+
+prints what kv_pool's classes for the installed release lack at level pool or manager, one line each; nothing
+if they fit.
+"""
+
+import ast
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import FunctionType
+
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_classes
+
+# Parts of vLLM that handle blocks, and their names for the objects. The files that define the classes are
+# omitted: they are not used.
+PARTS = (
+    "distributed/aux_output_connector",
+    "distributed/kv_transfer",
+    "v1/core",
+    "v1/engine",
+    "v1/hisparse",
+    "v1/simple_kv_offload",
+)
+VARIABLES = {
+    "BlockPool": {
+        "block_pool",
+        "_block_pool",
+        "cpu_block_pool",
+        "gpu_block_pool",
+        "_gpu_block_pool",
+        "cpu_pool",
+        "device_pool",
+        "gpu_pool",
+        "pool",
+    },
+    "KVCacheBlock": {"block", "blk", "null_block", "_null_block", "src_block", "dst_block"},
+    "FreeKVCacheBlockQueue": {"free_block_queue", "free_queue"},
+    "BlockHashToBlockMap": {"cached_block_hash_to_block"},
+    "KVCacheMetricsCollector": {"metrics_collector", "kv_metrics_collector"},
+}
+# Fields added by vLLM's own subclasses.
+ADDED_BY_VLLM = {"BlockPool": {"hits"}}
+# Modules of which every class is replaced. `kv_cache_utils` defines others, too.
+REPLACED_ENTIRELY = ("vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_metrics")
+
+
+def make_one_of_each(classes):
+    pool = classes["BlockPool"](4, True, 16)
+    return {
+        "BlockPool": pool,
+        "KVCacheBlock": pool.blocks[1],
+        "FreeKVCacheBlockQueue": pool.free_block_queue,
+        "BlockHashToBlockMap": pool.cached_block_hash_to_block,
+        "KVCacheMetricsCollector": classes["KVCacheMetricsCollector"](1.0),
+        "BlockMetricsState": classes["BlockMetricsState"](),
+    }
+
+
+def load_theirs(replaced):
+    return {
+        name: getattr(importlib.import_module(module), name)
+        for module, names in replaced.items()
+        for name in names
+    }
+
+
+def vllm_sources(replaced):
+    import vllm
+
+    root = Path(vllm.__file__).parent
+    defining = {root.parent / (module.replace(".", "/") + ".py") for module in replaced}
+    for part in PARTS:
+        for path in sorted((root / part).rglob("*.py")):
+            if path not in defining:
+                yield path
+
+
+def last_name(node):
+    """Return block_pool for `self.block_pool` and `block_pool`, and block for `blocks[0]`."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Subscript):
+        return (last_name(node.value) or "").removesuffix("s")
+    return None
+
+
+def find_used_names(replaced):
+    """Return the attributes that vLLM's code uses, and where: class -> name -> place."""
+    used = {name: {} for name in VARIABLES}
+    for path in vllm_sources(replaced):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                variable = last_name(node.value)
+                for class_name, variables in VARIABLES.items():
+                    if variable in variables:
+                        used[class_name].setdefault(node.attr, f"{path}:{node.lineno}")
+    return used
+
+
+def find_unknown_uses(replaced, ours):
+    """Return the attributes that vLLM's code uses and our objects do not have."""
+    things = make_one_of_each(ours)
+    return [
+        f"{class_name}.{name} is used at {place}"
+        for class_name, names in find_used_names(replaced).items()
+        for name, place in names.items()
+        if not hasattr(things[class_name], name) and name not in ADDED_BY_VLLM.get(class_name, ())
+    ]
+
+
+def find_missing_attributes(theirs, ours):
+    """Return the public attributes of vLLM's objects, also those of dataclasses, that ours do not have."""
+    our_things = make_one_of_each(ours)
+    return [
+        f"{class_name}.{name} is missing"
+        for class_name, thing in make_one_of_each(theirs).items()
+        for name in dir(thing)
+        if not name.startswith("_") and not hasattr(our_things[class_name], name)
+    ]
+
+
+def find_missing_methods(theirs, ours):
+    """Return the public methods and class attributes of vLLM's classes that ours do not have."""
+    return [
+        f"{class_name}.{name} is missing"
+        for class_name, cls in theirs.items()
+        for name in dir(cls)
+        if not name.startswith("_") and not hasattr(ours[class_name], name)
+    ]
+
+
+def find_other_classes(replaced):
+    """Return the classes of the replaced modules that are not replaced."""
+    return [
+        f"{module_name}.{name} is not replaced"
+        for module_name in REPLACED_ENTIRELY
+        for name, thing in vars(importlib.import_module(module_name)).items()
+        if isinstance(thing, type) and thing.__module__ == module_name and name not in replaced[module_name]
+    ]
+
+
+def methods_of(cls):
+    """Return the constructor and all methods, including private ones, by name."""
+    return {"__init__": cls} | {
+        name: thing for name, thing in vars(cls).items() if inspect.isfunction(thing) and name[:2] != "__"
+    }
+
+
+def list_parameters(function):
+    if isinstance(function, type) and isinstance(function.__init__, FunctionType):
+        function = function.__init__  # its class may have a `__new__` with other parameters
+    return [
+        (parameter.name, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self"
+    ]
+
+
+def find_other_parameters(theirs, ours):
+    """Return the methods whose parameters have other names, another order or other defaults than vLLM's."""
+    found = []
+    for class_name, cls in theirs.items():
+        for name, method in methods_of(cls).items():
+            counterpart = ours[class_name] if name == "__init__" else getattr(ours[class_name], name, None)
+            if counterpart is None:
+                continue  # private and unused, or missing
+            expected = list_parameters(method)
+            if list_parameters(counterpart)[: len(expected)] != expected:
+                found.append(f"{class_name}.{name} has the parameters {inspect.signature(method)}")
+    return found
+
+
+def find_other_event_fields(pool_class):
+    """Return the fields by which vLLM's `BlockStored` differs from the events that our pool creates."""
+    from vllm.distributed.kv_events import BlockStored as TheirEvent
+
+    from kv_pool import BlockStored as OurEvent
+
+    theirs, ours = set(TheirEvent.__struct_fields__), set(OurEvent.__struct_fields__)
+    if pool_class.event_types.stored is not TheirEvent:
+        ours.discard("lookahead_token_ids")
+    return [f"BlockStored.{name} is new" for name in sorted(theirs - ours)] + [
+        f"BlockStored.{name} is gone" for name in sorted(ours - theirs)
+    ]
+
+
+def find_changes(level="pool"):
+    """Return everything by which the installed vLLM does not fit kv_pool's classes for it, one line each."""
+    import vllm
+
+    release = find_release(vllm.__version__)
+    replaced = release.replaced[level]
+    missing = []
+    for module_name, names in replaced.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            missing.append(f"{module_name} cannot be imported: {error}")
+            continue
+        missing += [f"{module_name}.{name} is gone" for name in names if not hasattr(module, name)]
+    if missing:
+        return missing
+    theirs, ours = load_theirs(replaced), load_classes(release, level)
+    their_pool = load_theirs(POOL_LEVEL)
+    return [
+        *find_other_classes(POOL_LEVEL),
+        *find_other_parameters(theirs, ours),
+        *find_other_event_fields(ours["BlockPool"]),
+        *find_missing_attributes(their_pool, ours),
+        *find_missing_methods({name: theirs[name] for name in theirs.keys() - their_pool.keys()}, ours),
+        *find_unknown_uses(POOL_LEVEL, ours),
+    ]
+
+
+if __name__ == "__main__":
+    print(*find_changes(*sys.argv[1:]), sep="\n")

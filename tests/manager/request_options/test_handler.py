@@ -1,0 +1,389 @@
+"""The options of requests over a `KVCacheManager`: what stays cached, for how long, and what is refused."""
+
+import pytest
+
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    BlockRetention,
+    FullAttentionSpec,
+    InvalidArgumentError,
+    InvalidTypeError,
+    KVCacheManager,
+    Request,
+    SlidingWindowSpec,
+)
+from kv_pool.core import invariants
+from kv_pool.manager.request_options.handler import RequestOptionsHandler
+from kv_pool.manager.retention.invariants import check_retention
+
+HASHER = BlockHasher("sha256", "s", 4)
+CHAT = range(1000, 1016)  # 4 blocks
+
+
+class Engine:
+    """A manager of 8 blocks with options, on a clock that stands still."""
+
+    def __init__(
+        self, num_blocks=8, *, max_pinned_blocks=4, groups=None, enable_caching=True, retention=None
+    ):
+        self.now = 100.0
+        self.refusals = []
+        self.pool = BlockPool(num_blocks + 1, enable_caching, 4)
+        if retention is not None:
+            retention = BlockRetention(self.pool, lambda: self.now, max_pinned_blocks=retention)
+        self.manager = KVCacheManager(self.pool, groups=groups, retention=retention)
+        self.handler = RequestOptionsHandler(
+            self.manager,
+            lambda: self.now,
+            max_pinned_blocks,
+            on_refused=lambda *refusal: self.refusals.append(refusal),
+        )
+        self.num_flooded = 0
+
+    def start(self, name, tokens, options=None, session_id=None):
+        request = Request(name, tokens, HASHER, session_id=session_id)
+        if options is not None:
+            self.handler.receive(request, options)
+        prefix = self.manager.get_computed_blocks(request)
+        num_new = request.num_tokens - prefix.num_tokens
+        assert self.manager.allocate_slots(request, num_new, prefix) is not None
+        request.num_computed_tokens = request.num_tokens
+        self.check()
+        return request
+
+    def end(self, request):
+        report = self.handler.note_end(request)
+        self.manager.free(request)
+        self.handler.note_freed(request)
+        self.check()
+        return None if report is None else report.to_json()
+
+    def run(self, name, tokens, options=None, session_id=None):
+        return self.end(self.start(name, tokens, options, session_id))
+
+    def flood(self, num_requests=20, num_tokens=16):
+        """Run requests with other prompts, so that everything that nothing keeps is evicted."""
+        for _ in range(num_requests):
+            self.num_flooded += 1
+            start = 100_000 + 1000 * self.num_flooded
+            self.run(f"flood {self.num_flooded}", range(start, start + num_tokens))
+
+    def count_hits(self, tokens):
+        return self.manager.get_computed_blocks(Request("probe", tokens, HASHER), len(tokens)).num_tokens
+
+    def check(self):
+        invariants.check(self.pool)
+        if self.manager.retention is not None:
+            check_retention(self.manager.retention)
+
+
+def retain(end, priority=80, duration_ms=None, **fields):
+    one = {"token_start": 0, "token_end": end, **fields}
+    if "pin" not in fields:
+        one["priority"] = priority
+    if duration_ms is not None:
+        one["duration_ms"] = duration_ms
+    return {"token_range_retention_configs": [one]}
+
+
+def test_without_options_a_flood_evicts_everything():
+    engine = Engine()
+    assert engine.run("chat", CHAT) is None
+    assert engine.count_hits(CHAT) == 16
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+    assert engine.manager.retention is None
+
+
+def test_retained_range_stays_through_a_flood():
+    engine = Engine()
+    assert engine.run("chat", CHAT, retain(8)) == {"retained_tokens": 8}
+    engine.flood()
+    assert engine.count_hits(CHAT) == 8
+
+
+def test_retention_of_a_manager_is_used():
+    engine = Engine(retention=2)
+    retention = engine.manager.retention
+    engine.run("chat", CHAT, retain(8))
+    assert engine.manager.retention is retention
+    report = engine.run("pins", CHAT, retain(16, duration_ms=1, pin=True))
+    assert "this engine allows 2 pinned blocks" in report["refused"]
+
+
+def test_retention_ends_on_time():
+    engine = Engine()
+    report = engine.run("chat", CHAT, retain(8, duration_ms=5000))
+    assert report == {"retained_tokens": 8, "expires_in_ms": 5000}
+    engine.now += 4.999
+    engine.flood()
+    assert engine.count_hits(CHAT) == 8
+    engine.now += 0.001
+    engine.flood(1, 12)
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_release_lets_a_flood_evict():
+    engine = Engine()
+    engine.run("chat", CHAT, retain(16))
+    engine.flood()
+    assert engine.run("release", CHAT, {"release": True}) == {"changed_blocks": 4}
+    assert engine.count_hits(CHAT) == 16
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_release_of_a_range_leaves_the_rest():
+    engine = Engine()
+    engine.run("chat", CHAT, retain(16))
+    engine.run("release", CHAT, {"release": [{"token_start": 8}]})
+    engine.flood()
+    assert engine.count_hits(CHAT) == 8
+
+
+def test_pin_is_not_evicted_until_it_expires():
+    engine = Engine()
+    report = engine.run("chat", CHAT, retain(8, duration_ms=5000, pin=True))
+    assert report == {"retained_tokens": 8, "expires_in_ms": 5000}
+    assert engine.manager.get_num_free_blocks() == 6
+    engine.flood(num_tokens=24)
+    assert engine.count_hits(CHAT) == 8
+    engine.now += 5
+    assert engine.manager.get_num_free_blocks() == 8
+    engine.flood(num_tokens=32)
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_pin_is_gone_when_released():
+    engine = Engine()
+    engine.run("chat", CHAT, retain(8, duration_ms=5000, pin=True))
+    engine.run("release", CHAT[:9], {"release": True})
+    assert engine.manager.get_num_free_blocks() == 8
+    engine.flood(num_tokens=32)
+    assert engine.count_hits(CHAT) == 0
+
+
+@pytest.mark.parametrize("end", [20, 2**31 - 1])
+def test_pin_over_the_limit_is_refused_and_changes_nothing(end):
+    engine = Engine()
+    options = {**retain(end, duration_ms=5000, pin=True), "release": True, "end_session": "s"}
+    report = engine.run("chat", CHAT, options)
+    assert list(report) == ["refused"]
+    assert engine.refusals == [("chat", report["refused"])]
+    assert "4" in report["refused"]
+    assert engine.manager.get_num_free_blocks() == 8
+
+
+def test_pins_are_refused_by_default():
+    engine = Engine(max_pinned_blocks=0)
+    report = engine.run("chat", CHAT, retain(4, duration_ms=5000, pin=True))
+    assert "allows 0 pinned blocks in total" in report["refused"]
+
+
+def test_change_of_pins_over_the_limit_applies_no_part():
+    engine = Engine(max_pinned_blocks=2)
+    engine.run("chat", CHAT)
+    pins = [{"token_start": n, "token_end": n + 8, "duration_ms": 9, "pin": True} for n in (0, 8)]
+    report = engine.run("change", CHAT, {**retain(16), "change": pins})
+    assert "4 blocks would be pinned" in report["refused"]
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_change_replaces_the_directives_of_an_earlier_request():
+    engine = Engine()
+    engine.run("chat", CHAT, retain(16, duration_ms=1000))
+    change = {"change": [{"token_end": 16, "priority": 90, "duration_ms": 60_000}]}
+    assert engine.run("change", CHAT, change) == {"changed_blocks": 4}
+    engine.now += 50
+    engine.flood()
+    assert engine.count_hits(CHAT) == 16
+    engine.now += 10
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_demoted_blocks_are_evicted_before_others():
+    engine = Engine()
+    engine.run("chat", CHAT)
+    engine.run("other", range(16))
+    engine.run("demote", range(16), {"demote": True})
+    engine.flood(1, 16)
+    assert engine.count_hits(CHAT) == 16
+    assert engine.count_hits(range(16)) == 0
+
+
+def test_generated_tokens_have_their_own_priority():
+    engine = Engine()
+    options = {**retain(None, priority=90), "decode_retention_priority": 0}
+    options["token_range_retention_configs"][0]["token_end"] = 8
+    request = engine.start("chat", CHAT[:8], options)
+    request.append_output_token_ids(list(CHAT[8:]))
+    engine.manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 16
+    assert engine.end(request) == {"retained_tokens": 8}
+    engine.run("other", range(16))
+    engine.flood(1, 8)
+    assert engine.count_hits(CHAT) == 8
+    assert engine.count_hits(range(16)) == 16
+
+
+def test_session_keeps_all_blocks_until_the_next_turn():
+    engine = Engine()
+    session = {"session": {"id": "user-17", "duration_ms": 60_000}}
+    report = engine.run("turn 1", CHAT, session)
+    assert report == {"retained_tokens": 16, "expires_in_ms": 60_000}
+    engine.flood()
+    assert engine.count_hits(CHAT) == 16
+    engine.run("turn 2", CHAT, session_id="user-17")
+    assert engine.manager.retention.num_sessions == 0
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_session_of_the_request_is_the_default():
+    engine = Engine()
+    session = {"session": {"duration_ms": 60_000}}
+    engine.run("turn 1", CHAT, session, session_id="user-17")
+    assert engine.manager.retention.list_sessions() == [("user-17", 160.0)]
+    report = engine.run("turn 1 of another", CHAT, session)
+    assert "session has no id" in report["refused"]
+
+
+def test_session_can_be_ended():
+    engine = Engine()
+    engine.run("turn 1", CHAT, {"session": {"id": "user-17", "duration_ms": 60_000}})
+    assert engine.run("end", [1, 2], {"end_session": "user-17"}) == {"ended_session": True}
+    assert engine.run("again", [1, 2], {"end_session": "user-17"}) == {"ended_session": False}
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+
+
+def test_invalid_options_are_reported_and_change_nothing():
+    engine = Engine()
+    report = engine.run("chat", CHAT, {"token_range_retention_configs": [{"priority": 101}]})
+    assert list(report) == ["refused"]
+    assert "<= 100 - at `$.token_range_retention_configs[0].priority`" in report["refused"]
+    assert engine.refusals == [("chat", report["refused"])]
+    assert engine.manager.retention is None
+    assert engine.handler.by_request == {}
+
+
+def test_options_without_prefix_cache_are_refused():
+    engine = Engine(enable_caching=False)
+    assert "prefix cache is off" in engine.run("chat", CHAT, retain(8))["refused"]
+
+
+def test_second_call_for_a_request_does_nothing():
+    engine = Engine()
+    request = engine.start("chat", CHAT, retain(8))
+    engine.handler.receive(request, retain(16))
+    assert engine.end(request) == {"retained_tokens": 8}
+
+
+def test_request_that_never_had_blocks_leaves_nothing():
+    engine = Engine()
+    request = Request("chat", CHAT, HASHER)
+    engine.handler.receive(request, retain(8, duration_ms=9, pin=True))
+    assert engine.manager.retention.num_pins == 2
+    assert engine.handler.note_end(request).to_json() == {}
+    engine.handler.note_freed(request)
+    assert engine.manager.retention.num_pins == 0
+    assert engine.handler.by_request == {}
+
+
+def preempt(engine, request):
+    engine.handler.note_preempted(request)
+    engine.manager.free(request)
+    engine.handler.note_freed(request, will_return=True)
+    request.num_computed_tokens = 0
+    engine.check()
+
+
+def resume(engine, request):
+    prefix = engine.manager.get_computed_blocks(request)
+    num_new = request.num_tokens - prefix.num_tokens
+    assert engine.manager.allocate_slots(request, num_new, prefix) is not None
+    request.num_computed_tokens = request.num_tokens
+    engine.check()
+
+
+def test_preempted_request_keeps_its_directives():
+    engine = Engine()
+    request = engine.start("chat", CHAT, retain(8))
+    preempt(engine, request)
+    engine.flood()
+    assert engine.count_hits(CHAT) == 8
+    resume(engine, request)
+    assert engine.end(request) == {"retained_tokens": 8}
+    engine.flood()
+    assert engine.count_hits(CHAT) == 8
+
+
+def test_pins_of_a_preempted_request_count_once():
+    engine = Engine(max_pinned_blocks=4)
+    request = Request("chat", CHAT, HASHER)
+    engine.handler.receive(request, retain(16, duration_ms=5000, pin=True))
+    engine.manager.allocate_slots(request, 10)
+    request.num_computed_tokens = 10
+    preempt(engine, request)
+    retention = engine.manager.retention
+    assert (retention.num_pinned, retention.num_pins) == (2, 4)
+    resume(engine, request)
+    assert engine.end(request) == {"retained_tokens": 16, "expires_in_ms": 5000}
+    assert (retention.num_pinned, retention.num_pins) == (4, 4)
+    assert engine.refusals == []
+
+
+def test_pins_that_no_longer_fit_after_a_preemption_are_refused():
+    engine = Engine(max_pinned_blocks=4)
+    request = Request("chat", CHAT, HASHER)
+    engine.handler.receive(
+        request, {**retain(16, duration_ms=5000, pin=True), "decode_retention_priority": 90}
+    )
+    engine.manager.allocate_slots(request, 16)
+    request.num_computed_tokens = 10  # the step of the last tokens did not run
+    preempt(engine, request)
+    resume(engine, request)
+    assert "blocks would be pinned" in engine.end(request)["refused"]
+    assert engine.manager.retention.num_pins == 4
+
+
+def test_groups_are_retained_together():
+    groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=8, sliding_window=8)]
+    engine = Engine(12, groups=groups)
+    engine.run("chat", CHAT, retain(16))
+    engine.flood()
+    assert engine.count_hits(CHAT) == 16
+
+
+def test_retention_starts_while_requests_have_blocks():
+    engine = Engine()
+    running = engine.start("running", range(16))
+    engine.run("chat", CHAT, retain(8))
+    engine.end(running)
+    engine.flood()
+    assert engine.count_hits(CHAT) == 8
+
+
+def test_another_retention_is_refused():
+    engine = Engine(retention=0)
+    with pytest.raises(InvalidArgumentError, match="already"):
+        engine.manager.attach_retention(BlockRetention(BlockPool(4, True, 4), lambda: 0.0))
+    with pytest.raises(InvalidArgumentError, match="another pool"):
+        Engine().manager.attach_retention(engine.manager.retention)
+    with pytest.raises(InvalidTypeError):
+        engine.manager.attach_retention(None)
+
+
+def test_wrong_arguments_of_the_handler():
+    manager = Engine().manager
+    with pytest.raises(InvalidTypeError):
+        RequestOptionsHandler(None, lambda: 0.0)
+    with pytest.raises(InvalidTypeError):
+        RequestOptionsHandler(manager, None)
+    with pytest.raises(InvalidArgumentError, match="0 or more"):
+        RequestOptionsHandler(manager, lambda: 0.0, -1)
+    with pytest.raises(InvalidTypeError):
+        RequestOptionsHandler(manager, lambda: 0.0).receive(None, {})
