@@ -103,7 +103,8 @@ def make_hasher(block_size, algorithm="sha256", num_lookahead_tokens=0):
     """Return the function that hashes a request's blocks."""
     function = get_hash_fn_by_name(algorithm)
     init_none_hash(function)
-    return get_request_block_hasher(block_size, function, num_lookahead_tokens)
+    options = [num_lookahead_tokens] if num_lookahead_tokens else []  # unknown until vLLM 0.32
+    return get_request_block_hasher(block_size, function, *options)
 
 
 def make_request(request_id, tokens, hasher, sampling, *, eos_token_id=1, **options):
