@@ -63,7 +63,7 @@ MODEL = {
 def make_spec(kind, num_heads=1):
     """Return the spec of a group: a page has a number of 64 bits per token and head.
 
-    Only the first numbers of a page are used. "wide" is full attention with blocks of twice the size; its pages
+    Only the first numbers of a page are used. "wide" is full attention with blocks twice as large; its pages
     are as large as those of other groups with two heads.
     """
     if kind == "mamba":
