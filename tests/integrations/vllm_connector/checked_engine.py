@@ -60,13 +60,19 @@ MODEL = {
 }
 
 
-def make_spec(kind, block_size=BLOCK_SIZE):
-    """Return the spec of a group: a page has one number of 64 bits per token and layer."""
+def make_spec(kind, num_heads=1):
+    """Return the spec of a group: a page has a number of 64 bits per token and head.
+
+    Only the first numbers of a page are used. "wide" is full attention with blocks twice as large; its pages
+    are as large as those of other groups with two heads.
+    """
     if kind == "mamba":
         return MambaSpec(
-            block_size=block_size, shapes=((block_size,),), dtypes=(torch.int64,), mamba_cache_mode="all"
+            block_size=BLOCK_SIZE, shapes=((BLOCK_SIZE,),), dtypes=(torch.int64,), mamba_cache_mode="all"
         )
-    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": num_heads, "head_size": 1, "dtype": torch.float32}
+    if kind == "wide":
+        shape |= {"block_size": 2 * BLOCK_SIZE, "num_kv_heads": 1}
     if kind == "window":
         return SlidingWindowSpec(**shape, sliding_window=WINDOW)
     if kind == "chunk":
@@ -77,10 +83,11 @@ def make_spec(kind, block_size=BLOCK_SIZE):
 def make_cache_config(kinds, num_blocks, is_block_outermost=False):
     """Return a configuration in which the groups share their bytes."""
     groups, tensors = [], []
-    page = make_spec(kinds[0]).page_size_bytes
+    num_heads = 2 if "wide" in kinds else 1
+    page = make_spec(kinds[0], num_heads).page_size_bytes
     for number, kind in enumerate(kinds):
         layers = [f"{kind}{number}.{layer}" for layer in range(LAYERS)]
-        groups.append(KVCacheGroupSpec(layers, make_spec(kind)))
+        groups.append(KVCacheGroupSpec(layers, make_spec(kind, num_heads)))
         strides = (page, LAYERS * page) if is_block_outermost else (page * num_blocks, page)
         tensors.append(KVCacheTensor(LAYERS * page * num_blocks, layers, *strides))
     return KVCacheConfig(
@@ -89,6 +96,10 @@ def make_cache_config(kinds, num_blocks, is_block_outermost=False):
         kv_cache_groups=groups,
         kv_cache_layout="BLNHC" if is_block_outermost else "LBNHC",
     )
+
+
+def make_page_size(cache_config):
+    return cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
 
 
 def make_config(folder, extra, *, num_blocks, events, policy, is_async, num_ranks=1):
@@ -135,7 +146,7 @@ class Rank:
         for placed in cache_config.kv_cache_tensors:
             for layer, name in enumerate(placed.layers):
                 self.caches[name] = numbers.as_strided(
-                    (cache_config.num_blocks, BLOCK_SIZE),
+                    (cache_config.num_blocks, make_page_size(cache_config) // 8),
                     (placed.block_stride // 8, 1),
                     (placed.offset + layer * placed.layer_stride) // 8,
                 )
@@ -182,7 +193,7 @@ class CheckedEngine:
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.cache_config,
-            block_size=BLOCK_SIZE,
+            block_size=max(group.kv_cache_spec.block_size for group in self.cache_config.kv_cache_groups),
             hash_block_size=BLOCK_SIZE,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -368,14 +379,14 @@ def call_connector(connector, output, waits=True):
 def check_kv(rank, cache_config, table, tokens, end, name):
     """Check that the blocks that the token after the first `end` tokens attends to hold their KV."""
     for group, block_ids in zip(cache_config.kv_cache_groups, table, strict=True):
-        first = count_skipped(group.kv_cache_spec, end)
+        first, block_size = count_skipped(group.kv_cache_spec, end), group.kv_cache_spec.block_size
         for layer_name in group.layer_names:
             expected = list_kv(tokens, layer_name, rank.number)
             cache = rank.caches[layer_name]
             for position in range(first, end):
-                block_id = block_ids[position // BLOCK_SIZE]
+                block_id = block_ids[position // block_size]
                 assert block_id, f"{name}: no block for token {position} of {end} in {layer_name}"
-                found = cache[block_id, position % BLOCK_SIZE].item()
+                found = cache[block_id, position % block_size].item()
                 assert found == expected[position], (
                     f"{name}: wrong KV of token {position} of {end}, block {block_id}, {layer_name}, "
                     f"rank {rank.number}"
@@ -384,12 +395,13 @@ def check_kv(rank, cache_config, table, tokens, end, name):
 
 def write_kv(rank, cache_config, table, tokens, start, end):
     for group, block_ids in zip(cache_config.kv_cache_groups, table, strict=True):
+        block_size = group.kv_cache_spec.block_size
         for layer_name in group.layer_names:
             kv = list_kv(tokens, layer_name, rank.number)
             for position in range(start, end):
-                block_id = block_ids[position // BLOCK_SIZE]
+                block_id = block_ids[position // block_size]
                 if block_id:
-                    rank.caches[layer_name][block_id, position % BLOCK_SIZE] = kv[position]
+                    rank.caches[layer_name][block_id, position % block_size] = kv[position]
 
 
 def list_kv(tokens, layer_name, rank):

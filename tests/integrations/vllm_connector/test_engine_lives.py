@@ -45,6 +45,14 @@ def test_loaded_blocks_have_the_right_bytes(checked, make_engine, kinds, seed):
     assert len(index.disk) > 10
 
 
+@pytest.mark.parametrize("kinds", [("wide", "window"), ("wide", "full", "window")], ids="-".join)
+@pytest.mark.parametrize("seed", range(2))
+def test_groups_with_different_block_sizes(checked, make_engine, kinds, seed):
+    engine = make_engine(40, 150, kinds=kinds, num_blocks=70)
+    assert live(checked, engine, seed)["external"] > 0
+    assert {group.stride for group in engine.connector.scheduler._groups} == {1, 2}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_async_scheduling(checked, make_engine, seed):
     engine = make_engine(20, 150, kinds=KINDS[seed % 3], num_blocks=40, is_async=True)
@@ -88,12 +96,12 @@ def test_tiers_change_no_output(checked, make_engine):
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_many_lives(checked, make_engine, seed):
     rng = random.Random(seed)
-    kinds = rng.choice(KINDS)
+    kinds = rng.choice([*KINDS, ("wide", "window"), ("wide", "full", "window")])
     engine = make_engine(
         rng.randrange(1, 40),
         rng.choice([0, rng.randrange(1, 200)]),
         kinds=kinds,
-        num_blocks=rng.randrange(18, 40) + 10 * len(kinds),
+        num_blocks=rng.randrange(20, 40) + 12 * len(kinds),
         num_ranks=rng.choice([1, 1, 2]),
         is_async=rng.random() < 0.5,
         events=rng.random() < 0.5,

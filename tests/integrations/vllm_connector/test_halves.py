@@ -207,6 +207,16 @@ def test_blocks_without_a_place_are_stored_later(make_halves):
     assert halves.scheduler.take_counts().num_skipped == 0
 
 
+def test_the_first_block_of_a_request_is_evicted_last(make_halves):
+    halves = make_halves(num_blocks=60, host=6, disk=0)
+    run(halves, "a", 3)
+    run(halves, "b", 3)
+    assert [key[:2] for key in halves.index.host.list_keys()] == [b"a2", b"a1", b"a0", b"b2", b"b1", b"b0"]
+    again = halves.make_request("again", hashes("a", 3))
+    halves.scheduler.find_hit(again, 0)
+    assert [key[:2] for key in halves.index.host.list_keys()][3:] == [b"a2", b"a1", b"a0"]
+
+
 def test_a_copy_that_fails_is_lost_and_not_found(make_halves, monkeypatch):
     halves = make_halves()
 

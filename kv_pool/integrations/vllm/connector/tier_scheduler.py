@@ -110,6 +110,8 @@ class TierScheduler:
         self._loading: dict[RequestId, TierHit] = {}
         self._storing: dict[int, tuple[StoreOrder, Any]] = {}
         self._num_stored_ranks: dict[int, int] = {}
+        # Keys to mark as used once a store has ended, so that its blocks are in their places in the order.
+        self._used_after: dict[int, list[list[BlockHashWithGroupId]]] = {}
         self._num_reading = 0
         self._orders = StepOrders()
 
@@ -233,9 +235,13 @@ class TierScheduler:
             self._counts.num_skipped += self._store_new_blocks(followed, block_ids)
         num_tokens = self._count_storable(request)
         for group in self._groups:
-            # The first block was used last: without it, the blocks after it are useless.
+            # The first block is used last: without it, the blocks after it are useless.
             keys = group.list_keys(request, 0, group.count_blocks(request, num_tokens))
-            self.index.touch(reversed(keys))
+            keys.reverse()
+            if self._storing:
+                self._used_after.setdefault(next(reversed(self._storing)), []).append(keys)
+            else:
+                self.index.touch(keys)
 
     def apply_report(self, report: WorkerReport) -> None:
         """Apply what the workers report: finished stores, losses, and the blocks found on disk."""
@@ -392,6 +398,8 @@ class TierScheduler:
         is_valid = self._reads.release(hold)
         keys = self.index.finish_store(order, is_valid)
         self._counts.num_stored += len(keys)
+        for used in self._used_after.pop(order_id, ()):
+            self.index.touch(used)
         if self._listener is not None:
             self._listener.on_stored(keys, False)
             self._listener.on_store_ended([key for key, _ in order.blocks])
