@@ -166,6 +166,7 @@ class Things:
                     "holds_blocks": {"request_id": "first"},
                     "get_table": named,
                     "get_block_ids": named,
+                    "list_step_ends": {"request": new, "cached_prefix": prefix},
                     "fits_alone": {"num_tokens": 8, "num_encoder_tokens": 0},
                     "count_max_blocks": {"num_tokens": 8, "num_encoder_tokens": 0},
                     "can_allocate": admitted | counts,
