@@ -4,7 +4,7 @@ from typing import SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, refuse_type
+from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash
@@ -70,8 +70,7 @@ class ManagerQueries(RequestTables):
         or, with a `retention_interval` other than 0, more. Without rules and without states: [].
         """
         get_request_id("request", request)
-        if not isinstance(cached_prefix, CachedPrefix):
-            refuse_type("cached_prefix", cached_prefix, "CachedPrefix")
+        check_type("cached_prefix", cached_prefix, CachedPrefix)
         if self._rules is None:
             return []
         return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)

@@ -76,7 +76,7 @@ def used_names():
     return used
 
 
-def make_manager():
+def make_config():
     import torch
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -85,16 +85,18 @@ def make_manager():
         SlidingWindowSpec,
     )
 
-    from kv_pool.integrations.vllm.manager_classes import KVCacheManager
-
     shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs = [FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=8)]
-    config = KVCacheConfig(
-        num_blocks=8,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)],
+    groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make_manager():
+    from kv_pool.integrations.vllm.manager_classes import KVCacheManager
+
+    return KVCacheManager(
+        make_config(), max_model_len=64, scheduler_block_size=4, hash_block_size=4, log_stats=True
     )
-    return KVCacheManager(config, max_model_len=64, scheduler_block_size=4, hash_block_size=4, log_stats=True)
 
 
 def make_one_of_each():

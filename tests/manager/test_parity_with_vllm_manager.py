@@ -4,7 +4,7 @@ Compared are hits (tokens, and blocks of each group), junctions, refusals, new b
 tables, copies, the whole free queue in order, the prefix map, and events. Each result of our `can_allocate`
 is also compared with the call that follows. Runs if vLLM's core can be imported (marker `vllm`).
 
-With `PrefixRules`, half of the seeds: vLLM's retention intervals 0, N and None, drafters that drop a block or
+With `PrefixRules`, most of the seeds: vLLM's retention intervals 0, N and None, drafters that drop a block or
 hash ahead, tokens in flight, states after drafts, in the middle of a step and at the ends of prompts within a
 block, and their copies. Without, vLLM's interval None.
 

@@ -58,6 +58,8 @@ class KVCacheManager(ManagerWithOptions):
     own manager over kv_pool's block pool: level `pool`.
     """
 
+    pool_class = BlockPool
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         try:
             cls._read_options(*args, **kwargs)
@@ -122,7 +124,7 @@ class KVCacheManager(ManagerWithOptions):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        pool = BlockPool(
+        pool = self.pool_class(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,

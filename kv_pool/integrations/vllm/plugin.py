@@ -128,6 +128,10 @@ def _find_replacements(release: Release, level: str) -> dict[type, type]:
         from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
 
         new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])
+        if level == "manager":
+            from kv_pool.integrations.vllm.controlled_manager import make_controlled_manager
+
+            new_classes["KVCacheManager"] = make_controlled_manager(new_classes["KVCacheManager"])
     replacements: dict[type, type] = {}
     for module_name, names in release.replaced[level].items():
         module = importlib.import_module(module_name)

@@ -12,11 +12,13 @@ import msgspec
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.control.server import ControlServer
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import ControlError, OutOfThreadsError
-from kv_pool.ids import NodeName
+from kv_pool.ids import GroupId, NodeName, RequestId
+from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.reports.layout import PoolLayout, read_layout
-from kv_pool.reports.sequences import SequenceList
+from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics, read_fragmentation_rate, read_statistics
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -42,6 +44,7 @@ class PoolControl:
     def __init__(self, pool: BlockPool) -> None:
         self.lock = threading.RLock()
         self._pool = weakref.ref(pool)
+        self._manager: weakref.ref[EngineManager] | None = None
         self._num_taken_events: Counter[str] = Counter()
 
     @property
@@ -50,6 +53,22 @@ class PoolControl:
         if pool is None:
             raise ControlError("the engine of this pool is gone; retry after the next one has started")
         return pool
+
+    def note_manager(self, manager: EngineManager) -> None:
+        """Answer questions about requests by the block tables of this manager, referenced weakly."""
+        self._manager = weakref.ref(manager)
+
+    def _list_tables(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
+        """Return the block tables by request; {} if vLLM's own manager has them."""
+        manager = None if self._manager is None else self._manager()
+        if manager is None:
+            return {}
+        group_ids = [GroupId(group_id) for group_id in range(manager.num_kv_cache_groups)]
+        found = manager.manager
+        return {
+            request_id: [found.get_table(request_id, group_id).blocks for group_id in group_ids]
+            for request_id in found.list_request_ids()
+        }
 
     def note_taken_events(self, events: Iterable[object]) -> None:
         """Count events that vLLM has taken, by class name."""
@@ -60,22 +79,48 @@ class PoolControl:
         with self.lock:
             pool = self.block_pool
             known = read_statistics(pool, block_size=pool.hash_block_size, run_length=self.run_length)
-            return msgspec.structs.replace(known, taken_events=dict(self._num_taken_events))
+            return msgspec.structs.replace(
+                known,
+                taken_events=dict(self._num_taken_events),
+                num_sequences=None if self._manager is None else len(self._list_tables()),
+            )
 
     def get_layout(self) -> PoolLayout:
-        """Return the states of the blocks, without the requests that hold them. O(blocks)."""
+        """Return the states of the blocks, at level `manager` with the runs of requests. O(blocks)."""
         with self.lock:
             pool = self.block_pool
+            rows = [row for tables in self._list_tables().values() for row in tables]
             return read_layout(
-                pool, [], block_size=pool.hash_block_size, run_length=self.run_length, device_id=0
+                pool, rows, block_size=pool.hash_block_size, run_length=self.run_length, device_id=0
             )
 
     def describe_sequences(self) -> SequenceList:
-        """Raise ControlError: only vLLM's scheduler has the block tables of requests."""
-        raise ControlError(
-            "the block tables of requests are in vLLM's scheduler, not in the pool; use stats, layout or "
-            "sequences --holds, or read vLLM's metrics"
-        )
+        """Return a report of each request with blocks, in the order of admission.
+
+        Raises:
+            ControlError: vLLM's own manager has the block tables, as at level `pool`.
+        """
+        if self._manager is None:
+            raise ControlError(
+                "the block tables of requests are in vLLM's scheduler, not in the pool; use stats, layout or "
+                "sequences --holds, set KV_POOL_VLLM=manager, or read vLLM's metrics"
+            )
+        with self.lock:
+            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
+            reports = []
+            for request_id, tables in self._list_tables().items():
+                ids = [block.block_id for row in tables for block in row if not block.is_null]
+                reports.append(
+                    SequenceReport(
+                        sequence_id=request_id,
+                        num_blocks=len(ids),
+                        priority=None,
+                        idle_s=None,
+                        is_in_transit=False,
+                        num_immovable_blocks=sum(block_id in immovable_ids for block_id in ids),
+                    )
+                )
+            return SequenceList(reports)
 
     def get_fragmentation_rate(self) -> float:
         """Return the fraction of possible runs of `run_length` that is lost to fragmentation, 0 to 1."""

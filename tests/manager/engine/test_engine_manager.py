@@ -1,0 +1,291 @@
+"""`EngineManager` beside a `KVCacheManager` that is called without its shortcuts; and what it tolerates."""
+
+import random
+
+import pytest
+from interrupting import interrupt_everywhere
+
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager import invariants
+from kv_pool.manager.block_groups.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
+from kv_pool.manager.engine.engine_manager import EngineManager
+from kv_pool.manager.prefix_rules import PrefixRules
+
+FULL = FullAttentionSpec(block_size=4)
+GROUPS = {
+    "full": [FULL],
+    "window": [SlidingWindowSpec(block_size=4, sliding_window=9)],
+    "full and window": [FULL, SlidingWindowSpec(block_size=4, sliding_window=9)],
+    "full and chunks": [FULL, ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)],
+    "full and states": [FULL, MambaSpec(block_size=4)],
+}
+HASHER = BlockHasher("sha256", block_size=4)
+
+
+class EngineRequest(Request):
+    """A request with what a scheduler of vLLM adds."""
+
+    def __init__(self, request_id, token_ids):
+        super().__init__(request_id, token_ids, HASHER)
+        self.num_in_flight_tokens = 0
+        self.shared_prefix_boundary = 0
+        self.skip_reading_prefix_cache = False
+        self.status = "waiting"
+
+
+def make_manager(groups, num_blocks=60, **options):
+    pool = BlockPool(num_blocks, True, 4, enable_kv_cache_events=True)
+    return KVCacheManager(
+        pool, groups=GROUPS[groups], max_model_len=200, prefix_rules=PrefixRules(), **options
+    )
+
+
+def make_engine(groups="full", num_blocks=60, **options):
+    manager = make_manager(groups, num_blocks, **options)
+    return EngineManager(
+        manager,
+        event_labels=[(spec.kind, getattr(spec, "sliding_window", None)) for spec in manager.groups],
+        waiting_statuses=["waiting"],
+        zeroed_groups=[0],
+    )
+
+
+def picture(manager):
+    """Return the tables, the free queue and the events."""
+    tables = {
+        name: [manager.get_block_ids(name, group) for group in range(len(manager.groups))]
+        for name in manager.list_request_ids()
+    }
+    free = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+    return tables, free
+
+
+class Pair:
+    """The same requests under an engine's manager and under a manager without shortcuts."""
+
+    def __init__(self, groups, rng):
+        self.engine = make_engine(groups)
+        self.manager = make_manager(groups)
+        self.rng = rng
+        self.running = {}
+        self.num_quiet = 0
+
+    def admit(self, name):
+        tokens = [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 60))]
+        pair = [EngineRequest(name, tokens) for _ in range(2)]
+        blocks, num_hits, junction = self.engine.get_computed_blocks(pair[0])
+        prefix = self.manager.get_computed_blocks(pair[1])
+        assert (num_hits, junction) == (prefix.num_tokens, prefix.junction)
+        pair[0].shared_prefix_boundary = junction
+        num_new = self.rng.randrange(1, len(tokens) - num_hits + 1)
+        added = self.engine.allocate_slots(pair[0], num_new, num_hits, blocks)
+        expected = self.manager.allocate_slots(pair[1], num_new, prefix)
+        self.compare(added, expected)
+        if expected is not None:
+            self.running[name] = pair
+            for request in pair:
+                request.num_computed_tokens = num_hits + num_new
+                request.status = "running"
+
+    def step(self, name):
+        pair = self.running[name]
+        num_left = pair[0].num_tokens - pair[0].num_computed_tokens
+        if not num_left:
+            token = self.rng.randrange(2)
+            for request in pair:
+                request.append_output_token_ids([token])
+            num_left = 1
+        num_new = min(num_left, self.rng.randrange(1, 20))
+        num_lookahead = self.rng.choice([0, 0, 2])
+        num_in_flight = self.rng.choice([0, 0, min(3, pair[0].num_computed_tokens)])
+        pair[0].num_in_flight_tokens = num_in_flight
+        added = self.engine.allocate_slots(pair[0], num_new, num_lookahead_tokens=num_lookahead)
+        expected = self.manager.allocate_slots(
+            pair[1], num_new, num_lookahead_tokens=num_lookahead, num_in_flight_tokens=num_in_flight
+        )
+        self.compare(added, expected)
+        self.num_quiet += added is self.engine.empty_kv_cache_blocks
+        if expected is None:
+            self.free(name)
+            return
+        for request in pair:
+            request.num_computed_tokens += num_new
+
+    def compare(self, added, expected):
+        if expected is None:
+            assert added is None
+        else:
+            ids = tuple([block.block_id for block in group] for group in expected)
+            assert added.get_block_ids() == ids
+            assert added.get_block_ids(allow_none=True) == (ids if any(ids) else None)
+
+    def free(self, name):
+        pair = self.running.pop(name)
+        if self.rng.random() < 0.5:
+            self.engine.free(pair[0])
+            self.manager.free(pair[1])
+            return
+        # As with a deferred free; the groups' blocks are then freed in one call.
+        self.engine.block_pool.free_blocks(reversed(self.engine.pop_blocks_for_free(pair[0])))
+        tables = self.manager.pop_tables(name)
+        blocks = [block for table in tables for block in table.blocks[table.num_null_blocks :]]
+        self.manager.free_blocks(blocks[::-1])
+
+    def run(self):
+        for number in range(150):
+            if self.rng.random() < 0.3 and len(self.running) < 5:
+                self.admit(f"r{number}")
+            for name in list(self.running):
+                self.step(name)
+                if name in self.running and self.rng.random() < 0.06:
+                    self.free(name)
+            self.engine.new_step_starts()
+            self.manager.begin_step()
+            assert picture(self.engine.manager) == picture(self.manager)
+            assert len(self.engine.take_events()) == len(self.manager.take_events())
+            requests = [pair[0] for pair in self.running.values()]
+            invariants.check_references(self.engine.manager)
+            for request in requests:
+                assert self.engine.get_block_ids(request.request_id) == tuple(
+                    picture(self.manager)[0][request.request_id]
+                )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("groups", GROUPS)
+def test_engine_takes_the_same_blocks_as_a_manager(groups, seed):
+    pair = Pair(groups, random.Random(seed))
+    pair.run()
+    assert pair.num_quiet > 20
+
+
+def test_quiet_step_returns_the_shared_empty_result():
+    engine = make_engine()
+    request = EngineRequest("r", range(6))
+    assert engine.allocate_slots(request, 6).get_block_ids() == ([1, 2],)
+    request.num_computed_tokens = 6
+    assert engine.allocate_slots(request, 1) is engine.empty_kv_cache_blocks
+    assert engine.empty_kv_cache_blocks.get_block_ids(allow_none=True) is None
+
+
+def test_unknown_requests_have_no_blocks():
+    engine = make_engine()
+    request = EngineRequest("r", range(6))
+    engine.free(request)
+    engine.cache_blocks(request, 4)
+    engine.remove_skipped_blocks("r", 4)
+    assert engine.pop_blocks_for_free(request) == []
+    assert engine.get_blocks("r") is engine.empty_kv_cache_blocks
+    assert engine.get_block_ids("r") == ([],)
+    assert engine.estimate_cached_tokens(request) == 0
+
+
+def test_a_step_without_tokens_is_an_error():
+    engine = make_engine()
+    with pytest.raises(InvalidArgumentError, match="neither new tokens nor computed tokens"):
+        engine.allocate_slots(EngineRequest("r", range(6)), 0)
+
+
+def test_requests_may_skip_reading_the_prefix_cache():
+    engine = make_engine()
+    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
+    engine.allocate_slots(first, 9)
+    assert engine.get_computed_blocks(second)[1] == 8
+    second.skip_reading_prefix_cache = True
+    assert engine.get_computed_blocks(second) == (engine.empty_kv_cache_blocks, 0, 0)
+
+
+def test_watermark_applies_to_waiting_requests_beside_others():
+    engine = make_engine(num_blocks=11, watermark=0.3)
+    request = EngineRequest("r", range(32))
+    assert engine.allocate_slots(request, 32) is None
+    assert engine.allocate_slots(request, 32, has_scheduled_reqs=False) is not None
+
+
+def test_new_blocks_are_listed_for_zeroing_once():
+    engine = make_engine()
+    request = EngineRequest("r", range(10))
+    engine.allocate_slots(request, 5, num_external_computed_tokens=5, delay_cache_blocks=True)
+    assert engine.take_new_block_ids() == [1, 2, 3]
+    assert engine.take_new_block_ids() == []
+    engine.record_blocks_for_zeroing("r", 4)
+    assert engine.take_new_block_ids() == [2, 3]
+
+
+def test_delayed_blocks_are_cached_when_they_have_arrived():
+    engine = make_engine()
+    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
+    engine.allocate_slots(first, 0, num_external_computed_tokens=8, delay_cache_blocks=True)
+    assert engine.get_computed_blocks(second)[1] == 0
+    first.num_computed_tokens = 8
+    engine.cache_blocks(first, 8)
+    assert engine.get_computed_blocks(second)[1] == 8
+    assert engine.estimate_cached_tokens(first) == 8
+
+
+def test_events_state_the_kind_of_their_group():
+    engine = make_engine("full and window")
+    engine.allocate_slots(EngineRequest("r", range(8)), 8)
+    labels = [
+        (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in engine.take_events()
+    ]
+    assert labels == [("full_attention", None), ("sliding_window", 9)]
+
+
+def test_look_up_can_be_cut_at_a_block():
+    engine = make_engine()
+    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
+    engine.allocate_slots(first, 9)
+    blocks, num_tokens, _ = engine.get_computed_blocks(second)
+    assert num_tokens == 8
+    assert engine.truncate_computed_blocks(blocks, 4).get_block_ids() == ([1],)
+    assert engine.truncate_computed_blocks(blocks, 0) is engine.empty_kv_cache_blocks
+    with pytest.raises(InvalidArgumentError, match="cannot cut a prefix of 2 blocks"):
+        engine.truncate_computed_blocks(blocks, 5)
+
+
+def test_a_manager_without_rules_is_refused():
+    with pytest.raises(InvalidArgumentError, match="needs a manager with prefix_rules"):
+        EngineManager(KVCacheManager(BlockPool(4, True, 4)), event_labels=[("full_attention", None)])
+
+
+def test_blocks_compare_and_add_by_group():
+    engine = make_engine("full and window")
+    engine.allocate_slots(EngineRequest("r", range(8)), 8)
+    blocks = engine.get_blocks("r")
+    assert blocks == KVCacheBlocks(blocks.blocks)
+    assert (blocks + blocks.new_empty()).get_block_ids() == blocks.get_block_ids() == ([1, 2], [3, 4])
+    assert (blocks + blocks).get_block_ids(group_ids=[1]) == ([3, 4, 3, 4],)
+    # Block 4 of the window cannot serve a hit of the whole prompt, whose last token is computed again.
+    assert blocks.get_unhashed_block_ids_all_groups() == [[], [4]]
+
+
+def make_admission():
+    engine = make_engine("full and window", num_blocks=20)
+    old = EngineRequest("old", range(24))
+    engine.allocate_slots(old, 24)
+    engine.free(old)
+    return engine, EngineRequest("new", range(30))
+
+
+def test_an_interrupt_leaves_a_request_all_blocks_or_none():
+    def admit(made):
+        engine, request = made
+        blocks, num_hits, _ = engine.get_computed_blocks(request)
+        engine.allocate_slots(request, 30 - num_hits, num_hits, blocks)
+
+    def check(made):
+        engine, request = made
+        invariants.check_references(engine.manager)
+        assert len(engine.get_block_ids("new")[0]) in (0, 8)
+        engine.free(request)
+        assert engine.block_pool.get_num_free_blocks() == 19
+
+    interrupt_everywhere(make_admission, admit, check)
