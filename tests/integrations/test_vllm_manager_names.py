@@ -7,7 +7,7 @@ import ast
 import inspect
 
 import pytest
-from integrations.test_vllm_names import last_name, vllm_sources
+from integrations.vllm_names import last_name, vllm_sources
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +56,7 @@ def list_group_variables(tree):
 def used_names():
     """Return the attributes that vLLM's code uses, and where: class -> name -> place."""
     used = {name: {} for name in VARIABLES}
-    for path in vllm_sources():
+    for path in vllm_sources({}):
         if any(str(path).endswith(name) for name in DEFINING | NOT_MEANT):
             continue
         tree = ast.parse(path.read_text())
