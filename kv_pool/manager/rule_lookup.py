@@ -191,7 +191,7 @@ class RuleLookup:
         self._parts: list[EqualGroups] = parts
         self._num_groups: int = num_groups
         # The first group with full attention; -1 for none.
-        self.full_group_id: int = parts[0].first.group_id if parts and parts[0].is_full else -1
+        self.full_group_id: GroupId = parts[0].first.group_id if parts and parts[0].is_full else GroupId(-1)
         self._unit: int = unit
 
     def find_full_block(self, hashes: list[BlockHash], num_tokens: int) -> KVCacheBlock | None:
@@ -199,7 +199,7 @@ class RuleLookup:
         if self.full_group_id < 0:
             return None
         block_hash = hashes[num_tokens // self._unit - 1]
-        found = self._parts[0].pool.get_cached_block(block_hash, [GroupId(self.full_group_id)])
+        found = self._parts[0].pool.get_cached_block(block_hash, [self.full_group_id])
         return None if found is None else found[0]
 
     def find(self, hashes: list[BlockHash], max_num_tokens: int) -> tuple[list[list[KVCacheBlock]], int, int]:
