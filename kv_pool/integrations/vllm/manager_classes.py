@@ -17,6 +17,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from kv_pool.core.observer import BlockObserver
+from kv_pool.ids import GroupId
 from kv_pool.integrations.vllm.pool_classes import BlockPool
 from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
@@ -160,18 +161,17 @@ class KVCacheManager(ManagerWithOptions):
             copy_type=KVCacheBlockCopy,
         )
         self.set_request_options(EngineOptions(self.manager, read_max_pinned_blocks(self.manager)))
-        eagle_group_ids = {
-            group_id for group_id, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group
-        }
-        if use_eagle and not eagle_group_ids:
-            eagle_group_ids = set(range(len(specs)))
+        is_eagle = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
+        if use_eagle and not any(is_eagle):
+            is_eagle = [True] * len(specs)
+        eagle_group_ids = {GroupId(group_id) for group_id, flag in enumerate(is_eagle) if flag}
         self.kv_cache_config = kv_cache_config
         self.use_eagle = use_eagle
         self.log_stats = log_stats
         self.enable_kv_cache_events = enable_kv_cache_events
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        self.retained_hit_group_ids: tuple[int, ...] = ()
+        self.retained_hit_group_ids: tuple[GroupId, ...] = ()
         self.mamba_shared_prefix_checkpoint = self._rules.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(

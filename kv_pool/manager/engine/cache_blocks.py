@@ -6,7 +6,7 @@ from typing import Any, cast
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.ids import BlockId
+from kv_pool.ids import BlockId, GroupId
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -40,7 +40,7 @@ class KVCacheBlocks:
         )
 
     def get_block_ids(
-        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+        self, allow_none: bool = False, *, group_ids: Sequence[GroupId] | None = None
     ) -> tuple[list[BlockId], ...] | None:
         """Return the ids of the blocks, one list per group.
 

@@ -220,7 +220,7 @@ class EngineManager:
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
-        skip_zeroing_group_ids: Sequence[int] = (),
+        skip_zeroing_group_ids: Sequence[GroupId] = (),
     ) -> KVCacheBlocks | None:
         """Make room for the next `num_new_tokens` tokens of the request; see vLLM's method.
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, RequestId
+from kv_pool.ids import BlockHash, GroupId, RequestId
 from kv_pool.manager.engine.engine_manager import EngineManager
 
 
 class BlocksByRequest(Mapping[RequestId, list[KVCacheBlock]]):
     """The live block tables of one group by request id. A request without blocks has an empty list."""
 
-    def __init__(self, engine: EngineManager, group_id: int) -> None:
+    def __init__(self, engine: EngineManager, group_id: GroupId) -> None:
         self._engine = engine
         self._group_id = group_id
 
@@ -37,7 +37,7 @@ class BlocksByRequest(Mapping[RequestId, list[KVCacheBlock]]):
 class CachedBlocksByRequest(Mapping[RequestId, int]):
     """The number of leading cached blocks in one group by request id."""
 
-    def __init__(self, engine: EngineManager, group_id: int) -> None:
+    def __init__(self, engine: EngineManager, group_id: GroupId) -> None:
         self._engine = engine
         self._group_id = group_id
 
@@ -64,7 +64,7 @@ class GroupView:
 
     retains_longer_hit = False
 
-    def __init__(self, engine: EngineManager, group_id: int, kv_cache_spec: Any) -> None:
+    def __init__(self, engine: EngineManager, group_id: GroupId, kv_cache_spec: Any) -> None:
         group = engine.manager._groups[group_id]
         self.block_size: int = group.block_size
         self.kv_cache_group_id = group_id
@@ -104,7 +104,7 @@ class GroupsView:
         specs: Sequence[Any],
         *,
         scheduler_block_size: int,
-        eagle_group_ids: set[int],
+        eagle_group_ids: set[GroupId],
         use_eagle: bool,
     ) -> None:
         rules = engine._rules
@@ -117,10 +117,10 @@ class GroupsView:
         self.num_reprefillable_tokens: int = rules.num_reprefillable
         self.retention_interval: int | None = rules.interval
         self.enable_partial_hash_hits: bool = rules.is_partial
-        self.full_attention_group_id: int | None = rules.lookup.find_full_group()
+        self.full_attention_group_id: GroupId | None = rules.lookup.find_full_group()
         self.single_type_managers = tuple(
             [
-                view_class(engine, group_id, spec)
+                view_class(engine, GroupId(group_id), spec)
                 for group_id, (view_class, spec) in enumerate(zip(view_classes, specs, strict=True))
             ]
         )
