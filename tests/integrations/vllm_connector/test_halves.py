@@ -330,7 +330,7 @@ def test_a_store_is_finished_when_all_ranks_have_finished(make_halves, monkeypat
     assert not halves.scheduler.has_work()
 
 
-def test_a_disk_that_cannot_be_cleared_is_given_up(make_halves, monkeypatch):
+def test_a_disk_that_cannot_be_cleared_is_closed(make_halves, monkeypatch):
     halves = make_halves(host=4)
     for name in "abc":
         run(halves, name, 3)
