@@ -41,14 +41,25 @@ class Halves:
         windows: the window of each group; None for full attention.
     """
 
-    def __init__(self, folder, windows=(None,), *, num_blocks=30, host=10, disk=20, num_ranks=1, lease_s=300):
+    def __init__(
+        self,
+        folder,
+        windows=(None,),
+        *,
+        num_blocks=30,
+        host=10,
+        disk=20,
+        num_ranks=1,
+        lease_s=300,
+        alignment=4,
+    ):
         self.clock = Clock()
         self.pool = BlockPool(num_blocks, True, BLOCK_SIZE)
         self.pool.holds.clock = self.clock
         self.groups = [GroupKeys(number, BLOCK_SIZE, 1, window) for number, window in enumerate(windows)]
         self.index = TierIndex(host, disk)
         self.scheduler = TierScheduler(
-            self.index, self.groups, BLOCK_SIZE, num_ranks=num_ranks, lease_s=lease_s
+            self.index, self.groups, alignment, num_ranks=num_ranks, lease_s=lease_s
         )
         self.tables = {}
         self.scheduler.bind(self.pool, lambda name: self.tables[name])

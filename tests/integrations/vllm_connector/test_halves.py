@@ -217,6 +217,71 @@ def test_the_first_block_of_a_request_is_evicted_last(make_halves):
     assert [key[:2] for key in halves.index.host.list_keys()][3:] == [b"a2", b"a1", b"a0"]
 
 
+def test_a_block_is_used_when_its_request_ends(make_halves):
+    halves = make_halves(num_blocks=60, host=6, disk=0)
+    request = halves.make_request("a", hashes("a", 3))
+    halves.admit(request)
+    halves.compute(request, 3)
+    halves.step(["a"])
+    run(halves, "b", 3)
+    halves.finish(request)
+    assert [key[:2] for key in halves.index.host.list_keys()][3:] == [b"a2", b"a1", b"a0"]
+
+
+def test_blocks_are_stored_at_multiples_of_the_alignment(make_halves):
+    """An engine with several groups hashes a block only with those of the other groups."""
+    halves = make_halves(num_blocks=60, host=20, alignment=8)
+    request = halves.make_request("a", hashes("a", 4))
+    halves.admit(request)
+    halves.compute(request, 2)
+    request.num_computed_tokens = 12
+    halves.step(["a"])
+    assert len(halves.index.host) == 2
+    request.num_computed_tokens = 8
+    halves.compute(request, 4)
+    halves.step(["a"])
+    assert len(halves.index.host) == 4
+    halves.finish(request)
+
+
+def test_tokens_in_flight_are_not_stored(make_halves):
+    halves = make_halves(num_blocks=60, host=20)
+    request = halves.make_request("a", hashes("a", 3))
+    halves.admit(request)
+    halves.compute(request, 3)
+    request.num_in_flight_tokens = 8
+    halves.step(["a"])
+    assert len(halves.index.host) == 1
+    request.num_in_flight_tokens = 0
+    halves.step(["a"])
+    assert len(halves.index.host) == 3
+    halves.finish(request)
+
+
+def test_a_running_request_is_stored_again_after_a_reset(make_halves):
+    halves = make_halves(num_blocks=60, host=20)
+    request = halves.make_request("a", hashes("a", 3))
+    halves.admit(request)
+    halves.compute(request, 2)
+    halves.step(["a"])
+    assert halves.scheduler.reset()
+    halves.step(["a"])
+    assert len(halves.index.host) == 2
+    assert len(tiers_of(halves).host) == 2
+    halves.finish(request)
+
+
+def test_nothing_is_loaded_into_the_null_block(make_halves):
+    halves = make_halves(num_blocks=60, host=20)
+    run(halves, "a", 3)
+    again = halves.make_request("again", hashes("a", 3))
+    assert halves.scheduler.find_hit(again, 0) == 12
+    block_id = halves.pool.get_new_blocks(1)[0].block_id
+    halves.scheduler.plan_load(again, [[0, 0, block_id]], 12)
+    (load,) = halves.scheduler.take_orders([]).loads
+    assert [where for _, where in load.blocks] == [block_id]
+
+
 def test_a_copy_that_fails_is_lost_and_not_found(make_halves, monkeypatch):
     halves = make_halves()
 
@@ -265,7 +330,7 @@ def test_a_store_is_finished_when_all_ranks_have_finished(make_halves, monkeypat
     assert not halves.scheduler.has_work()
 
 
-def test_a_disk_that_cannot_be_cleared_is_not_used(make_halves, monkeypatch):
+def test_a_disk_that_cannot_be_cleared_is_closed(make_halves, monkeypatch):
     halves = make_halves(host=4)
     for name in "abc":
         run(halves, name, 3)

@@ -229,7 +229,7 @@ class TierScheduler:
         request_id = request.request_id
         self._drop_hit(request_id)
         followed = self._followed.pop(request_id, None)
-        if followed is None or request_id in self._loading:
+        if followed is None:
             return
         if has_new_blocks(followed):
             self._counts.num_skipped += self._store_new_blocks(followed, block_ids)
@@ -290,7 +290,6 @@ class TierScheduler:
         self.index.clear()
         # Stores that are ordered already are executed before the removal.
         self._orders.clears = True
-        self._orders.forgotten.clear()
         for followed in self._followed.values():
             followed.num_seen = [0] * len(self._groups)
             followed.next_at = 0
@@ -333,8 +332,6 @@ class TierScheduler:
             The number of blocks for which there is no place now.
         """
         request = followed.request
-        if request.request_id in self._loading:
-            return 0
         num_skipped = 0
         num_tokens = self._count_storable(request)
         for number, (group, table) in enumerate(zip(self._groups, block_ids, strict=True)):
