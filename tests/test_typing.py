@@ -47,7 +47,9 @@ token_ids: Any
 Stored: Any
 Removed: Any
 Cleared: Any
+EngineConfig = Any
 EngineSample: Any
+Status: Any
 engine_setting: bool
 """,
 }
