@@ -424,10 +424,15 @@ class EngineManager:
     def free(self, request: Any) -> None:
         """Release all blocks of the request, tail first. Nothing happens if it has none."""
         request_id: RequestId = request.request_id
-        if request_id in self.manager._tables:
-            if self._rules.caching.state_offers:
-                drop_offers(self._rules.caching, request_id)
-            self.manager.free(request)
+        tables = self.manager._tables.get(request_id)
+        if tables is None:
+            return
+        if self._rules.caching.state_offers:
+            drop_offers(self._rules.caching, request_id)
+        for table in tables:
+            # A connector may still read the list that `get_blocks` returned; `free` empties the table's.
+            table.blocks = table.blocks.copy()
+        self.manager.free(request)
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
         """Forget the request and return its blocks, head first by group, for the caller to free."""

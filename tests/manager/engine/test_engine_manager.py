@@ -187,6 +187,15 @@ def test_unknown_requests_have_no_blocks():
     assert engine.estimate_cached_tokens(request) == 0
 
 
+def test_blocks_of_a_freed_request_can_still_be_read():
+    engine = make_engine()
+    request = EngineRequest("r", range(6))
+    engine.allocate_slots(request, 6)
+    blocks = engine.get_blocks("r")
+    engine.free(request)
+    assert blocks.get_block_ids() == ([1, 2],)
+
+
 def test_a_step_without_tokens_is_an_error():
     engine = make_engine()
     with pytest.raises(InvalidArgumentError, match="neither new tokens nor computed tokens"):
