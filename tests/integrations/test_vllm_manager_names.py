@@ -18,6 +18,7 @@ VARIABLES = {
     "SingleTypeKVCacheManager": {"single_type_manager"},
     "KVCacheBlocks": {"new_computed_blocks", "new_blocks", "empty_kv_cache_blocks", "kv_cache_blocks"},
 }
+DEFINING_MODULES = ("vllm.v1.core.kv_cache_manager",)
 DEFINING = {
     "v1/core/kv_cache_manager.py",
     "v1/core/kv_cache_coordinator.py",
@@ -56,7 +57,7 @@ def list_group_variables(tree):
 def used_names():
     """Return the attributes that vLLM's code uses, and where: class -> name -> place."""
     used = {name: {} for name in VARIABLES}
-    for path in vllm_sources({}):
+    for path in vllm_sources(DEFINING_MODULES):
         if any(str(path).endswith(name) for name in DEFINING | NOT_MEANT):
             continue
         tree = ast.parse(path.read_text())

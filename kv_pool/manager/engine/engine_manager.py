@@ -240,6 +240,10 @@ class EngineManager:
         if manager.max_model_len and num_scheduled + num_lookahead > manager.max_model_len:
             num_lookahead = max(0, manager.max_model_len - num_scheduled)
         num_processed = num_before - num_in_flight
+        num_left = 0
+        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
+            num_left = self.watermark_blocks
+        num_kept_free = num_left + reserved_blocks
         if (
             tables is not None
             and not num_encoder_tokens
@@ -247,6 +251,7 @@ class EngineManager:
             and not full_sequence_must_fit
             and not (self._caches_ends and self._is_near_prompt(request, num_computed))
             and not manager._has_forks
+            and (num_kept_free == 0 or num_kept_free <= manager.get_num_free_blocks())
             and is_quiet(
                 self._groups, tables, self.enable_caching, num_scheduled, num_lookahead, num_processed
             )
@@ -273,9 +278,6 @@ class EngineManager:
         )
         if manager._plans_checkpoints:
             step.prefill_end = self._rules.find_prefill_end(request)
-        num_left = 0
-        if has_scheduled_reqs and self.watermark_blocks and request.status in self._waiting_statuses:
-            num_left = self.watermark_blocks
         added = take_slots(
             manager,
             request,

@@ -69,6 +69,7 @@ class GroupView:
         self.block_size: int = group.block_size
         self.kv_cache_group_id = group_id
         self.kv_cache_spec = kv_cache_spec
+        self.cache_hit_alignment_tokens: int = count_hit_alignment(engine)
         self.block_pool: BlockPoolCore = engine.block_pool
         self.enable_caching: bool = engine.enable_caching
         self.req_to_blocks = BlocksByRequest(engine, group_id)
@@ -174,3 +175,8 @@ class GroupsView:
     def reset_prefix_cache(self) -> bool:
         """Evict every prefix; see `EngineManager.reset_prefix_cache`."""
         return self._engine.reset_prefix_cache()
+
+
+def count_hit_alignment(engine: EngineManager) -> int:
+    """Return the tokens of which each hit is a multiple."""
+    return engine.block_pool.hash_block_size if engine._rules.is_partial else engine.manager.alignment
