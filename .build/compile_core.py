@@ -71,6 +71,7 @@ MANAGER = (
     "engine/manager_with_options",
     "engine/slot_taking",
     "engine/state_offers",
+    "engine/zeroed_blocks",
     "forking",
     "freeing",
     "kv_cache_manager",

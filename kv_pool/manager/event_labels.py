@@ -1,18 +1,31 @@
-"""`label_events`: add to a pool's events what only the manager knows of its groups."""
+"""`label_events`: add to a pool's events what only a manager knows of its groups."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from kv_pool.core.kv_events import BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 
 
-def label_events(events: list[KVCacheEvent], groups: Sequence[KVCacheSpec]) -> list[KVCacheEvent]:
-    """Return the same events; each store now states its group's kind of attention, and its window."""
+def list_labels(groups: Sequence[KVCacheSpec]) -> list[tuple[str, int | None]]:
+    """Return the kind of attention and the window of each group, as events state them."""
+    return [(spec.kind, getattr(spec, "sliding_window", None)) for spec in groups]
+
+
+def label_events(pool: BlockPoolCore, labels: Sequence[tuple[str, int | None]]) -> list[KVCacheEvent]:
+    """Take the pool's events; each store now states its group's kind of attention, and its window.
+
+    Args:
+        labels: see `list_labels`.
+    """
+    events = pool.take_events()
+    stored: Any = pool.stored_type
     for event in events:
-        if not isinstance(event, BlockStored) or event.group_idx is None:
+        if not isinstance(event, stored):
             continue
-        if 0 <= event.group_idx < len(groups):
-            spec = groups[event.group_idx]
-            event.kv_cache_spec_kind = spec.kind
-            event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
+        labelled: Any = event
+        group_id: int | None = labelled.group_idx
+        if group_id is not None and 0 <= group_id < len(labels):
+            labelled.kv_cache_spec_kind, labelled.kv_cache_spec_sliding_window = labels[group_id]
     return events

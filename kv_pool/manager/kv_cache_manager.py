@@ -17,7 +17,7 @@ from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.allocating import allocate, free_skipped_blocks
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
-from kv_pool.manager.event_labels import label_events
+from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
@@ -381,7 +381,7 @@ class KVCacheManager(ManagerQueries):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        return label_events(self.block_pool.take_events(), self.groups)
+        return label_events(self.block_pool, list_labels(self.groups))
 
     # ---- releasing -------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class KVCacheManager(ManagerWithOptions):
             ],
             waiting_statuses=(RequestStatus.WAITING, RequestStatus.PREEMPTED),
             zeroed_groups=[
-                group_id
+                GroupId(group_id)
                 for group_id, spec in enumerate(specs)
                 if kv_cache_config.needs_kv_cache_zeroing
                 and isinstance(spec, AttentionSpec)

@@ -9,14 +9,16 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
+from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.allocating import free_skipped_blocks
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.slot_taking import cache_written, is_quiet, take_slots
+from kv_pool.manager.engine.slot_taking import cache_written, count_surplus, is_quiet, list_hashes, take_slots
 from kv_pool.manager.engine.state_offers import drop_offers, finish_tails, take_offers
+from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
+from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
@@ -48,7 +50,7 @@ class EngineManager:
         *,
         event_labels: Sequence[tuple[str, int | None]],
         waiting_statuses: Sequence[Any] = (),
-        zeroed_groups: Sequence[int] = (),
+        zeroed_groups: Sequence[GroupId] = (),
         copy_type: Callable[[BlockId, BlockId], Any] = BlockMove,
     ) -> None:
         rules = manager._rules
@@ -65,8 +67,7 @@ class EngineManager:
         self.kv_cache_event_metadata: tuple[tuple[str, int | None], ...] = tuple(event_labels)
         self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
-        self._zeroed_groups: list[int] = list(zeroed_groups)
-        self._ids_to_zero: list[list[BlockId]] = [[] for _ in manager.groups]
+        self._zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
         self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
         rules.caching.offers_states = self._offers_states
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
@@ -291,8 +292,8 @@ class EngineManager:
         )
         if added is None:
             return None
-        if self._zeroed_groups:
-            self._note_to_zero(request_id, step, added, skip_zeroing_group_ids)
+        if self._zeroed.group_ids:
+            self._zeroed.note(manager._tables[request_id], step, added, skip_zeroing_group_ids)
         return self.create_kv_cache_blocks(added)
 
     def count_needed_blocks(
@@ -332,34 +333,19 @@ class EngineManager:
         )
         if self._rules.interval == 0:
             step.prefill_end = prefill_end
+        needs = self.manager._needs
         if has_full_sequence:
-            needs = self.manager._needs
-            return needs.count_full_sequence(step, num_without_lookahead, num_lookahead=num_lookahead)
-        return self.manager._needs.count(step)
+            num_free = needs.count_full_sequence(step, num_without_lookahead, num_lookahead=num_lookahead)
+        else:
+            num_free = needs.count(step)
+        if tables is not None:
+            num_free -= count_surplus(self._groups, tables, num_without_lookahead)
+        return num_free
 
     def _is_near_prompt(self, request: Any, num_computed: int) -> bool:
         """Return True if a step may cache the end of the request's prompt."""
         num_prompt: int = request.num_prompt_tokens
         return num_computed <= num_prompt + self._rules.num_reprefillable
-
-    def _note_to_zero(
-        self,
-        request_id: RequestId,
-        step: Step,
-        added: tuple[Sequence[KVCacheBlock], ...],
-        without_external: Sequence[int],
-    ) -> None:
-        """List the new blocks of the groups that the worker overwrites with zeros."""
-        for group_id in self._zeroed_groups:
-            ids = self._ids_to_zero[group_id]
-            if step.num_before > step.num_computed + step.num_prefix and group_id not in without_external:
-                blocks = self.manager._tables[request_id][group_id].blocks
-                num_hits = len(step.prefix_blocks[group_id])
-                for block in blocks[num_hits : len(blocks) - len(added[group_id])]:
-                    if not block.is_null:
-                        ids.append(block.block_id)
-            for block in added[group_id]:
-                ids.append(block.block_id)
 
     def new_step_starts(self) -> None:
         """Start a step: what was allocated before is written before what follows is read."""
@@ -367,18 +353,12 @@ class EngineManager:
 
     def take_new_block_ids(self) -> list[BlockId]:
         """Return the ids of new blocks to overwrite with zeros, since the last call."""
-        taken: list[BlockId] = []
-        for group_id in self._zeroed_groups:
-            taken += self._ids_to_zero[group_id]
-            self._ids_to_zero[group_id] = []
-        return taken
+        return self._zeroed.take()
 
     def record_blocks_for_zeroing(self, request_id: RequestId, start_token: int) -> None:
         """List the request's blocks from `start_token` on, a block's start, for zeroing."""
-        tables = self.manager._tables[request_id]
-        for group_id in self._zeroed_groups:
-            first = start_token // self._groups[group_id].block_size
-            self._ids_to_zero[group_id] += [block.block_id for block in tables[group_id].blocks[first:]]
+        block_sizes = [group.block_size for group in self._groups]
+        self._zeroed.note_from(self.manager._tables[request_id], block_sizes, start_token)
 
     # ---- caching ---------------------------------------------------------------------------------
 
@@ -408,18 +388,7 @@ class EngineManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        events = self.block_pool.take_events()
-        stored: Any = self.block_pool.stored_type
-        for event in events:
-            if not isinstance(event, stored):
-                continue
-            labelled: Any = event
-            group_id: int | None = labelled.group_idx
-            if group_id is not None and 0 <= group_id < len(self.kv_cache_event_metadata):
-                kind, window = self.kv_cache_event_metadata[group_id]
-                labelled.kv_cache_spec_kind = kind
-                labelled.kv_cache_spec_sliding_window = window
-        return events
+        return label_events(self.block_pool, self.kv_cache_event_metadata)
 
     # ---- releasing -------------------------------------------------------------------------------
 
@@ -480,9 +449,3 @@ class EngineManager:
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
         """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
         return finish_tails(self.manager, request) if self._offers_states else []
-
-
-def list_hashes(request: Any) -> list[BlockHash]:
-    """Return the block hashes of an engine's request as a list."""
-    hashes: Any = request.block_hashes
-    return hashes if isinstance(hashes, list) else list(hashes)

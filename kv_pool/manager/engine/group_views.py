@@ -74,7 +74,7 @@ class GroupView:
         self.enable_caching: bool = engine.enable_caching
         self.req_to_blocks = BlocksByRequest(engine, group_id)
         self.num_cached_block = CachedBlocksByRequest(engine, group_id)
-        self.records_new_block_ids: bool = group_id in engine._zeroed_groups
+        self.records_new_block_ids: bool = group_id in engine._zeroed.group_ids
         self._group = group
 
     @property

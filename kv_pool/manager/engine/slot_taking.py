@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockHash
 from kv_pool.manager.allocating import allocate, free_skipped_blocks
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
@@ -59,12 +61,33 @@ def take_slots(
     return allocate(manager, request, step, junction, full, need)
 
 
+def count_surplus(groups: list[BlockGroup], tables: list[BlockTable], num_tokens: int) -> int:
+    """Return the state blocks that rejected drafts have left beyond those of `num_tokens` tokens.
+
+    vLLM subtracts them from what the other groups need.
+    """
+    num_surplus = 0
+    for group in groups:
+        if isinstance(group, MambaGroup):
+            table = tables[group.group_id]
+            num_blocks = group.count_table_blocks(num_tokens) + group.num_speculative_blocks
+            if table.copy_position < 0:
+                num_surplus += max(0, len(table.blocks) - num_blocks)
+    return num_surplus
+
+
 def cache_written(manager: KVCacheManager, request: Any, tables: list[BlockTable], num_tokens: int) -> None:
     """Cache the full blocks of the first `num_tokens` tokens, whose content is there."""
     if has_hashes(manager, request):
         ends = manager._caching.count_full(request, tables, 0, num_tokens)
         if ends is not None:
             manager._caching.cache(request, tables, ends, num_tokens, is_written=True)
+
+
+def list_hashes(request: Any) -> list[BlockHash]:
+    """Return the block hashes of an engine's request as a list."""
+    hashes: Any = request.block_hashes
+    return hashes if isinstance(hashes, list) else list(hashes)
 
 
 def has_hashes(manager: KVCacheManager, request: Any) -> bool:

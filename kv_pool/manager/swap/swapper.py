@@ -11,7 +11,7 @@ from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.event_labels import label_events
+from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, match_tables
@@ -260,7 +260,7 @@ class BlockSwapper:
         `AllBlocksCleared` means that both pools are empty.
         """
         device = self.manager.take_events()
-        host = label_events(self.host_pool.take_events(), self.manager.groups)
+        host = label_events(self.host_pool, list_labels(self.manager.groups))
         events: list[KVCacheEvent] = []
         for last_of_device, last_of_host in self._resets:
             for of_pool, last in ((device, last_of_device), (host, last_of_host)):
