@@ -26,11 +26,12 @@ from kv_pool.manager.retention.placed_claims import find_band, find_strength
 
 def check_retention(retention: BlockRetention) -> None:
     """Verify R1 to R7. O(blocks of the pool, sessions)."""
+    now = retention._clock()  # before `expire`: what ends between the two is not expired yet
     retention.expire()
     _check_bands(retention)
     counts = _check_records(retention)
     _check_pins(retention)
-    _check_deadlines(retention, list(counts))
+    _check_deadlines(retention, list(counts), now)
     if len(retention._sessions.by_id) > retention.max_sessions:
         raise CorruptedPoolError(f"R7: {retention.num_sessions} sessions, limit {retention.max_sessions}")
 
@@ -93,10 +94,13 @@ def _is_valid(retention: BlockRetention, block: KVCacheBlock) -> bool:
     return block.block_hash is not None and block.retention_id > 0
 
 
-def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:
-    """Verify R6."""
+def _check_deadlines(retention: BlockRetention, records: list[Record], now: float) -> None:
+    """Verify R6.
+
+    Args:
+        now: the time at which deadlines were expired, or earlier.
+    """
     entries = {(entry[0], id(entry[2])) for entry in retention._deadlines.entries}
-    now = retention._clock()
     for session in retention._sessions.by_id.values():
         ends_at = session.changes_at
         if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
