@@ -232,7 +232,6 @@ class EngineManager:
         manager = self.manager
         request_id: RequestId = request.request_id
         num_computed: int = request.num_computed_tokens
-        num_in_flight: int = request.num_in_flight_tokens
         tables = manager._tables.get(request_id)
         num_local = num_computed + num_new_computed_tokens
         num_before = num_local + num_external_computed_tokens
@@ -240,7 +239,10 @@ class EngineManager:
         num_lookahead = num_lookahead_tokens
         if manager.max_model_len and num_scheduled + num_lookahead > manager.max_model_len:
             num_lookahead = max(0, manager.max_model_len - num_scheduled)
-        num_processed = num_before - num_in_flight
+        num_processed = num_before
+        if manager._forgets:
+            num_in_flight: int = request.num_in_flight_tokens
+            num_processed -= num_in_flight
         num_left = 0
         if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
             num_left = self.watermark_blocks

@@ -116,13 +116,17 @@ def is_quiet(
     """
     for group in groups:
         table = tables[group.group_id]
-        num_blocks = group.count_table_blocks(num_scheduled, num_lookahead, 0)
-        if num_blocks + table.num_speculative > len(table.blocks):
-            return False
+        block_size = group.block_size
+        if group.is_downward_closed and group.is_cacheable:  # without a division and a call
+            if num_scheduled + num_lookahead > len(table.blocks) * block_size:
+                return False
+        else:
+            num_blocks = group.count_table_blocks(num_scheduled, num_lookahead, 0)
+            if num_blocks + table.num_speculative > len(table.blocks):
+                return False
         if table.copy_position >= 0 or table.checkpoint_position >= 0:
             return False
         if group.is_cacheable:
-            block_size = group.block_size
             if caches and num_scheduled >= (table.num_cached_blocks + 1) * block_size:
                 return False
             if group.forgets:
