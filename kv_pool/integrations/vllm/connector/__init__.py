@@ -5,11 +5,16 @@
     "kv_connector_extra_config": {"host_bytes": "16GiB"}}'
 """
 
-from kv_pool.lazy_names import export_lazily
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_pool.integrations.vllm.connector.vllm_connector import KVPoolConnector
+else:
+    from kv_pool.lazy_names import export_lazily
+
+    # Imported on use, since it imports vLLM and the rest of this package does not.
+    __getattr__, __dir__ = export_lazily(
+        __name__, {"kv_pool.integrations.vllm.connector.vllm_connector": ("KVPoolConnector",)}
+    )
 
 __all__ = ["KVPoolConnector"]
-
-# Imported on use, since it imports vLLM and the rest of this package does not.
-__getattr__, __dir__ = export_lazily(
-    __name__, {"kv_pool.integrations.vllm.connector.vllm_connector": ("KVPoolConnector",)}
-)
