@@ -9,7 +9,7 @@ from kv_pool.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRules:
-    """What the groups of a `KVCacheManager` keep for later hits, as vLLM 0.33 decides it.
+    """Selects the blocks that a `KVCacheManager` caches for later hits; by default those of vLLM 0.33.
 
         >>> from kv_pool import BlockPool, KVCacheManager
         >>> from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec

@@ -1,5 +1,6 @@
 """`KVCacheManager` and `KVCacheBlocks` with vLLM's names, for level `manager`. Imports vLLM; see `plugin`."""
 
+import inspect
 import logging
 from typing import Any
 
@@ -62,8 +63,21 @@ class KVCacheManager(ManagerWithOptions):
     pool_class = BlockPool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(KVCacheManager.__init__).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        options = bound.arguments
         try:
-            cls._read_options(*args, **kwargs)
+            check_served(
+                options["kv_cache_config"],
+                read_groups(options["kv_cache_config"]),
+                enable_caching=options["enable_caching"],
+                scheduler_block_size=options["scheduler_block_size"],
+                hash_block_size=options["hash_block_size"],
+                dcp_world_size=options["dcp_world_size"],
+                pcp_world_size=options["pcp_world_size"],
+                use_eagle=options["use_eagle"],
+                num_prefill_lookahead=options["num_prefill_lookahead"],
+            )
         except NotServedError as reason:
             logger.warning(
                 "kv_pool does not serve %s at level manager: vLLM's manager runs on kv_pool's block pool",
@@ -71,39 +85,6 @@ class KVCacheManager(ManagerWithOptions):
             )
             return _FALLBACK[0](*args, **kwargs)
         return super().__new__(cls)
-
-    @staticmethod
-    def _read_options(
-        kv_cache_config: Any,
-        max_model_len: int,
-        scheduler_block_size: int,
-        hash_block_size: int,
-        max_in_flight_tokens: int | None = None,
-        enable_caching: bool = True,
-        use_eagle: bool = False,
-        num_hash_lookahead_tokens: int = 0,
-        num_prefill_lookahead: int = 0,
-        log_stats: bool = False,
-        enable_kv_cache_events: bool = False,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-        metrics_collector: BlockObserver | None = None,
-        watermark: float = 0.0,
-        enable_mamba_shared_prefix_checkpoint: bool = False,
-    ) -> list[Any]:
-        groups = read_groups(kv_cache_config)
-        check_served(
-            kv_cache_config,
-            groups,
-            enable_caching=enable_caching,
-            scheduler_block_size=scheduler_block_size,
-            hash_block_size=hash_block_size,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
-            use_eagle=use_eagle,
-            num_prefill_lookahead=num_prefill_lookahead,
-        )
-        return groups
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 
 import torch
+from integrations.made_scheduler import MODEL
 from vllm.config import (
     CacheConfig,
     KVEventsConfig,
@@ -48,16 +49,6 @@ WINDOW = 3 * BLOCK_SIZE
 CHUNK = 2 * BLOCK_SIZE
 LAYERS = 2
 TIMEOUT_S = 60
-MODEL = {
-    "model_type": "opt",
-    "architectures": ["OPTForCausalLM"],
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 2048,
-}
 
 
 def make_spec(kind, num_heads=1):

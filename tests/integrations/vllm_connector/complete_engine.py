@@ -11,9 +11,9 @@ import sys
 from concurrent.futures import Future
 from pathlib import Path
 
+from integrations.made_scheduler import MODEL
 from integrations.vllm_connector.checked_engine import (
     BLOCK_SIZE,
-    MODEL,
     Rank,
     call_connector,
     check_kv,
