@@ -148,7 +148,6 @@ class Engine:
         self.config.cache_config.num_gpu_blocks = num_blocks
         register_all_kvcache_specs(self.config)
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        is_async = self.config.scheduler_config.async_scheduling
         return (AsyncScheduler if self.is_async else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
