@@ -20,12 +20,20 @@ def _has_level_manager():
         pytest.skip("level manager is for vLLM 0.33")
 
 
-@pytest.mark.parametrize("level", ["manager", pytest.param("pool", marks=pytest.mark.slow)])
-def test_data_parallel_engines_have_their_own_pools(tmp_path, level):
+@pytest.mark.parametrize(
+    ("level", "model"),
+    [
+        ("manager", "dense"),
+        pytest.param("pool", "dense", marks=pytest.mark.slow),
+        pytest.param("manager", "experts", marks=pytest.mark.slow),
+    ],
+)
+def test_data_parallel_engines_have_their_own_pools(tmp_path, level, model):
     seen, log = run_program(
         "data_parallel_engines.py",
         tmp_path,
         "kv_pool",
+        model,
         KV_POOL_VLLM=level,
         KV_POOL_VLLM_CONTROL="1",
         XDG_RUNTIME_DIR=str(tmp_path),
