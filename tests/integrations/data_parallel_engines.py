@@ -36,7 +36,8 @@ EXPERTS = {
 }
 NUM_ENGINES = 2
 PROMPTS = {name: [number] * 130 for number, name in enumerate("ABC")}
-SENT = ["A0", "A0", "B1", "B1", "A1", "C0", "C0"]  # a prompt, and the rank of the engine
+# A prompt, and the rank of the engine that gets it.
+SENT = [("A", 0), ("A", 0), ("B", 1), ("B", 1), ("A", 1), ("C", 0), ("C", 0)]
 TIMEOUT_S = 60
 
 
@@ -99,7 +100,7 @@ async def serve(folder, port):
         return [output async for output in steps][-1].num_cached_tokens
 
     try:
-        cached = [await complete(number, sent[0], int(sent[1])) for number, sent in enumerate(SENT)]
+        cached = [await complete(number, *sent) for number, sent in enumerate(SENT)]
         nodes = {}
         for node in list_nodes():
             with ControlClient(node=node) as client:
