@@ -25,6 +25,7 @@ GROUPS = {
     "full and window": [FULL, SlidingWindowSpec(block_size=4, sliding_window=9)],
     "full and chunks": [FULL, ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)],
     "full and states": [FULL, MambaSpec(block_size=4)],
+    "drafted states": [FULL, MambaSpec(block_size=4, num_speculative_blocks=2)],
 }
 HASHER = BlockHasher("sha256", block_size=4)
 
@@ -194,6 +195,19 @@ def test_blocks_of_a_freed_request_can_still_be_read():
     blocks = engine.get_blocks("r")
     engine.free(request)
     assert blocks.get_block_ids() == ([1, 2],)
+
+
+@pytest.mark.parametrize("groups", list(GROUPS))
+def test_blocks_that_were_read_follow_the_request(groups):
+    engine = make_engine(groups)
+    request = EngineRequest("r", range(60))
+    engine.allocate_slots(request, 7)
+    blocks = engine.get_blocks("r")
+    request.num_computed_tokens = 7
+    for num_new in (9, 1, 25, 18):
+        engine.allocate_slots(request, num_new)
+        request.num_computed_tokens += num_new
+        assert blocks.get_block_ids() == engine.get_block_ids("r")
 
 
 def test_a_step_without_tokens_is_an_error():
