@@ -312,3 +312,20 @@ def test_an_interrupt_leaves_a_request_all_blocks_or_none():
         assert engine.block_pool.get_num_free_blocks() == 19
 
     interrupt_everywhere(make_admission, admit, check)
+
+
+@pytest.mark.parametrize("groups", list(GROUPS))
+@pytest.mark.parametrize("num_hashes", [0, 1, 2])
+def test_blocks_with_a_hash_are_cached_though_later_ones_have_none(groups, num_hashes):
+    engine, complete = make_engine(groups), make_engine(groups)
+    request = EngineRequest("r", range(17))
+    request.block_hashes[num_hashes:] = []
+    for other, tokens in ((engine, request), (complete, EngineRequest("r", range(17)))):
+        for num_new in (8, 4, 5):
+            assert other.allocate_slots(tokens, num_new) is not None
+            tokens.num_computed_tokens += num_new
+            other.cache_blocks(tokens, tokens.num_computed_tokens)
+            other.new_step_starts()
+    for group, table in enumerate(engine.get_blocks("r").blocks):
+        expected = [block.block_hash for block in complete.get_blocks("r").blocks[group]][:num_hashes]
+        assert [block.block_hash for block in table] == expected + [None] * (len(table) - num_hashes)
