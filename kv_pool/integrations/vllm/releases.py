@@ -22,25 +22,28 @@ class Release:
     Attributes:
         number: (0, 33) for 0.33.
         pool_module: the module of kv_pool that defines `BlockPool` for this release. The other classes of
-            level `pool` are those of `pool_classes` in every release, those of level `manager` those of
-            `manager_classes`.
+            level `pool` are those of `pool_classes` in every release.
+        manager_module: the module that defines the classes of level `manager` for it, if it has the level.
         replaced: level -> vLLM module -> the classes to replace in it. A level that is missing here is not
             available for the release.
     """
 
     number: tuple[int, int]
     pool_module: str
+    manager_module: str
     replaced: Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 PACKAGE = "kv_pool.integrations.vllm"
 
+BOTH_LEVELS = {"pool": POOL_LEVEL, "manager": MANAGER_LEVEL}
+
 # Newest first. A release needs an entry only if kv_pool's classes for it differ from those of the one before.
 RELEASES = (
-    Release((0, 33), f"{PACKAGE}.pool_classes", {"pool": POOL_LEVEL, "manager": MANAGER_LEVEL}),
-    Release((0, 32), f"{PACKAGE}.pool_classes_0_32", {"pool": POOL_LEVEL}),
-    Release((0, 31), f"{PACKAGE}.pool_classes_0_31", {"pool": POOL_LEVEL}),
-    Release((0, 30), f"{PACKAGE}.pool_classes_0_30", {"pool": POOL_LEVEL}),
+    Release((0, 33), f"{PACKAGE}.pool_classes", f"{PACKAGE}.manager_classes", BOTH_LEVELS),
+    Release((0, 32), f"{PACKAGE}.pool_classes_0_32", f"{PACKAGE}.manager_classes_0_32", BOTH_LEVELS),
+    Release((0, 31), f"{PACKAGE}.pool_classes_0_31", f"{PACKAGE}.manager_classes_0_31", BOTH_LEVELS),
+    Release((0, 30), f"{PACKAGE}.pool_classes_0_30", f"{PACKAGE}.manager_classes_0_30", BOTH_LEVELS),
 )
 
 
@@ -63,6 +66,6 @@ def load_classes(release: Release, level: str) -> dict[str, Any]:
     found = {name: getattr(pool_classes, name) for names in POOL_LEVEL.values() for name in names}
     found["BlockPool"] = importlib.import_module(release.pool_module).BlockPool
     if level == "manager":
-        manager_classes = importlib.import_module(f"{PACKAGE}.manager_classes")
+        manager_classes = importlib.import_module(release.manager_module)
         found |= {name: getattr(manager_classes, name) for name in manager_classes.__all__}
     return found
