@@ -9,10 +9,11 @@ Excluded, since vLLM 0.33's scheduler or manager raises an error with them:
 - sessions (`resumable`) with hits within a block: a waiting session has fewer hashes than its prompt has
 - drafts by EAGLE with chunked local attention
 
-Before 0.33 also, for the same reason:
+Before 0.33 also:
 
 - sessions with drafts: an accepted draft after a stop token counts as computed
 - groups of a draft model whose hits drop no block: vLLM marks none then
+- drafters with several modules and hits within a block: vLLM caches a state for fewer tokens than it covers
 """
 
 from math import ceil, gcd, lcm
@@ -121,6 +122,8 @@ def fit_release(options, release):
     spec = options["spec"]
     if spec is not None:
         options["has_sessions"] = False
+        if spec["method"] == "mtp" and options["kind"] == "full + mamba, finer hashes":
+            spec["method"] = "eagle"
         if spec["disable_eagle_block_drop"]:
             for group in options["groups"]:
                 group.pop("is_eagle_group", None)
