@@ -105,6 +105,18 @@ class AppliedRules:
             details,
         )
 
+    def set_interval(self, interval: int | None) -> None:
+        """Replace the retention interval for blocks that are cached from now on.
+
+        Raises:
+            InvalidArgumentError: it is no multiple of the alignment, or not 0 with `bounded_states`.
+        """
+        check_interval(interval, self.alignment)
+        if self.chains is not None and interval != 0:
+            raise InvalidArgumentError(f"retention_interval is {interval}; bounded_states needs 0")
+        self.interval = interval
+        self.choice.interval = interval
+
     def find_prefix(
         self, request: SchedulableRequest, hashes: list[BlockHash], max_num_tokens: int
     ) -> tuple[list[list[KVCacheBlock]], int, int]:
@@ -172,11 +184,7 @@ def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: i
                 f"retention_interval is {interval}, but no group is a SlidingWindowSpec or a MambaSpec; set "
                 "it to 0"
             )
-        if interval % alignment:
-            raise InvalidArgumentError(
-                f"retention_interval is {interval}; it must be a multiple of {alignment}, the least common "
-                "multiple of the block sizes"
-            )
+        check_interval(interval, alignment)
     named = {*rules.eagle_groups}
     for together in rules.lookup_groups or ():
         named.update(together)
@@ -187,6 +195,15 @@ def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: i
         raise InvalidArgumentError(
             f"num_reprefillable_tokens is {rules.num_reprefillable_tokens}; hits drop {alignment} tokens, "
             "which must be more"
+        )
+
+
+def check_interval(interval: int | None, alignment: int) -> None:
+    """Raise InvalidArgumentError if the retention interval is no multiple of the alignment."""
+    if interval is not None and (interval < 0 or interval % alignment):
+        raise InvalidArgumentError(
+            f"retention_interval is {interval}; it must be a multiple of {alignment}, the least common "
+            "multiple of the block sizes"
         )
 
 

@@ -90,7 +90,17 @@ class RuleCaching(PrefixCaching):
             tables is None and num_known - self._pool.num_hash_lookahead_tokens - num_hashes * unit >= unit
         ):
             self.raise_wrong_block_size(request, num_hashes)
-        num_tokens = min(num_tokens, num_known)
+        return self.count_limits(request, tables, min(num_tokens, num_known))
+
+    def count_limits(
+        self, request: SchedulableRequest, tables: list[BlockTable] | None, num_tokens: int
+    ) -> list[int] | None:
+        """As `count_full`, for a request that may lack hashes: `cache` omits the blocks without one.
+
+        Args:
+            num_tokens: known tokens after the step.
+        """
+        num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         limits = [0] * len(self._groups)
         is_any = False
         for group in self._groups:
@@ -100,7 +110,10 @@ class RuleCaching(PrefixCaching):
             limits[group.group_id] = limit
             if group.reads_before_writes or group.stride > 1:
                 is_any = True  # an end within a block may be due
-            elif tables is None or limit // group.block_size > tables[group.group_id].num_cached_blocks:
+            elif (
+                tables is None
+                or min(limit, num_hashed) // group.block_size > tables[group.group_id].num_cached_blocks
+            ):
                 is_any = True
         if not is_any:
             return None
@@ -223,6 +236,8 @@ class RuleCaching(PrefixCaching):
             return
         position = -(-limit // group.block_size) - 1
         if position >= len(table.blocks) or position == table.unaligned_position:
+            return
+        if limit > len(request.block_hashes) * unit:
             return
         block = table.blocks[position]
         if block.is_null or (block.num_key_tokens == limit and not self._renews_states):

@@ -314,3 +314,103 @@ def test_later_module_may_derive_from_the_new_classes(made_up_vllm):
         assert LookupPool(8, True, 4).get_num_free_blocks() == 7
     """
     run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+
+
+def test_pool_of_a_frozen_heap_is_an_obstacle(made_up_vllm):
+    """vLLM freezes the heap of a process whose engine is complete."""
+    code = """
+        import gc
+        from vllm.v1.scheduler import SharedPool
+        old = SharedPool.__new__(SharedPool)
+        old.owner = ["me"]
+        gc.freeze()
+        register()
+        assert gc.get_freeze_count()
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert not is_ours(seen)
+    ((_, message),) = logged
+    assert "kv_pool is not used: a SharedPool exists already" in message
+
+
+# Loaded before the plugin; its second run, which the plugin causes, fails half-way.
+SECOND_SHARED = """
+    import sys
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    if "ran" in globals():
+        import vllm.v1.late
+        added = True
+        {failure}
+    else:
+        class SecondPool(BlockPool): ...
+    ran = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("raise KeyError('layer')", "(KeyError: 'layer')"),
+        ("del SecondPool, BlockPool; BlockPool.x", "(NameError: name 'BlockPool' is not defined)"),
+        ("pass", "(LookupError: it does not define SecondPool again)"),
+    ],
+)
+def test_nothing_stays_replaced_if_a_reload_fails(made_up_vllm, failure, reason):
+    module = textwrap.dedent(SECOND_SHARED.format(failure=failure))
+    (made_up_vllm / "vllm/v1/second.py").write_text(module)
+    code = """
+        import vllm.v1.scheduler, vllm.v1.second
+        from vllm.v1 import second, shared_pool
+        from vllm.v1.second import SecondPool
+        from vllm.v1.shared_pool import SharedPool
+        files = [module for name, module in sys.modules.items() if name.startswith("vllm.v1.")]
+        before = [dict(vars(module)) for module in files if not hasattr(module, "__path__")]
+        register()
+        assert before == [dict(vars(module)) for module in files if not hasattr(module, "__path__")]
+        assert (second.SecondPool, shared_pool.SharedPool) == (SecondPool, SharedPool)
+        assert "vllm.v1.late" in sys.modules
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert not is_ours({name: owner for name, owner in seen.items() if "SecondPool" not in name})
+    assert logged == [
+        [
+            "WARNING",
+            f"kv_pool is not used: vllm.v1.second cannot be run again with the new classes {reason}",
+        ]
+    ]
+
+
+def test_an_interrupted_reload_leaves_nothing_replaced(made_up_vllm):
+    module = textwrap.dedent(SECOND_SHARED.format(failure="raise KeyboardInterrupt"))
+    (made_up_vllm / "vllm/v1/second.py").write_text(module)
+    code = """
+        import vllm.v1.scheduler, vllm.v1.second
+        try:
+            register()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert interrupted
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert not is_ours({name: owner for name, owner in seen.items() if "SecondPool" not in name})
+    assert logged == []
+
+
+def test_a_failed_swap_may_be_repeated(made_up_vllm):
+    module = textwrap.dedent(SECOND_SHARED.format(failure="if not hasattr(sys, 'repaired'): raise OSError"))
+    module += "class SecondPool(BlockPool): ...\n"
+    (made_up_vllm / "vllm/v1/second.py").write_text(module)
+    code = """
+        import vllm.v1.scheduler, vllm.v1.second
+        register()
+        sys.repaired = True
+        register()
+        from vllm.v1.second import SecondPool
+        from vllm.v1.shared_pool import SharedPool
+        from vllm.v1.scheduler import Pool
+        assert issubclass(SecondPool, Pool) and issubclass(SharedPool, Pool)
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert is_ours({name: owner for name, owner in seen.items() if "SecondPool" not in name})
+    assert [level for level, _ in logged] == ["WARNING", "INFO"]
