@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kv_pool.core.arguments import as_ints, check_type
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.rule_details import RuleDetails
+from kv_pool.manager.rule_details import NEWEST_DETAILS, RuleDetails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class PrefixRules:
     junction_states: bool = False
     bounded_states: bool = False
     lookup_groups: Iterable[Iterable[int]] | None = field(default=None)
-    details: RuleDetails = RuleDetails()
+    details: RuleDetails = NEWEST_DETAILS
 
     def __post_init__(self) -> None:
         for name in ("retention_interval", "num_reprefillable_tokens"):

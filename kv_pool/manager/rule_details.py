@@ -30,3 +30,6 @@ class RuleDetails:
     ends_within_blocks: bool = False
     own_drafter_only: bool = False
     counts_most_states: bool = False
+
+
+NEWEST_DETAILS = RuleDetails()

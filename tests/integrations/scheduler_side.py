@@ -1,7 +1,7 @@
 """`SchedulerSide`: vLLM's scheduler over one KV cache manager, driven by operations; and its state as data.
 
-Importing this needs an importable vLLM of a release in `releases`. `LEVELS` has the classes of a manager: the names to rebind in
-vLLM's modules while the scheduler is created.
+Importing this needs an importable vLLM of a release in `releases`. `LEVELS` has the classes of a manager: the
+names to rebind in vLLM's modules while the scheduler is created.
 """
 
 import contextlib

@@ -18,7 +18,8 @@ def make_controlled_manager(manager_class: Any) -> Any:
     class ControlledKVCacheManager(manager_class):  # type: ignore[misc]
         pool_class = make_controlled(manager_class.pool_class)
 
-        @wraps(manager_class.__init__)  # `__new__` reads the options from the signature
+        # `__new__` reads the options from the signature.
+        @wraps(manager_class.__init__)  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.control = self.block_pool.control

@@ -26,7 +26,7 @@ from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
-from kv_pool.manager.rule_details import RuleDetails
+from kv_pool.manager.rule_details import NEWEST_DETAILS
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 
@@ -61,8 +61,8 @@ class KVCacheManager(ManagerWithOptions):
     own manager over kv_pool's block pool: level `pool`.
     """
 
-    pool_class = BlockPool
-    rule_details = RuleDetails()
+    pool_class: Any = BlockPool
+    rule_details = NEWEST_DETAILS
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
@@ -112,7 +112,7 @@ class KVCacheManager(ManagerWithOptions):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        lookahead = {"num_hash_lookahead_tokens": num_hash_lookahead_tokens}
+        lookahead: dict[str, Any] = {"num_hash_lookahead_tokens": num_hash_lookahead_tokens}
         pool = self.pool_class(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,

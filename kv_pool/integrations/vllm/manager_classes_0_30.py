@@ -5,9 +5,6 @@ from typing import Any
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm import manager_classes_0_31, pool_classes_0_30
-from kv_pool.integrations.vllm.manager_classes import KVCacheBlocks
-
-__all__ = ["KVCacheBlocks", "KVCacheManager"]
 
 
 class KVCacheManager(manager_classes_0_31.KVCacheManager):

@@ -5,10 +5,8 @@ from typing import Any
 
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.integrations.vllm import manager_classes_0_32, pool_classes_0_31
-from kv_pool.integrations.vllm.manager_classes import KVCacheBlocks
 from kv_pool.integrations.vllm.served_config import NotServedError
-
-__all__ = ["KVCacheBlocks", "KVCacheManager"]
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 
 
 class KVCacheManager(manager_classes_0_32.KVCacheManager):
@@ -37,13 +35,13 @@ class KVCacheManager(manager_classes_0_32.KVCacheManager):
         """
         counts = [0] * self.num_kv_cache_groups
         if self.enable_caching:
-            tables = self.manager._tables
-            for group, table in zip(self._groups, tables[running_request_id], strict=True):
-                if group.is_downward_closed and group.is_cacheable:
-                    for block in table.blocks:
-                        if block.ref_cnt != len(tables):
+            for group_id, view in enumerate(self.coordinator.single_type_managers):
+                if isinstance(self.manager.groups[group_id], FullAttentionSpec):
+                    num_requests = len(view.req_to_blocks)
+                    for block in view.req_to_blocks[running_request_id]:
+                        if block.ref_cnt != num_requests:
                             break
-                        counts[group.group_id] += 1
+                        counts[group_id] += 1
         return counts
 
     def get_zeroing_block_ids_in_range(
@@ -51,8 +49,9 @@ class KVCacheManager(manager_classes_0_32.KVCacheManager):
     ) -> list[BlockId]:
         """Return the blocks of these tokens, of the groups whose new blocks are overwritten with zeros."""
         ids: list[BlockId] = []
-        for group_id in self._zeroed.group_ids:
-            block_size = self._groups[group_id].block_size
-            blocks = self.manager._tables[request_id][group_id].blocks
-            ids += [block.block_id for block in blocks[start_token // block_size : -(-end_token // block_size)]]
+        for view in self.coordinator.single_type_managers:
+            if view.records_new_block_ids:
+                end = -(-end_token // view.block_size)
+                blocks = view.req_to_blocks[request_id][start_token // view.block_size : end]
+                ids += [block.block_id for block in blocks]
         return ids

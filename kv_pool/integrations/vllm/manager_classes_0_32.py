@@ -4,11 +4,8 @@ from typing import Any
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm import manager_classes, pool_classes_0_32
-from kv_pool.integrations.vllm.manager_classes import KVCacheBlocks
 from kv_pool.integrations.vllm.served_config import NotServedError
 from kv_pool.manager.rule_details import RuleDetails
-
-__all__ = ["KVCacheBlocks", "KVCacheManager"]
 
 
 class KVCacheManager(manager_classes.KVCacheManager):

@@ -103,7 +103,9 @@ class MambaGroup(BlockGroup):
         """
         if self.has_drafter:
             return max(0, num_tokens // unit - 1) * unit
-        return max(0, num_tokens - max(self.num_recomputed, self.pool.num_hash_lookahead_tokens)) // unit * unit
+        return (
+            max(0, num_tokens - max(self.num_recomputed, self.pool.num_hash_lookahead_tokens)) // unit * unit
+        )
 
     def plan_checkpoint(
         self, table: BlockTable | None, num_before: int, num_tokens: int, prefill_end: int
