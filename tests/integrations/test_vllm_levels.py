@@ -10,6 +10,8 @@ from integrations.test_vllm_plugin import FILES, is_ours, run, set_version
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm import register
+from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
+from kv_pool.integrations.vllm.releases import find_release
 
 MANAGER_FILES = {
     "vllm/v1/metrics/stats.py": """
@@ -79,6 +81,22 @@ def test_level_manager_replaces_pool_and_manager(made_up_vllm):
     ((level, message),) = logged
     assert level == "INFO"
     assert "replaces the block pool and KV cache manager of vLLM 0.33.0: 8 classes" in message
+
+
+@pytest.mark.parametrize("version", CHECKED_VERSIONS["manager"])
+def test_each_version_gets_the_manager_of_its_release(made_up_vllm, version):
+    set_version(made_up_vllm, version)
+    module = find_release(version).manager_module
+    code = f"""
+        {REPORTED}
+        register()
+        from vllm.v1.manager_scheduler import KVCacheManager
+        assert KVCacheManager.__module__ == {module!r}
+        assert KVCacheManager.pool_class.__module__ == {find_release(version).pool_module!r}
+    """
+    seen, logged = run(made_up_vllm, code, **LEVEL)
+    assert owners(seen) == ("kv_pool", "kv_pool")
+    assert f"manager of vLLM {version}: 8 classes" in logged[-1][1]
 
 
 def test_level_pool_keeps_the_manager_of_vllm(made_up_vllm):

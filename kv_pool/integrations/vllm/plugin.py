@@ -10,7 +10,7 @@ from kv_pool.core.mode import COMPILED
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
-from kv_pool.integrations.vllm.releases import Release, find_release, load_classes
+from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
 from kv_pool.version import __version__
 
 # A child of vLLM's logger, which vLLM configures.
@@ -101,15 +101,7 @@ def register(level: str | None = None) -> None:
 def _choose_level(level: str, version: str, release: Release) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
     is_forced = os.environ.get("KV_POOL_VLLM_FORCE") == "1"
-    if level not in release.replaced:
-        logger.warning(
-            "kv_pool uses level pool: level %s is not available for vLLM %s, but for %s",
-            level,
-            version,
-            ", ".join(CHECKED_VERSIONS[level]),
-        )
-        level = "pool"
-    elif not is_checked(level, version) and is_checked("pool", version) and not is_forced:
+    if not is_checked(level, version) and is_checked("pool", version) and not is_forced:
         logger.warning(
             "kv_pool uses level pool: level %s was checked with vLLM %s, and this is %s. "
             "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
@@ -166,7 +158,7 @@ def _find_replacements(release: Release, level: str) -> dict[type, type]:
 
             new_classes["KVCacheManager"] = make_controlled_manager(new_classes["KVCacheManager"])
     replacements: dict[type, type] = {}
-    for module_name, names in release.replaced[level].items():
+    for module_name, names in REPLACED[level].items():
         module = importlib.import_module(module_name)
         for name in names:
             theirs, ours = getattr(module, name), new_classes[name]
