@@ -1,19 +1,17 @@
 """`KVCacheManager` for vLLM 0.30, which counts the blocks of states otherwise. See `releases`."""
 
-from dataclasses import replace
 from typing import Any
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm import manager_classes_0_31, pool_classes_0_30
+from kv_pool.integrations.vllm.older_rules import RULES_0_30
 
 
 class KVCacheManager(manager_classes_0_31.KVCacheManager):
     """A `manager_classes_0_31.KVCacheManager` with the signature and the rules of vLLM 0.30."""
 
     pool_class = pool_classes_0_30.BlockPool
-    rule_details = replace(
-        manager_classes_0_31.KVCacheManager.rule_details, own_drafter_only=True, counts_most_states=True
-    )
+    rule_details = RULES_0_30
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """`KVCacheManager` for vLLM 0.31, which caches other ends of prompts. See `releases`."""
 
-from dataclasses import replace
 from typing import Any
 
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.integrations.vllm import manager_classes_0_32, pool_classes_0_31
+from kv_pool.integrations.vllm.older_rules import RULES_0_31
 from kv_pool.integrations.vllm.served_config import NotServedError
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 
@@ -13,12 +13,7 @@ class KVCacheManager(manager_classes_0_32.KVCacheManager):
     """A `manager_classes_0_32.KVCacheManager` with the methods and the rules of vLLM 0.31."""
 
     pool_class = pool_classes_0_31.BlockPool
-    rule_details = replace(
-        manager_classes_0_32.KVCacheManager.rule_details,
-        looks_past_limit=False,
-        caches_whole_prompts=True,
-        ends_within_blocks=True,
-    )
+    rule_details = RULES_0_31
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:

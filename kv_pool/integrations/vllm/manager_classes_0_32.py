@@ -4,15 +4,15 @@ from typing import Any
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm import manager_classes, pool_classes_0_32
+from kv_pool.integrations.vllm.older_rules import RULES_0_32
 from kv_pool.integrations.vllm.served_config import NotServedError
-from kv_pool.manager.rule_details import RuleDetails
 
 
 class KVCacheManager(manager_classes.KVCacheManager):
     """A `manager_classes.KVCacheManager` with the signature and the rules of vLLM 0.32."""
 
     pool_class = pool_classes_0_32.BlockPool
-    rule_details = RuleDetails(doubles_junctions=False, renews_states=True)
+    rule_details = RULES_0_32
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
