@@ -158,6 +158,8 @@ class ManagerSchedule:
         if any("checkpoint_alignment" in group for group in self.groups):
             self.max_drafts = min(self.max_drafts, self.hash_block_size - 1)  # no checkpoint after drafts
         self.is_async = has_rules and rng.random() < 0.4
+        if "mamba" in self.kinds and release < (0, 32):
+            self.is_async = False
         self.defers_copies = has_rules and rng.random() < 0.4
         # vLLM then also caches the end of a prompt within a block, although no lookup uses it.
         self.has_partial_keys = not has_rules and any(
