@@ -1,0 +1,8 @@
+"""`kv-pool trace`: describe, generate, convert, merge and split traces."""
+
+import typer
+
+from kv_pool.cli.trace_generate import generate
+
+trace = typer.Typer(help="Describe, generate, convert, merge and split traces.", no_args_is_help=True)
+trace.add_typer(generate, name="generate")
