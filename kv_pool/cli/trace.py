@@ -3,6 +3,8 @@
 import typer
 
 from kv_pool.cli.trace_generate import generate
+from kv_pool.cli.trace_info import info
 
 trace = typer.Typer(help="Describe, generate, convert, merge and split traces.", no_args_is_help=True)
+trace.command()(info)
 trace.add_typer(generate, name="generate")

@@ -41,6 +41,7 @@ class TraceRequest:
         hash_ids: block ids at the trace's block size, or None.
         token_ids: the prompt's tokens, or None. Exactly one of `hash_ids` and `token_ids` is given.
         session_id: the request's conversation, or None.
+        tenant: the source of the request in a merged trace, or None.
     """
 
     line: int
@@ -50,6 +51,7 @@ class TraceRequest:
     hash_ids: list[int] | None
     token_ids: list[int] | None
     session_id: str | None = None
+    tenant: str | None = None
 
     def __repr__(self) -> str:
         ids = self.token_ids if self.hash_ids is None else self.hash_ids
@@ -68,6 +70,7 @@ class _Record(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     session_id: object = None
+    tenant: object = None
 
 
 class Trace:
@@ -246,6 +249,7 @@ class Trace:
             hash_ids,
             token_ids,
             None if record.session_id is None else str(record.session_id),
+            None if record.tenant is None else str(record.tenant),
         )
 
     def _broken(self, line: int, why: str) -> TraceError:
