@@ -40,7 +40,7 @@ class TraceRequest:
         input_length, output_length: number of tokens.
         hash_ids: block ids at the trace's block size, or None.
         token_ids: the prompt's tokens, or None. Exactly one of `hash_ids` and `token_ids` is given.
-        session_id: the request's conversation, or None.
+        session_id: the request's conversation, or None. With a tenant, `tenant/session_id` of the line.
         tenant: the source of the request in a merged trace, or None.
     """
 
@@ -140,6 +140,10 @@ class Trace:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[TraceRequest]:
+        return (request for request, _ in self.read_lines())
+
+    def read_lines(self) -> Iterator[tuple[TraceRequest, bytes]]:
+        """Yield each request with the text of its line, which may have other fields. Raises TraceError."""
         self.num_broken = 0
         self.first_broken = None
         self.position = 0.0
@@ -147,7 +151,7 @@ class Trace:
         size = self.path.stat().st_size or 1
         with self._open() as raw:
             number = 0
-            for text in self._read_lines(raw):
+            for text in self._read_texts(raw):
                 number += 1
                 self.position = raw.tell() / size
                 try:
@@ -172,10 +176,10 @@ class Trace:
                     if self.first_broken is None:
                         self.first_broken = message
                     continue
-                yield request
+                yield request, text
         self.position = 1.0
 
-    def _read_lines(self, raw: BufferedReader) -> Iterator[bytes | None]:
+    def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
         """Yield the decompressed lines with their line ends; None for a line that is too long."""
         number = 1
         num_bytes = 0
@@ -248,7 +252,7 @@ class Trace:
             record.output_length,
             hash_ids,
             token_ids,
-            None if record.session_id is None else str(record.session_id),
+            _name_session(record),
             None if record.tenant is None else str(record.tenant),
         )
 
@@ -287,6 +291,13 @@ class Trace:
                 f"({found} would fit); give --trace-block-size"
             )
         return candidates[0]
+
+
+def _name_session(record: _Record) -> str | None:
+    """Return the conversation; conversations of different tenants are different."""
+    if record.session_id is None or record.tenant is None:
+        return None if record.session_id is None else str(record.session_id)
+    return f"{record.tenant}/{record.session_id}"
 
 
 def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:

@@ -34,7 +34,7 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
     is_device = Path(path).exists() and not Path(path).is_file()
     written = path if is_device else f"{path}.{os.getpid()}.part"
     try:
-        with _open(path, written) as file:
+        with open_stream(path, written) as file:
             encode = msgspec.json.Encoder().encode
 
             def write(line: object) -> None:
@@ -51,9 +51,15 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
 
 
 @contextmanager
-def _open(path: str, written: str) -> Iterator[IO[bytes] | Any]:
+def open_stream(path: str, written: str, *, append: bool = False) -> Iterator[IO[bytes] | Any]:
+    """Open the file `written` for writing, compressed as the suffix of `path` says.
+
+    Raises:
+        TraceError: .zst needs a package.
+        OSError: the file cannot be opened or written.
+    """
     suffix = Path(path).suffix
-    with open(written, "wb") as raw:
+    with open(written, "ab" if append else "wb") as raw:
         if suffix == ".gz":
             with gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
                 yield packed

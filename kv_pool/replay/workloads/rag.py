@@ -24,8 +24,9 @@ from kv_pool.replay.workloads.workload import (
 from kv_pool.replay.workloads.zipf import ZipfSampler
 
 _pack = Struct(">QQ").pack
-_SHARED = 1 << 63
-_NUM_FIRST_IDS = (1 << 63) - MAX_TOKENS
+# Ids of documents are in 2**61..2**62-1, so that three such traces can be merged without renumbering.
+_SHARED = 1 << 61
+_NUM_FIRST_IDS = (1 << 61) - MAX_TOKENS
 _MASK = (1 << 64) - 1
 
 
@@ -139,6 +140,6 @@ def _hash_place(place: int, item: int) -> int:
     """Return the hash of a place in a prompt: of all that comes before an item, and the item.
 
     The ids of a document's blocks follow from this hash, so that no table of the places seen so far is
-    needed. For a million places of 100 blocks, two of them have a common id with a probability of 10**-5.
+    needed. For a million places of 100 blocks, two of them have a common id with a probability of 10**-4.
     """
     return xxhash.xxh3_64_intdigest(_pack(place, item))
