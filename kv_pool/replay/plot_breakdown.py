@@ -24,8 +24,8 @@ def draw_breakdowns(report: ReplayReport, path: str) -> None:
     """Draw one panel for each breakdown of a report to an image file (.png, .svg, .pdf).
 
     Turns, minutes and positions are on the horizontal axis, with the token hit rate as a line and the prompt
-    tokens as bars. Tenants and sessions are horizontal bars, those with the most prompt tokens first. A dotted
-    line is the hit rate of the whole replay.
+    tokens as bars. Tenants and sessions are horizontal bars, those with the most prompt tokens first. The
+    dotted line is the hit rate of the whole replay.
 
     Raises:
         InvalidArgumentError: the report has no breakdowns.
