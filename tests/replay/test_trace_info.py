@@ -57,7 +57,8 @@ def test_figures_equal_a_slow_model(tmp_path, seed):
     sessions = {}
     for one in records:
         if "session_id" in one:
-            sessions.setdefault(one["session_id"], []).append(one["timestamp"] / 1000)
+            session = (one.get("tenant"), one["session_id"])
+            sessions.setdefault(session, []).append(one["timestamp"] / 1000)
     gaps = [b - a for times in sessions.values() for a, b in pairwise(times)]
     once = sum(len(times) == 1 for times in uses.values())
     minutes = [one["timestamp"] // 60_000 for one in records]
