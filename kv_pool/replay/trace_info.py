@@ -87,13 +87,13 @@ class TraceInfo(msgspec.Struct):
 def describe_trace(
     trace: Trace,
     token_block_size: int = 16,
-    on_request: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> TraceInfo:
     """Read a trace once and return its figures.
 
     Args:
         token_block_size: tokens per block, for traces of token ids.
-        on_request: called after each request.
+        on_progress: called after each 100 requests.
     Raises:
         TraceError: the trace cannot be read.
 
@@ -104,7 +104,8 @@ def describe_trace(
     counts = _Counts(info)
     for request, ids in _read_ids(trace, block_size):
         counts.add(request, ids)
-        on_request()
+        if info.requests % 100 == 0:
+            on_progress()
     counts.finish()
     info.broken_lines = trace.num_broken
     return info
