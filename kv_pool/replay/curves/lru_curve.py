@@ -29,6 +29,11 @@ class LruCurve:
         """
         return self._pass_for(capacity).count(capacity)
 
+    def find_least_full_capacity(self) -> int:
+        """Return the least capacity that refuses no request and has all hits of an infinite cache."""
+        largest = self._reuse.largest_request
+        return max(largest, self._pass_for(largest).last_bend)
+
     def _pass_for(self, capacity: int) -> "_StepFunctions":
         largest = self._reuse.largest_request
         admitted = min(capacity, largest)
@@ -57,6 +62,7 @@ class _StepFunctions:
             )
         self._block_size = reuse.block_size
         self._bends, changes = _sort(stack.slopes)
+        self.last_bend = int(self._bends[-1]) - 1 if len(changes) else 1
         self._slopes = np.cumsum(changes)
         self._offsets = np.cumsum(changes * (self._bends - 1))
         self._steps, missing = _sort(stack.missing_tokens)
