@@ -26,7 +26,7 @@ _MAX_ROWS = 14
 
 _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention limit
-trace_block_size timestamp_unit skip_broken seed json csv png
+trace_block_size timestamp_unit skip_broken seed sample json csv png
 """
 
 
@@ -54,6 +54,14 @@ def curve(
     num_kv_heads: options.NumKVHeads = 0,
     head_size: options.HeadSize = 0,
     dtype_bytes: options.DtypeBytes = 2,
+    sample: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Estimate the hit rates, with standard errors, from this share of the sessions, or of the "
+            "prompts by their first block after a common system prompt: 0.1.",
+        ),
+    ] = None,
     json: options.JsonFile = None,
     csv: Annotated[str | None, typer.Option(help="Write one row per capacity to this file.")] = None,
     png: Annotated[
@@ -78,7 +86,8 @@ def curve(
         def show(progress: CurveProgress) -> None:
             bar.update(task, completed=progress.share, live=progress.doing)
 
-        report = measure_curves(settings, None if blocks is None and memory is None else capacities, show)
+        wanted = None if blocks is None and memory is None else capacities
+        report = measure_curves(settings, wanted, show, sample)
     if json is not None:
         write_report(report, json)
     if csv is not None:
@@ -120,6 +129,11 @@ def make_table(report: CurveReport) -> Table:
 def describe(report: CurveReport) -> list[str]:
     """Return sentences about the knee, about bounds, and about skipped lines."""
     lines = []
+    if report.sample is not None:
+        lines.append(
+            f"estimated from {report.sample.requests:,} of {report.requests:,} requests, sampled by "
+            f"{report.sample.unit}; ± is one standard error"
+        )
     for point in report.points:
         if point.num_blocks == report.knee:
             size = _describe_size(point, report)

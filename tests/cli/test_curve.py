@@ -59,6 +59,19 @@ def test_default_capacities_name_the_knee(folder):
     assert "infinite cache" in done.stdout
 
 
+def test_sample_shows_standard_errors(folder):
+    sessions = [
+        record(8 * turn + 8, [100 * name + block for block in range(turn + 1)], session_id=name)
+        for turn in range(3)
+        for name in range(40)
+    ]
+    write_trace(folder / "trace.jsonl", sessions)
+    done = curve(folder, "--sample", "0.5", "--blocks", "100")
+    assert done.returncode == 0, done.stderr
+    assert " of 120 requests, sampled by session; ± is one standard error" in done.stdout
+    assert done.stdout.count("% ±") == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -67,6 +80,7 @@ def test_default_capacities_name_the_knee(folder):
         ("--blocks some", "--blocks: 'some' is not a whole number"),
         ("--blocks 0", "each of 1 block or more"),
         ("--csv nowhere/curve.csv", "nowhere/curve.csv: cannot write the report: there is no folder"),
+        ("--sample 2", "the sample's rate is 2.0; it must be above 0 and below 1"),
         ("--png curve.xyz", "curve.xyz: cannot write the picture"),
     ],
 )

@@ -66,11 +66,12 @@ class CurveReport(msgspec.Struct):
         block_size: tokens per block.
         convention: which blocks can be hit.
         requests: number of requests of the trace.
-        blocks_looked_up, tokens_in: the denominators of the rates: cacheable blocks and prompt tokens.
+        blocks_looked_up, tokens_in: cacheable blocks and tokens of all prompts. They are the denominators of
+            the rates, except for those of a sample.
         largest_request: blocks of the largest request. Smaller pools refuse requests.
         optimum_blocks, optimum_tokens: "optimal" if the counts of the optimum are the most that a policy can
             reach, or "bound" if only an upper bound is known.
-        infinite_cache: hits of a cache that never evicts.
+        infinite_cache: hits of a cache that never evicts; of a sample, hits and blocks of its requests.
         knee: the capacity of the point at which the token hit rate of LRU is farthest above a straight line
             over the logarithm of the capacity from the first to the last point; None if no point is above it.
         points: in the order of their capacities.

@@ -14,18 +14,22 @@ class LruCurve:
 
     Args:
         reuse: the pieces of a trace.
+        rate: share of the trace's sessions that `reuse` has. Below 1, stack distances are estimates: the
+            number of blocks of other requests is divided by the rate (Waldspurger et al., "Efficient MRC
+            construction with SHARDS", FAST, 2015), that of the prompt's own blocks is not.
 
     Cost: O(pieces * log requests) per pass, whatever the number of blocks; O(log capacities) per count.
     """
 
-    def __init__(self, reuse: Reuse) -> None:
+    def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
+        self._rate = rate
         self._passes: dict[int, _StepFunctions] = {}
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
         """Return the block hits and token hits of a pool of `capacity` usable blocks.
 
-        They equal those of a replay with the instant clock.
+        They equal those of a replay with the instant clock if `rate` is 1.
         """
         return self._pass_for(capacity).count(capacity)
 
@@ -38,15 +42,15 @@ class LruCurve:
         largest = self._reuse.largest_request
         admitted = min(capacity, largest)
         if admitted not in self._passes:
-            self._passes[admitted] = _StepFunctions(admit(self._reuse, admitted))
+            self._passes[admitted] = _StepFunctions(admit(self._reuse, admitted), self._rate)
         return self._passes[admitted]
 
 
 class _StepFunctions:
     """The counts of one pass as functions of the capacity."""
 
-    def __init__(self, reuse: Reuse) -> None:
-        stack = LruStack(len(reuse), reuse.block_size)
+    def __init__(self, reuse: Reuse, rate: float) -> None:
+        stack = LruStack(len(reuse), reuse.block_size, 1 / rate)
         first, owner, end = reuse.first_piece.tolist(), reuse.owner.tolist(), reuse.end.tolist()
         access = stack.access
         for number in range(len(reuse)):

@@ -39,6 +39,7 @@ class LruStack:
     Args:
         num_requests: number of requests that follow.
         block_size: tokens per block.
+        scale: number of blocks that each block of other requests stands for, if the requests are a sample.
 
     Attributes:
         slopes: change of the slope of "block hits over capacity", by capacity. A run of n blocks that are hit
@@ -47,10 +48,11 @@ class LruStack:
             of the hit.
     """
 
-    def __init__(self, num_requests: int, block_size: int) -> None:
+    def __init__(self, num_requests: int, block_size: int, scale: float = 1.0) -> None:
         self.slopes: dict[int, int] = {}
         self.missing_tokens: dict[int, int] = {}
         self._block_size = block_size
+        self._scale = scale
         self._tree = [0] * (num_requests + 1)  # a Fenwick tree: blocks per request
         self._num_blocks = 0
         self._blank_from = _NEVER
@@ -82,6 +84,8 @@ class LruStack:
         for index in range(len(owners)):
             owner, end = owners[index], ends[index]
             rank = self._count_above(owner) + len(self._older.get(owner, ())) + 1
+            if self._scale != 1.0:  # the blocks above are `start` of its own, and others
+                rank = start + 1 + round((rank - start - 1) * self._scale)
             thresholds = self._list_thresholds(owner, start)
             if max_hit > start:
                 self._count_hits(start, min(end, max_hit), rank, thresholds, input_length)

@@ -1,23 +1,20 @@
 """`measure_curves`: hit rates of LRU and of the optimum over capacity, from one reading of a trace."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.curves.curve_report import CurveCounts, CurvePoint, CurveReport, find_knee
-from kv_pool.replay.curves.lru_curve import LruCurve
-from kv_pool.replay.curves.optimum_curve import OptimumCurve
-from kv_pool.replay.curves.prompt_keys import PromptKeys, find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import Reuse, record_reuse
-from kv_pool.replay.report import InfiniteCache, make_provenance
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, find_knee
+from kv_pool.replay.curves.estimates import Estimates
+from kv_pool.replay.curves.reading import read_prompts
+from kv_pool.replay.curves.sampling import Sampler
+from kv_pool.replay.report import make_provenance
 from kv_pool.replay.settings import ReplaySettings, find_block_size
-from kv_pool.replay.trace import Trace
 
 _NUM_POINTS = 64
-_REQUESTS_BETWEEN_PROGRESS = 100
 _USED = (
     "trace",
     "convention",
@@ -43,6 +40,7 @@ def measure_curves(
     settings: ReplaySettings,
     capacities: Sequence[int] | None = None,
     on_progress: Callable[[CurveProgress], None] | None = None,
+    sample_rate: float | None = None,
 ) -> CurveReport:
     """Measure the hits of LRU and of optimal replacement at several capacities.
 
@@ -51,81 +49,77 @@ def measure_curves(
             clock with full attention.
         capacities: in blocks. None: 64 capacities in equal ratios, from the largest request, below which
             pools refuse requests, to the least capacity at which LRU has all hits of an infinite cache.
+        sample_rate: share of the sessions, or roots, from which hits are estimated; None for exact counts.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.
-        InvalidArgumentError: a setting has no effect on a curve, or a capacity is below 1.
+        InvalidArgumentError: a setting has no effect on a curve, a capacity is below 1, the rate is not a
+            share, or the sample is too small.
 
     Cost: reading the trace once; O(pieces * log requests) for LRU at all capacities that refuse no request,
     and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
     """
     _check(settings, capacities)
-    trace = settings.open_trace()
-    block_size = find_block_size(settings.block_size, trace)
     notify = on_progress or _ignore
     started = perf_counter()
-    prompts = read_prompt_keys(settings, trace, block_size)
-    watched = _watch(prompts, trace, settings.limit, notify)
-    reuse = record_reuse(watched, block_size, find_key_bytes(trace, block_size))
-    read = perf_counter()
+    trace = settings.open_trace()
+    block_size = find_block_size(settings.block_size, trace)
+    sampler = None if sample_rate is None else Sampler(settings, trace, block_size, sample_rate)
+    read = read_prompts(
+        settings, trace, block_size, sampler, lambda share: notify(CurveProgress("reading", share))
+    )
+    read_at = perf_counter()
     notify(CurveProgress("LRU", 0.0))
-    lru = LruCurve(reuse)
+    estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
+    largest = max(read.num_blocks, default=1)
     if capacities is None:
-        capacities = _choose_capacities(reuse.largest_request, lru.find_least_full_capacity())
+        capacities = _choose_capacities(largest, estimates.lru.find_least_full_capacity())
     capacities = sorted(set(capacities))
-    totals = sum(reuse.num_cacheable), sum(reuse.input_length)
-    lru_counts = [make_counts(lru.count_hits(capacity), totals) for capacity in capacities]
-    lru_done = perf_counter()
-    optimum = OptimumCurve(reuse)
-    optimum_counts = []
+    of_lru = [estimates.count_lru(capacity) for capacity in capacities]
+    lru_at = perf_counter()
+    of_optimum = []
     for number, capacity in enumerate(capacities):
         notify(CurveProgress("optimum", number / len(capacities)))
-        num_blocks, _ = optimum.count_hits(capacity)
-        optimum_counts.append(make_counts((num_blocks, optimum.bound_tokens(capacity)), totals))
-    sizes = np.sort(np.array(reuse.num_blocks))
+        of_optimum.append(estimates.count_optimum(capacity))
+    optimum_at = perf_counter()
+    sizes = np.sort(np.array(read.num_blocks))
+    num_fitting = np.searchsorted(sizes, capacities, "right").tolist()
     points = [
-        CurvePoint(
-            capacity,
-            len(reuse) - int(np.searchsorted(sizes, capacity, "right")),
-            lru_counts[number],
-            optimum_counts[number],
-        )
-        for number, capacity in enumerate(capacities)
+        CurvePoint(capacity, len(sizes) - fitting, lru, optimum)
+        for capacity, fitting, lru, optimum in zip(capacities, num_fitting, of_lru, of_optimum, strict=True)
     ]
+    sample = None
+    if sampler is not None:
+        sample = CurveSample(sampler.rate, sampler.unit, len(read.reuse), len(read.groups))
+    is_optimal = estimates.optimum.is_prefix_closed
     return CurveReport(
         block_size=block_size,
         convention=settings.convention,
-        requests=len(reuse),
-        blocks_looked_up=totals[0],
-        tokens_in=totals[1],
-        largest_request=reuse.largest_request,
-        optimum_blocks="optimal" if optimum.is_prefix_closed else "bound",
-        optimum_tokens="optimal" if optimum.is_prefix_closed and optimum.has_optimal_tokens else "bound",
-        infinite_cache=_count_infinite(reuse, lru, totals),
+        requests=len(sizes),
+        blocks_looked_up=read.blocks_looked_up,
+        tokens_in=read.tokens_in,
+        largest_request=largest,
+        optimum_blocks="optimal" if is_optimal else "bound",
+        optimum_tokens="optimal" if is_optimal and estimates.optimum.has_optimal_tokens else "bound",
+        infinite_cache=estimates.count_infinite(),
         knee=find_knee(points),
         points=points,
-        sample=None,
+        sample=sample,
         broken_lines=trace.num_broken,
         first_broken=trace.first_broken,
-        read_seconds=read - started,
-        lru_seconds=lru_done - read,
-        optimum_seconds=perf_counter() - lru_done,
+        read_seconds=read_at - started,
+        lru_seconds=lru_at - read_at,
+        optimum_seconds=optimum_at - lru_at,
         settings={name: value for name, value in settings.describe().items() if name in _USED},
         provenance=make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed),
     )
 
 
-def make_counts(hits: tuple[int, int], totals: tuple[int, int]) -> CurveCounts:
-    """Return the counts of (block hits, token hits) and of (all cacheable blocks, all prompt tokens)."""
-    rates = [num_hits / total if total else 0.0 for num_hits, total in zip(hits, totals, strict=True)]
-    return CurveCounts(*hits, *rates)
-
-
 def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
-    plain = ReplaySettings(settings.trace, 1)
+    usual = ReplaySettings(settings.trace, 1).describe()
     without_effect = [
         name
         for name, value in settings.describe().items()
-        if name not in (*_USED, *_CAPACITY) and value != plain.describe().get(name)
+        if name not in (*_USED, *_CAPACITY) and value != usual.get(name)
     ]
     if without_effect:
         raise InvalidArgumentError(
@@ -136,16 +130,7 @@ def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
         raise InvalidArgumentError(
             f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
         )
-    ReplaySettings.check(settings)
-
-
-def _watch(
-    prompts: Iterator[PromptKeys], trace: Trace, limit: int | None, notify: Callable[[CurveProgress], None]
-) -> Iterator[PromptKeys]:
-    for number, prompt in enumerate(prompts):
-        if number % _REQUESTS_BETWEEN_PROGRESS == 0:
-            notify(CurveProgress("reading", max(trace.position, number / limit if limit else 0.0)))
-        yield prompt
+    settings.check()
 
 
 def _ignore(progress: CurveProgress) -> None:
@@ -153,17 +138,5 @@ def _ignore(progress: CurveProgress) -> None:
 
 
 def _choose_capacities(first: int, last: int) -> list[int]:
-    last = max(first, last)
-    ratio = last / first
+    ratio = max(first, last) / first
     return sorted({round(first * ratio ** (step / (_NUM_POINTS - 1))) for step in range(_NUM_POINTS)})
-
-
-def _count_infinite(reuse: Reuse, lru: LruCurve, totals: tuple[int, int]) -> InfiniteCache:
-    counts = make_counts(lru.count_hits(lru.find_least_full_capacity()), totals)
-    return InfiniteCache(
-        num_blocks=reuse.num_distinct,
-        blocks_hit=counts.blocks_hit,
-        tokens_hit=counts.tokens_hit,
-        block_hit_rate=counts.block_hit_rate,
-        token_hit_rate=counts.token_hit_rate,
-    )

@@ -18,10 +18,13 @@ class OptimumCurve:
 
     Args:
         reuse: the pieces of a trace.
+        rate: share of the trace's sessions that `reuse` has. Below 1, the counts are estimates: this share of
+            the blocks that a request leaves is free for the sample.
     """
 
-    def __init__(self, reuse: Reuse) -> None:
+    def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
+        self._rate = rate
         self._passes: dict[int, tuple[int, int]] = {}
         block_size = reuse.block_size
         self.has_optimal_tokens = all(
@@ -46,11 +49,12 @@ class OptimumCurve:
         num_blocks, num_tokens = self.count_hits(capacity)
         if self.has_optimal_tokens:
             return num_tokens
-        unlimited = self.count_hits(self._reuse.num_distinct + self._reuse.largest_request)
+        num_blocks_of_all = round(self._reuse.num_distinct / self._rate) + self._reuse.largest_request
+        unlimited = self.count_hits(num_blocks_of_all)
         return min(num_blocks * self._reuse.block_size, unlimited[1])
 
     def _count(self, reuse: Reuse, capacity: int) -> tuple[int, int]:
-        one_pass = OptimumPass(len(reuse), capacity)
+        one_pass = OptimumPass(len(reuse))
         access = one_pass.access
         first, owner, end = reuse.first_piece.tolist(), reuse.owner.tolist(), reuse.end.tolist()
         block_size = reuse.block_size
@@ -59,7 +63,7 @@ class OptimumCurve:
             begin, stop = first[number], first[number + 1]
             access(
                 number,
-                capacity - reuse.num_blocks[number],
+                round((capacity - reuse.num_blocks[number]) * self._rate),
                 reuse.num_cacheable[number],
                 reuse.max_hit[number],
                 owner[begin:stop],

@@ -22,20 +22,18 @@ class OptimumPass:
 
     Args:
         num_requests: number of requests that follow.
-        capacity: number of usable blocks; at least those of the largest request.
 
     Attributes:
         hits: blocks of the last request that are hits, from its head.
         num_hits: block hits of all requests.
     """
 
-    def __init__(self, num_requests: int, capacity: int) -> None:
+    def __init__(self, num_requests: int) -> None:
         self.hits = 0
         self.num_hits = 0
-        self._free = capacity  # the sum of `_grown`
-        # Entry n + 1 belongs to request n; entry 0 to the time before the first request and is never empty.
+        self._free = 0  # the sum of `_grown`
+        # Entry n + 1 belongs to request n; entry 0 to the time before the first request.
         self._grown = [0] * (num_requests + 1)
-        self._grown[0] = capacity
         self._before = list(range(num_requests + 1))  # an entry at or before this one that may not be empty
 
     def access(

@@ -120,18 +120,26 @@ class _Rest:
         self.keys = keys
 
 
-def record_reuse(prompts: Iterable[PromptKeys], block_size: int, key_bytes: int) -> Reuse:
-    """Return the pieces of all prompts.
+class ReuseRecorder:
+    """Finds the pieces of prompts, one prompt at a time.
 
-    Raises:
-        TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
+    Args:
+        block_size: tokens per block.
+        key_bytes: width of the prompts' keys.
 
     Cost: one comparison of memory per prompt, and memory for one key per distinct block.
     """
-    reuse = Reuse(block_size)
-    rests: dict[bytes, _Rest] = {}  # by their first key
-    new_keys: list[bytes] = []
-    for number, prompt in enumerate(prompts):
+
+    def __init__(self, block_size: int, key_bytes: int) -> None:
+        self._key_bytes = key_bytes
+        self._reuse = Reuse(block_size)
+        self._rests: dict[bytes, _Rest] = {}  # by their first key
+        self._new_keys: list[bytes] = []
+
+    def add(self, prompt: PromptKeys) -> None:
+        """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
+        reuse, rests, key_bytes = self._reuse, self._rests, self._key_bytes
+        number = len(reuse)
         reuse.num_cacheable.append(prompt.num_cacheable)
         reuse.num_blocks.append(prompt.num_blocks)
         reuse.max_hit.append(prompt.max_hit)
@@ -154,14 +162,30 @@ def record_reuse(prompts: Iterable[PromptKeys], block_size: int, key_bytes: int)
                 rests[rest.keys[:key_bytes]] = rest
         reuse.num_recomputed += max(0, place // key_bytes - prompt.max_hit)
         if place < len(keys):
-            new_keys.append(keys[place:] if place else keys)
+            self._new_keys.append(keys[place:] if place else keys)
         if keys:
             rests[keys[:key_bytes]] = _Rest(number, 0, keys)
         reuse.first_piece.append(len(reuse.owner))
-    reuse.num_distinct = sum(map(len, new_keys)) // key_bytes
-    if _count_distinct(new_keys, key_bytes) != reuse.num_distinct:
-        raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
-    return reuse
+
+    def finish(self) -> Reuse:
+        """Return the pieces of all prompts.
+
+        Raises:
+            TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
+        """
+        reuse = self._reuse
+        reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
+        if _count_distinct(self._new_keys, self._key_bytes) != reuse.num_distinct:
+            raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
+        return reuse
+
+
+def record_reuse(prompts: Iterable[PromptKeys], block_size: int, key_bytes: int) -> Reuse:
+    """Return the pieces of all prompts, as `ReuseRecorder` does. Raises TraceError."""
+    recorder = ReuseRecorder(block_size, key_bytes)
+    for prompt in prompts:
+        recorder.add(prompt)
+    return recorder.finish()
 
 
 def _describe_misplaced(line: int, position: int) -> TraceError:
