@@ -9,8 +9,8 @@ from kv_pool.replay.curves.reuse import Reuse, admit
 class LruCurve:
     """The hits of LRU at any capacity.
 
-    One pass counts all capacities that refuse no request. A smaller capacity needs a pass of its own over the
-    requests that fit; passes are kept.
+    One pass counts all capacities that refuse no request. Smaller capacities need a pass over the requests
+    that fit, for each set of such requests; passes are kept.
 
     Args:
         reuse: the pieces of a trace.
@@ -24,6 +24,7 @@ class LruCurve:
     def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
         self._rate = rate
+        self._sizes = np.unique(np.array(reuse.num_blocks))
         self._passes: dict[int, _StepFunctions] = {}
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -39,8 +40,8 @@ class LruCurve:
         return max(largest, self._pass_for(largest).last_bend)
 
     def _pass_for(self, capacity: int) -> "_StepFunctions":
-        largest = self._reuse.largest_request
-        admitted = min(capacity, largest)
+        index = int(np.searchsorted(self._sizes, capacity, "right")) - 1
+        admitted = int(self._sizes[index]) if index >= 0 else 0
         if admitted not in self._passes:
             self._passes[admitted] = _StepFunctions(admit(self._reuse, admitted), self._rate)
         return self._passes[admitted]

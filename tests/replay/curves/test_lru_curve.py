@@ -66,7 +66,7 @@ def test_copies_of_recomputed_blocks_are_counted(tmp_path, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("block_size", [1, 5, 12, 24])
+@pytest.mark.parametrize("block_size", [1, 4, 5, 12, 24])
 def test_any_block_size_equals_a_replay(tmp_path, convention, block_size):
     path = write_trace(
         tmp_path / "trace.jsonl", make_random_records(random.Random(block_size), 60, 12, partial_ids=True)

@@ -82,6 +82,12 @@ def test_ids_that_name_no_prefix_are_refused(tmp_path, prompts, block_size):
         read_reuse(settings_for(tmp_path, records, block_size=block_size))
 
 
+def test_mixed_kinds_of_ids_are_refused(tmp_path):
+    settings = settings_for(tmp_path, [record(16, [1, 2]), {"token_ids": list(range(16))}])
+    with pytest.raises(TraceError, match="line 2 has token ids in a trace of hash ids; a curve needs one"):
+        read_reuse(settings)
+
+
 def test_keys_are_the_ids_of_cacheable_blocks(tmp_path):
     records = [record(20, [1, 2, 2**64 - 1])]
     (prompt,), _, key_bytes = read_prompts(settings_for(tmp_path, records))
