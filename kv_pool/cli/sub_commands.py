@@ -11,6 +11,7 @@ COMMANDS = (
     "replay",
     "sweep",
     "trace",
+    "curve",
     "serve",
     "stats",
     "defrag",

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_pool.errors import DrawingError, TraceError, WorkerLostError
     from kv_pool.replay.capacity import ModelKV, find_model
+    from kv_pool.replay.curves.curve_plot import draw_curves
+    from kv_pool.replay.curves.curve_report import CurveReport
+    from kv_pool.replay.curves.measure import measure_curves
     from kv_pool.replay.formats.convert import ConvertSettings, convert_trace
     from kv_pool.replay.merge import merge_traces
     from kv_pool.replay.plot import draw_hit_rates
@@ -37,6 +40,9 @@ else:
                 "ModelKV",
                 "find_model",
             ),
+            "kv_pool.replay.curves.curve_plot": ("draw_curves",),
+            "kv_pool.replay.curves.curve_report": ("CurveReport",),
+            "kv_pool.replay.curves.measure": ("measure_curves",),
             "kv_pool.replay.plot": ("draw_hit_rates",),
             "kv_pool.replay.report": (
                 "ReplayReport",
@@ -89,6 +95,8 @@ __all__ = [
     "ReplayReport",
     "RequestOutcome",
     "run_sweep",
+    "measure_curves",
+    "CurveReport",
     "Trace",
     "TraceRequest",
     "find_trace",
@@ -111,6 +119,7 @@ __all__ = [
     "find_model",
     "draw_hit_rates",
     "draw_breakdowns",
+    "draw_curves",
     "read_reports",
     "write_json",
     "TraceError",
