@@ -201,7 +201,7 @@ class RunPoolCore(RunPoolState):
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self.block_owner, num_free, True, True)
             if self._band_policy is not None:
-                self._band_policy.place(listed)
+                self._band_policy.place_unpinned(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True

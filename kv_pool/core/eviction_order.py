@@ -105,6 +105,10 @@ class BandPolicy:
         """
         raise NotImplementedError
 
+    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
+        """Like `place`, for blocks of `unpin_blocks`: those without a hash are in the default band, too."""
+        self.place(freed)
+
     def place_numbered(self, freed: NumberedBlocks) -> None:
         """Move these blocks to their bands. Called instead of `place` if `reads_numbers` is True.
 

@@ -139,7 +139,7 @@ def unpin_and_place(
     assert policy is not None
     try:
         unpin_all(pool, listed, on_reuse)
-        policy.place(listed)
+        policy.place_unpinned(listed)
     except BaseException as error:
         if not isinstance(error, KVPoolError):
             policy.recover()
