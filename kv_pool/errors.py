@@ -118,8 +118,8 @@ class CorruptedPoolError(KVPoolError, AssertionError, RuntimeError):
 class CachePolicyError(KVPoolError, RuntimeError):
     """A cache policy raised, named a queue that it does not have, or lost a run. The message names it.
 
-    The pool is intact and goes on with LRU. A call that allocates or adds references has changed nothing else;
-    a call that frees or caches blocks has done so. `__cause__` is the policy's exception, if it raised one.
+    The pool is intact and goes on with LRU. A call that allocates or adds references has changed nothing
+    else; a call that frees or caches blocks has done so. `__cause__` is the policy's exception, if any.
     """
 
 

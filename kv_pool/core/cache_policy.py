@@ -7,6 +7,9 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.cached_runs import CachedRun, RunQueue
 from kv_pool.core.clock import read_clock
+from kv_pool.core.ghosts import Ghosts
+
+__all__ = ["STAY", "CachePolicy", "CachedRun", "Ghosts", "LRU", "RunQueue"]
 
 STAY: Final = -1
 """The result of `CachePolicy.freed` for a run that keeps its place in its queue."""
@@ -27,7 +30,8 @@ class CachePolicy:
 
     Attributes:
         num_queues: number of queues. A class attribute.
-        needs: what hints the policy uses, in words; empty for none. A class attribute.
+        needs: what the policy uses of `CachedRun.hints` and `session_id`, in words; empty for nothing, and
+            then both are None. A class attribute.
         queues: the queues; set by the host before `start`.
         capacity: number of blocks of the pool, without the null block.
         clock: returns the time in seconds.

@@ -31,8 +31,9 @@ class CachedRun:
         queue: the policy's queue that has the run; None before the run is freed for the first time.
         group_id: the KV cache group.
         block_size: tokens per block.
-        request_id, session_id, hints: of the last request known to use the run; `hints` is the attribute
-            `kv_hints` of the request, a mapping, or None. A request is known once it has cached a block.
+        request_id, session_id, hints: of the last request known to use the run: one that has cached a block
+            after it. `hints` is the request's attribute `kv_hints` if that is a dict, else None. Session and
+            hints are set only for a policy that needs them (`CachePolicy.needs`).
         num_hits: how often a request has hit the run.
         count, stamp, value, tag: fields for the policy: 0, 0, 0.0 and None at first.
     """

@@ -125,6 +125,9 @@ def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -
             free_all(pool, listed, empties)
             policy.place(freed)
     except BaseException as error:
+        host = pool._policy_host
+        if host is not None:
+            host.is_stale = True  # before any call, which may be interrupted
         if not isinstance(error, KVPoolError):
             policy.recover()
         raise
@@ -141,6 +144,9 @@ def unpin_and_place(
         unpin_all(pool, listed, on_reuse)
         policy.place_unpinned(listed)
     except BaseException as error:
+        host = pool._policy_host
+        if host is not None:
+            host.is_stale = True  # before any call, which may be interrupted
         if not isinstance(error, KVPoolError):
             policy.recover()
         raise

@@ -43,6 +43,11 @@ class Ghosts:
         self.num_blocks -= num_blocks
         return num_blocks
 
+    def shrink(self, num_blocks: int) -> None:
+        """Drop the oldest keys until at most `num_blocks` blocks are left."""
+        while self.num_blocks > num_blocks and self._sizes:
+            self.drop_oldest()
+
     def drop_oldest(self) -> Any:
         """Remove and return the oldest key; None if there is none."""
         for key in self._sizes:

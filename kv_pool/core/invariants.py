@@ -176,8 +176,8 @@ def check_runs(pool: BlockPool) -> None:
     for run in runs:
         if not run.blocks or run.num_children != children.get(run.number, 0):
             raise CorruptedPoolError(
-                f"K3: run {run.number} has {len(run.blocks)} blocks, {children.get(run.number, 0)} children, and "
-                f"counts {run.num_children}"
+                f"K3: run {run.number} has {len(run.blocks)} blocks and {children.get(run.number, 0)} "
+                f"children, and counts {run.num_children}"
             )
     num_above = sum(len(blocks) for _, blocks in pool.eviction_order.list_bands())
     if not num_ordered == host.num_ordered == num_above:

@@ -275,8 +275,13 @@ class PolicyHost(PolicyRunner):
             self.table.extend(parent, blocks)
             return
         run = self.table.add(list(blocks), group_id, block_size)
-        session_id = getattr(request, "session_id", None)
-        hints = getattr(request, "kv_hints", None)
+        session_id: Any = None
+        hints: Any = None
+        if self.reads_hints:
+            session_id = getattr(request, "session_id", None)
+            hints = getattr(request, "kv_hints", None)
+            if not isinstance(hints, dict):
+                hints = None
         run.request_id = request_id
         run.session_id = session_id
         run.hints = hints

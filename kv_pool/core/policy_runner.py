@@ -30,6 +30,7 @@ class PolicyRunner(BandPolicy):
         is_flat: each block is a run of its own, without a parent.
         failure: the error of a policy that was replaced, or None.
         is_stale: an interrupted call may have left the structures behind the pool's state.
+        reads_hints: the policy needs the sessions and hints of requests.
         num_ordered: number of free blocks that are in runs.
         unchained: groups whose hits do not need all earlier blocks: their runs have no parents.
     """
@@ -47,7 +48,7 @@ class PolicyRunner(BandPolicy):
         self._owner: Callable[[], Any] = owner
         self._order: EvictionOrder = order
         self._clock: Callable[[], float] = clock
-        self.make_policy: Callable[[], CachePolicy] = make_policy
+        self.make_policy: Callable[[], Any] = make_policy
         self.name: str = name
         self.capacity: int = capacity
         self.is_flat: bool = is_flat
@@ -56,6 +57,7 @@ class PolicyRunner(BandPolicy):
         self.num_ordered: int = 0
         self.unchained: dict[int, None] = {}
         self.table: RunTable = RunTable()
+        self.reads_hints: bool = False
         self._queues: list[RunQueue] = []
         self.policy: CachePolicy = LRU()
         self._start_policy()
@@ -72,7 +74,9 @@ class PolicyRunner(BandPolicy):
         run.is_open = False
         self.num_ordered += len(run.blocks)
         try:
-            index: i64 = self.policy.freed(run)
+            index = self.policy.freed(run)
+            if not isinstance(index, int):
+                raise TypeError(f"it returned {index!r}")
         except Exception as error:
             self._replace("freed()", error)
         if index == STAY:
@@ -122,20 +126,23 @@ class PolicyRunner(BandPolicy):
 
     def _start_policy(self) -> None:
         """Make a new policy with empty queues."""
+        unchecked: Any = None  # compiled code would read the class attributes of CachePolicy itself
         try:
-            policy = self.make_policy()
+            unchecked = self.make_policy()
         except Exception as error:
             self._replace("its constructor", error)
-        kind: Any = policy
-        if not isinstance(kind, CachePolicy):
+        made: Any = unchecked
+        if not isinstance(made, CachePolicy):
             raise InvalidArgumentError(
-                f"the cache policy {self.name} is a {type(kind).__name__}; derive it from CachePolicy"
+                f"the cache policy {self.name} is a {type(made).__name__}; derive it from CachePolicy"
             )
-        num_queues = kind.num_queues  # as its own class says, which a compiled attribute would not
+        policy: CachePolicy = made
+        num_queues = unchecked.num_queues
         if not isinstance(num_queues, int) or not 1 <= num_queues <= MAX_QUEUES:
             raise InvalidArgumentError(
                 f"num_queues of the cache policy {self.name} is {num_queues!r}; it is 1 to {MAX_QUEUES}"
             )
+        self.reads_hints = unchecked.needs != ""
         self._queues = [RunQueue(index) for index in range(num_queues)]
         policy.queues = self._queues.copy()
         policy.capacity = self.capacity
@@ -158,7 +165,9 @@ class PolicyRunner(BandPolicy):
             if not has_front:
                 return self._find_parked()
             try:
-                index: i64 = self.policy.choose()
+                index = self.policy.choose()
+                if not isinstance(index, int):
+                    raise TypeError(f"it returned {index!r}")
             except Exception as error:
                 self._replace("choose()", error)
             if index < 0 or index >= len(queues):

@@ -334,7 +334,8 @@ class BlockPoolCore(BlockReferences):
         check_type("policy", policy, BandPolicy)
         if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one"
+                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one: a cache "
+                "policy, or a retention for directives, pins and sessions"
             )
         self.eviction_order.open()
         self._band_policy = policy

@@ -40,13 +40,13 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
         if pool._num_guessable:
             pool._num_guessable = pool.num_gpu_blocks
         pool.blocks = blocks
-        if pool._policy_host is not None:
-            pool._policy_host.note_resized()
     except BaseException:
         for block in added:  # unlink them from each other, so that they can be collected
             block.prev_free_block = None
             block.next_free_block = None
         raise
+    if pool._policy_host is not None:
+        pool._policy_host.note_resized()
 
 
 def remove_last(pool: PoolState, num_blocks: int) -> None:

@@ -1,8 +1,6 @@
 """`ARC`: adaptive replacement cache."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.ghosts import Ghosts
+from kv_pool.core.cache_policy import CachedRun, CachePolicy, Ghosts
 
 
 class ARC(CachePolicy):
@@ -22,14 +20,13 @@ class ARC(CachePolicy):
         if key != self.coming:
             self.coming, self.source = key, 0 if key in self.ghosts[0] else 1 if key in self.ghosts[1] else -1
             if self.source >= 0:
-                ratio = self.ghosts[1 - self.source].num_blocks / self.ghosts[self.source].num_blocks
-                change = max(ratio, 1.0) * (1 - 2 * self.source)
+                found, other = self.ghosts[self.source], self.ghosts[1 - self.source]
+                change = max(other.num_blocks / found.num_blocks, 1.0) * (1 - 2 * self.source)
                 self.target = min(max(self.target + change, 0.0), float(self.capacity))
 
     def cached(self, run: CachedRun) -> None:
         if self.source >= 0 and run.key == self.coming:
-            run.count = 1
-            self.ghosts[self.source].pop(self.coming)
+            run.count = min(self.ghosts[self.source].pop(self.coming), 1)
         self.coming, self.source = b"", -1
 
     def hit(self, run: CachedRun) -> None:
@@ -40,18 +37,14 @@ class ARC(CachePolicy):
 
     def choose(self) -> int:
         once, again = self.queues
-        if once.first is None or again.first is None:
-            return 1 if once.first is None else 0
-        num_once = once.num_blocks
-        is_over = num_once > self.target or (num_once == self.target and self.source == 1)
-        return 0 if is_over or (self.source < 0 and num_once >= self.capacity) else 1
+        is_over = once.num_blocks > self.target or (once.num_blocks == self.target and self.source == 1)
+        is_over |= again.first is None or (self.source < 0 and once.num_blocks >= self.capacity)
+        return 0 if once.first is not None and is_over else 1
 
     def evicted(self, run: CachedRun, num_blocks: int) -> None:
-        (once, again), num_once = self.ghosts, self.queues[0].num_blocks
-        while self.source < 0 and len(once) and num_once + once.num_blocks >= self.capacity:
-            once.drop_oldest()
-        num_known = num_once + self.queues[1].num_blocks + once.num_blocks
-        while self.source < 0 and len(again) and num_known + again.num_blocks >= 2 * self.capacity:
-            again.drop_oldest()
-        if self.source >= 0 or num_once < self.capacity:
+        size, (once, again) = self.queues[0].num_blocks, self.ghosts
+        if self.source < 0:
+            once.shrink(self.capacity - size - num_blocks)
+            again.shrink(2 * self.capacity - size - self.queues[1].num_blocks - once.num_blocks - num_blocks)
+        if self.source >= 0 or size < self.capacity:
             self.ghosts[run.count].add(run.get_tail_key(num_blocks), num_blocks)

@@ -1,7 +1,6 @@
 """`FIFO`: first in, first out."""
 
-from kv_pool.core.cache_policy import STAY, CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy
 
 
 class FIFO(CachePolicy):

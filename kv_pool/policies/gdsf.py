@@ -1,14 +1,13 @@
 """`GDSF`: greedy dual by the cost to recompute a block."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
 NUM_QUEUES = 1000
 STEPS = 4  # queues per unit of value
 
 
 class GDSF(CachePolicy):
-    """Evict the run with the lowest age plus uses times cost per token. Later tokens cost more: longer attention.
+    """Evict the run with the lowest age plus uses times cost per token. Later tokens cost more: attention.
 
     The age is the value of the last victim. A parent is worth at least as much as its children when they were
     freed. One queue per quarter of a token's cost, in a circle. Cherkasova: Improving WWW Proxies Performance

@@ -1,7 +1,6 @@
 """`LFU`: least frequently used, with dynamic ageing."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
 NUM_QUEUES = 512
 

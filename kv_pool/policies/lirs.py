@@ -1,16 +1,14 @@
 """`LIRS`: low inter-reference recency set."""
 
-from kv_pool.core.cache_policy import STAY, CachePolicy
-from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.ghosts import Ghosts
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy, Ghosts
 
 
 class LIRS(CachePolicy):
     """Queue 1: runs whose last two uses are close (LIR), by recency; queue 0: the others, 1 % of the blocks.
 
-    A run becomes LIR if its last use is more recent than that of the oldest LIR run: it would be in the paper's
-    stack. Ghosts keep last uses for the capacity. Jiang, Zhang: LIRS: An Efficient Low Inter-reference
-    Recency Set Replacement Policy, SIGMETRICS 2002. Needs no hints.
+    A run becomes LIR if its last use is more recent than that of the oldest LIR run, as in the paper's stack.
+    Ghosts keep last uses for the capacity. Jiang, Zhang: LIRS: An Efficient Low Inter-reference Recency Set
+    Replacement Policy, SIGMETRICS 2002. Needs no hints.
     """
 
     num_queues = 2

@@ -1,7 +1,6 @@
 """`Marconi`: recency and the computation that a block saves per byte."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
 NUM_CLASSES = 24
 WEIGHT = 1.0
@@ -10,9 +9,10 @@ WEIGHT = 1.0
 class Marconi(CachePolicy):
     """Evict by recency plus weighted saved computation per byte, both relative to the candidates' largest.
 
-    A state, in a group whose hits need only the last block, saves all computation before it; a block of another
-    group only its own. Runs are classed by the power of two of that value; the candidates are the oldest of each
-    class. Pan et al.: Marconi: Prefix Caching for the Era of Hybrid LLMs, MLSys 2025. Needs no hints.
+    A state, in a group whose hits need only the last block, saves all computation before it; a block of
+    another group only its own. Runs are classed by the power of two of that value; the candidates are the
+    oldest of each class. Pan et al.: Marconi: Prefix Caching for the Era of Hybrid LLMs, MLSys 2025. Needs no
+    hints.
     """
 
     num_queues = NUM_CLASSES

@@ -1,8 +1,6 @@
 """`MQ`: queues by frequency, with a lifetime in each."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.ghosts import Ghosts
+from kv_pool.core.cache_policy import CachedRun, CachePolicy, Ghosts
 
 NUM_QUEUES = 8
 LIFETIME = 10_000
@@ -11,8 +9,8 @@ LIFETIME = 10_000
 class MQ(CachePolicy):
     """Queue k has the runs with 2**k uses and more; a run not used for the lifetime moves down by one queue.
 
-    Ghosts for four times the capacity remember the uses. The lifetime is 10,000 uses of runs. Zhou, Philbin, Li:
-    The Multi-Queue Replacement Algorithm for Second Level Buffer Caches, USENIX ATC 2001. Needs no hints.
+    Ghosts for four times the capacity remember the uses. The lifetime is 10,000 uses of runs. Zhou, Philbin,
+    Li: The Multi-Queue Replacement Algorithm for Second Level Buffer Caches, USENIX ATC 2001. Needs no hints.
     """
 
     num_queues = NUM_QUEUES

@@ -1,15 +1,14 @@
 """`S3FIFO`: a small, a main and a ghost queue."""
 
-from kv_pool.core.cache_policy import STAY, CachePolicy
-from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.ghosts import Ghosts
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy, Ghosts
 
 
 class S3FIFO(CachePolicy):
-    """New runs pass a small queue; those with two hits, or that return soon after eviction, go to the main one.
+    """New runs pass a small queue; with two hits, or if they return after eviction, they go to the main one.
 
-    Runs hit in the main queue are inserted again, up to three times. Yang et al.: FIFO Queues are All You Need
-    for Cache Eviction, SOSP 2023; as in libCacheSim, the main queue also takes new runs until the cache is full.
+    Runs hit in the main queue are inserted again, up to three times. Yang et al.: FIFO Queues are All You
+    Need for Cache Eviction, SOSP 2023; as in libCacheSim, the main queue also takes new runs until the cache
+    is full.
     """
 
     num_queues = 2

@@ -1,7 +1,6 @@
 """`SIEVE`: first in, first out with a hand that spares runs that were hit."""
 
-from kv_pool.core.cache_policy import STAY, CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy
 
 
 class SIEVE(CachePolicy):
@@ -20,7 +19,11 @@ class SIEVE(CachePolicy):
         run.count = 1
 
     def freed(self, run: CachedRun) -> int:
-        return self.ahead if run.queue is None else STAY
+        if run.queue is not None:
+            return STAY
+        if self.queues[self.ahead].num_blocks == 0:
+            self.ahead = 1 - self.ahead
+        return self.ahead
 
     def choose(self) -> int:
         while True:

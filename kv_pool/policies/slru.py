@@ -1,7 +1,6 @@
 """`SLRU`: segmented least recently used."""
 
-from kv_pool.core.cache_policy import STAY, CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy
 
 NUM_SEGMENTS = 4
 

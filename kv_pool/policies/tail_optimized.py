@@ -1,7 +1,6 @@
 """`TailOptimizedLRU`: evict first what a conversation can recompute within its latency budget."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
 BUDGET_TOKENS = 2048
 

@@ -1,7 +1,6 @@
 """`TTL`: keep what a tool call will come back for."""
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
 NUM_CLASSES = 16
 
@@ -9,9 +8,10 @@ NUM_CLASSES = 16
 class TTL(CachePolicy):
     """Runs whose last request expects another turn are kept for a time to live, others in LRU order.
 
-    Hint `ttl_s`: seconds until the tool's answer is expected to be back. One queue per power of two of the time,
-    and queue 0 for runs without it; among runs still in time, the shortest time to live is evicted first. As in
-    Li et al.: Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache Time-to-Live, 2025.
+    Hint `ttl_s`: seconds until the tool's answer is expected to be back. One queue per power of two of the
+    time, and queue 0 for runs without it; among runs still in time, the shortest time to live is evicted
+    first. As in Li et al.: Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache
+    Time-to-Live, 2025.
     """
 
     num_queues = NUM_CLASSES

@@ -1,15 +1,13 @@
 """`TwoQ`: a queue for runs used once, ghosts, and a list of runs that came back."""
 
-from kv_pool.core.cache_policy import STAY, CachePolicy
-from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.ghosts import Ghosts
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy, Ghosts
 
 
 class TwoQ(CachePolicy):
     """New runs wait in a first-in first-out queue of a quarter; those that return after it go to an LRU list.
 
-    Johnson, Shasha: 2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm, VLDB 1994, the
-    full version, with ghosts for half of the capacity. Needs no hints.
+    Johnson, Shasha: 2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm, VLDB 1994,
+    the full version, with ghosts for half of the capacity. Needs no hints.
     """
 
     num_queues = 2

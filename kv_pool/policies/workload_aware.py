@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from kv_pool.core.cache_policy import CachePolicy
-from kv_pool.core.cached_runs import CachedRun
+from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
 NUM_CATEGORIES = 32
 
@@ -11,9 +10,9 @@ NUM_CATEGORIES = 32
 class WorkloadAware(CachePolicy):
     """One LRU queue per category; evict the front with the lowest probability of reuse in the near future.
 
-    Reuse times of a category are taken as exponential, with the rate and the share of reused runs seen so far.
-    Ties go to the older run. Wang et al.: KVCache Cache in the Wild: Characterizing and Optimizing KVCache Cache
-    at a Large Cloud Provider, USENIX ATC 2025.
+    Reuse times of a category are taken as exponential, with the rate and the share of reused runs seen so
+    far. Ties go to the older run. Wang et al.: KVCache Cache in the Wild: Characterizing and Optimizing
+    KVCache Cache at a Large Cloud Provider, USENIX ATC 2025.
     """
 
     num_queues = NUM_CATEGORIES
