@@ -153,7 +153,13 @@ class BlockCaching(PrefixCache):
             )
         if self._policy_host is not None:
             self._policy_host.note_cached(
-                request, blocks, range_blocks, num_cached_blocks, kv_cache_group_id, block_size
+                request,
+                blocks,
+                range_blocks if self.lower_tiers is None else range_blocks.copy(),
+                num_cached_blocks,
+                kv_cache_group_id,
+                block_size,
+                num_skipped > 0,
             )
 
     def emit_cached_block_events(

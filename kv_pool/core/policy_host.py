@@ -6,7 +6,7 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.eviction_order import EMPTY_BAND
+from kv_pool.core.eviction_order import EMPTY_BAND, NumberedBlocks
 from kv_pool.core.policy_runner import PolicyRunner
 
 
@@ -39,20 +39,27 @@ class PolicyHost(PolicyRunner):
         num_before: int,
         group_id: i32,
         block_size: i32,
+        has_gaps: bool,
     ) -> None:
         """Handle blocks that a request has cached.
 
         Args:
             table: the request's blocks from the start.
             blocks: the blocks of the table from `num_before` on that were cached; null for others.
+            has_gaps: whether `blocks` has null blocks.
         """
         if self.is_stale:
             self.rebuild()
-        self.is_stale = True
-        if num_before > 0 and group_id not in self.unchained and table[0].is_null:
+        is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
+        if is_chained and num_before > 0 and table[0].is_null:
             self.unchain(group_id)
-            self.is_stale = True
-        is_chained = not self.is_flat and group_id not in self.unchained
+            is_chained = False
+        self.is_stale = True
+        if not has_gaps and not self.is_flat:
+            last = self._find_parent(table[num_before - 1]) if is_chained and num_before > 0 else None
+            self._add_cached(request, blocks, last, group_id, block_size)
+            self.is_stale = False
+            return
         start: i64 = 0
         num_blocks: i64 = len(blocks)
         while start < num_blocks:
@@ -67,8 +74,7 @@ class PolicyHost(PolicyRunner):
             position: i64 = num_before + start
             if is_chained and position > 0:
                 parent = self._find_parent(table[position - 1])
-            listed = blocks if end - start == num_blocks else blocks[start:end]
-            self._add_cached(request, listed, parent, group_id, block_size)
+            self._add_cached(request, blocks[start:end], parent, group_id, block_size)
             start = end
         self.is_stale = False
 
@@ -78,45 +84,38 @@ class PolicyHost(PolicyRunner):
             self.rebuild()
             return
         self.is_stale = True
-        runs = self.table.runs
+        # Blocks of one number with increasing token counts are different blocks of one run.
+        number: i32 = 0
+        num_tokens: i32 = 0
+        start: i64 = 0
         index: i64 = 0
-        num_blocks: i64 = len(blocks)
-        while index < num_blocks:
-            block = blocks[index]
-            number = block.retention_id
+        for block in blocks:
+            if block.retention_id != number or block.num_key_tokens <= num_tokens:
+                if number > 0:
+                    self._note_stretch(blocks, start, index, is_access)
+                number = block.retention_id
+                start = index
+            num_tokens = block.num_key_tokens
             index += 1
-            if number <= 0:
-                continue
-            run = runs[number]
-            assert run is not None
-            listed = run.blocks
-            start: i64 = 0
-            if listed[0] is not block:
-                start = self.table.find_position(run, block)
-                if start < 0:
-                    continue
-            end = start + 1
-            num_listed: i64 = len(listed)
-            while end < num_listed and index < num_blocks:
-                block = blocks[index]
-                if listed[end] is not block or block.retention_id != number:
-                    break
-                end += 1
-                index += 1
-            if end < num_listed:
-                run = self.table.split(run, end)
-            if start > 0:
-                self.table.split(run, start)
-            if run.is_free:
-                run.is_free = False
-                self.num_ordered -= len(run.blocks)
-            run.is_open = False
-            if is_access:
-                run.num_hits += 1
-                try:
-                    self.policy.hit(run)
-                except Exception as error:
-                    self._replace("hit()", error)
+        if number > 0:
+            self._note_stretch(blocks, start, index, is_access)
+        self.is_stale = False
+
+    def place_numbered(self, freed: NumberedBlocks) -> None:
+        if self.is_stale:
+            self.rebuild()
+            return
+        self.is_stale = True
+        runs = self.table.runs
+        for block in freed.without_content:
+            block.retention_id = 0
+        for stretch in freed.stretches:
+            number = stretch[0].retention_id
+            run = runs[number] if number > 0 else None
+            if run is not None and len(run.blocks) == len(stretch):
+                self._free(run)
+            else:
+                self._place_listed(stretch)
         self.is_stale = False
 
     def place(self, freed: list[KVCacheBlock]) -> None:
@@ -124,46 +123,7 @@ class PolicyHost(PolicyRunner):
             self.rebuild()
             return
         self.is_stale = True
-        index: i64 = 0
-        num_blocks: i64 = len(freed)
-        runs = self.table.runs
-        while index < num_blocks:
-            block = freed[index]
-            index += 1
-            if block.ref_cnt != 0 or block.is_null or block.owner is not self._owner:
-                continue
-            number = block.retention_id
-            if block.key is None:
-                block.retention_id = 0  # it was evicted while in use; it is in the empty band
-                continue
-            if number <= 0:
-                self._adopt(block)
-                continue
-            run = runs[number]
-            assert run is not None
-            if run.is_free:
-                continue  # listed twice
-            listed = run.blocks
-            first: i64 = len(listed) - 1
-            if listed[first] is not block:
-                self.table.trim(run)
-                first = len(listed) - 1
-                if listed[first] is not block:
-                    own = self.table.isolate(run, block)
-                    if own is not None:
-                        self._free(own)
-                    continue
-            while first > 0 and index < num_blocks:
-                block = freed[index]
-                if listed[first - 1] is not block or block.ref_cnt != 0:
-                    break
-                if block.key is None or block.retention_id != number:
-                    break
-                first -= 1
-                index += 1
-            if first > 0:
-                self.table.split(run, first)
-            self._free(run)
+        self._place_listed(freed)
         self.is_stale = False
 
     def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
@@ -249,6 +209,87 @@ class PolicyHost(PolicyRunner):
 
     # ---- steps of these calls ----------------------------------------------------------------------
 
+    def _note_stretch(self, blocks: list[KVCacheBlock], start: i64, end: i64, is_access: bool) -> None:
+        """Handle the blocks of one run, from list index `start` to `end`, that have got a reference."""
+        run = self.table.runs[blocks[start].retention_id]
+        assert run is not None
+        listed = run.blocks
+        if len(listed) == end - start:
+            self._note_use(run, is_access)
+            return
+        while start < end:
+            run = self.table.runs[blocks[start].retention_id]
+            assert run is not None
+            listed = run.blocks
+            first = self.table.find_position(run, blocks[start])
+            start += 1
+            if first < 0:
+                continue
+            last = first + 1
+            while start < end and last < len(listed) and listed[last] is blocks[start]:
+                last += 1
+                start += 1
+            part = self.table.split(run, last) if last < len(listed) else run
+            if first > 0:
+                self.table.split(part, first)
+            self._note_use(part, is_access)
+
+    def _note_use(self, run: CachedRun, is_access: bool) -> None:
+        """Mark a run as in use, and tell the policy of a hit."""
+        if run.is_free:
+            run.is_free = False
+            self.num_ordered -= len(run.blocks)
+        run.is_open = False
+        if is_access:
+            run.num_hits += 1
+            try:
+                self.policy.hit(run)
+            except Exception as error:
+                self._replace("hit()", error)
+
+    def _place_listed(self, freed: list[KVCacheBlock]) -> None:
+        """Put the runs of the blocks in this list that are free into queues; split runs where necessary."""
+        index: i64 = 0
+        num_blocks: i64 = len(freed)
+        runs = self.table.runs
+        while index < num_blocks:
+            block = freed[index]
+            index += 1
+            if block.ref_cnt != 0 or block.is_null or block.owner is not self._owner:
+                continue
+            number = block.retention_id
+            if block.key is None:
+                block.retention_id = 0  # it was evicted while in use; it is in the empty band
+                continue
+            if number <= 0:
+                self._adopt(block)
+                continue
+            run = runs[number]
+            assert run is not None
+            if run.is_free:
+                continue  # listed twice
+            listed = run.blocks
+            first: i64 = len(listed) - 1
+            if listed[first] is not block:
+                self.table.trim(run)
+                first = len(listed) - 1
+                if listed[first] is not block:
+                    own = self.table.isolate(run, block)
+                    if own is not None:
+                        self._free(own)
+                    continue
+            while first > 0 and index < num_blocks:
+                block = freed[index]
+                if listed[first - 1] is not block or block.ref_cnt != 0:
+                    break
+                if block.key is None or block.retention_id != number:
+                    break
+                first -= 1
+                index += 1
+            if first > 0:
+                self.table.split(run, first)
+            self._free(run)
+
     def _find_parent(self, before: KVCacheBlock) -> CachedRun | None:
         """Return the run that ends with this block of a table, after a split if necessary."""
         run = self.table.find(before)
@@ -270,11 +311,11 @@ class PolicyHost(PolicyRunner):
             parent is not None
             and parent.is_open
             and parent.num_children == 0
-            and parent.request_id == request_id
+            and parent.request_id is request_id
         ):
             self.table.extend(parent, blocks)
             return
-        run = self.table.add(list(blocks), group_id, block_size)
+        run = self.table.add(blocks, group_id, block_size)
         session_id: Any = None
         hints: Any = None
         if self.reads_hints:
@@ -289,7 +330,7 @@ class PolicyHost(PolicyRunner):
             run.parent = parent
             parent.num_children += 1
             parent.is_open = False
-            while parent is not None and parent.request_id != request_id:
+            while parent is not None and parent.request_id is not request_id:
                 parent.request_id = request_id
                 parent.session_id = session_id
                 parent.hints = hints

@@ -45,6 +45,8 @@ class PolicyRunner(BandPolicy):
         clock: Callable[[], float],
         is_flat: bool = False,
     ) -> None:
+        self.reads_numbers = True
+        self.places_all = True
         self._owner: Callable[[], Any] = owner
         self._order: EvictionOrder = order
         self._clock: Callable[[], float] = clock

@@ -22,7 +22,14 @@ class RunTable:
 
     def add(self, blocks: list[KVCacheBlock], group_id: i32, block_size: i32) -> CachedRun:
         """Make a run of these blocks, in use and without a parent. O(len(blocks))."""
-        run = CachedRun(0, blocks, group_id, block_size)
+        run = self._number(CachedRun(0, blocks, group_id, block_size))
+        number = run.number
+        for block in blocks:
+            block.retention_id = number
+        return run
+
+    def _number(self, run: CachedRun) -> CachedRun:
+        """Give a new run an unused number, and return it."""
         if self._unused:
             number: i32 = self._unused.pop()
             run.number = number
@@ -31,8 +38,6 @@ class RunTable:
             number = len(self.runs)
             run.number = number
             self.runs.append(run)
-        for block in blocks:
-            block.retention_id = number
         return run
 
     def find(self, block: KVCacheBlock) -> CachedRun | None:
@@ -57,7 +62,12 @@ class RunTable:
         The run keeps the other blocks, its children and its place in its queue; the first part becomes its
         parent, and is behind it in the same queue.
         """
-        head = self.add(run.blocks[:position], run.group_id, run.block_size)
+        head = self._number(CachedRun(0, run.blocks[:position], run.group_id, run.block_size))
+        old = run.number
+        new = head.number
+        for block in head.blocks:
+            if block.retention_id == old:  # else the block has left the run, and may be in another one
+                block.retention_id = new
         del run.blocks[:position]
         head.is_free = run.is_free
         head.is_open = False

@@ -65,7 +65,9 @@ class Life:
 
     def step(self):
         name = self.rng.choices(list(STEPS), list(STEPS.values()))[0]
-        return name, getattr(self, name)()
+        result = getattr(self, name)()
+        self.manager.take_block_copies()  # of forks; their blocks are held until then
+        return name, result
 
     def start(self):
         self.num_requests += 1

@@ -2,8 +2,8 @@
 
     python tests/policies/record_libcachesim.py MOONCAKE.jsonl.gz AGENTIC.jsonl.xz
 
-Needs libcachesim from PyPI, and nothing of kv_pool. Each block id of each request is a request of size 1, in the
-order of the file.
+Needs libcachesim from PyPI, and nothing of kv_pool. Each block id of each request is a request of size 1, in
+the order of the file.
 """
 
 import gzip
@@ -28,7 +28,7 @@ CAPACITIES = {
     "mooncake_conversation": (1000, 4000, 10000, 30000),
     "agentic_coding_a": (3000, 10000, 30000, 100000),
 }
-LIMITS = {"mooncake_conversation": (1000, None), "agentic_coding_a": (60, None)}
+LIMITS = {"mooncake_conversation": (300, None), "agentic_coding_a": (20, None)}
 
 
 def read_ids(path, limit):
