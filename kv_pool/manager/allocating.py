@@ -215,6 +215,7 @@ def extend_states(
     taken = take_after(state, table, state._taken, num_new) if num_new else []
     added = blocks[num_before:]
     leaving: list[KVCacheBlock] = []
+    settled = before.copy()
     if position < 0:
         blocks += taken
         added += taken
@@ -240,9 +241,9 @@ def extend_states(
     nothing: list[KVCacheBlock] = []
     # No call may happen until the table has the blocks.
     state._leaving = leaving
-    table.settled_blocks = before
+    table.settled_blocks = settled
     table.num_settled_speculative = table.num_speculative
-    table.blocks = blocks
+    before[:] = blocks  # the same list: a connector may keep it from step to step
     table.num_speculative = group.num_speculative_blocks
     if position >= 0:
         table.copy_position = -1

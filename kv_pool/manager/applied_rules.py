@@ -58,7 +58,10 @@ class AppliedRules:
         self.num_reprefillable: int = rules.num_reprefillable_tokens
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
-        self.choice: CheckpointChoice = CheckpointChoice(self.interval, alignment, hit_alignment, has_drafter)
+        details = rules.details
+        self.choice: CheckpointChoice = CheckpointChoice(
+            self.interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
+        )
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
         parts: list[EqualGroups] = []
@@ -71,8 +74,10 @@ class AppliedRules:
             )
         for group in groups:
             if isinstance(group, MambaGroup):
-                group.has_drafter = has_drafter
+                group.has_drafter = group.drops_hits if details.own_drafter_only else has_drafter
                 group.hit_alignment = hit_alignment
+                group.num_recomputed = 0 if details.caches_whole_prompts else 1
+                group.counts_most_states = details.counts_most_states
                 if group.checkpoint_alignment:
                     self.plans_checkpoints = True
             elif isinstance(group, ChunkedLocalGroup) and group.drops_hits:
@@ -84,7 +89,7 @@ class AppliedRules:
         self.full_group_beside_states: int = -1
         if parts and parts[0].is_full and any(part.is_state for part in parts):
             self.full_group_beside_states = parts[0].group_ids[0]
-        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit)
+        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit, details.looks_past_limit)
         self.caches_junctions: bool = (
             rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
         )
@@ -97,7 +102,20 @@ class AppliedRules:
             self.is_partial,
             self.caches_junctions,
             self.chains,
+            details,
         )
+
+    def set_interval(self, interval: int | None) -> None:
+        """Replace the retention interval for blocks that are cached from now on.
+
+        Raises:
+            InvalidArgumentError: it is no multiple of the alignment, or not 0 with `bounded_states`.
+        """
+        check_interval(interval, self.alignment)
+        if self.chains is not None and interval != 0:
+            raise InvalidArgumentError(f"retention_interval is {interval}; bounded_states needs 0")
+        self.interval = interval
+        self.choice.interval = interval
 
     def find_prefix(
         self, request: SchedulableRequest, hashes: list[BlockHash], max_num_tokens: int
@@ -166,11 +184,7 @@ def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: i
                 f"retention_interval is {interval}, but no group is a SlidingWindowSpec or a MambaSpec; set "
                 "it to 0"
             )
-        if interval % alignment:
-            raise InvalidArgumentError(
-                f"retention_interval is {interval}; it must be a multiple of {alignment}, the least common "
-                "multiple of the block sizes"
-            )
+        check_interval(interval, alignment)
     named = {*rules.eagle_groups}
     for together in rules.lookup_groups or ():
         named.update(together)
@@ -181,6 +195,15 @@ def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: i
         raise InvalidArgumentError(
             f"num_reprefillable_tokens is {rules.num_reprefillable_tokens}; hits drop {alignment} tokens, "
             "which must be more"
+        )
+
+
+def check_interval(interval: int | None, alignment: int) -> None:
+    """Raise InvalidArgumentError if the retention interval is no multiple of the alignment."""
+    if interval is not None and (interval < 0 or interval % alignment):
+        raise InvalidArgumentError(
+            f"retention_interval is {interval}; it must be a multiple of {alignment}, the least common "
+            "multiple of the block sizes"
         )
 
 

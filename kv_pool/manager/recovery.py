@@ -43,7 +43,7 @@ def _restore_blocks(state: ManagerState, table: BlockTable, settled: list[KVCach
     kept = set(settled)
     leaving = [block for block in table.blocks if not block.is_null and block not in kept][::-1]
     state._leaving = leaving
-    table.blocks = settled
+    table.blocks[:] = settled
     table.num_speculative = table.num_settled_speculative
     table.settled_blocks = None
     state.block_pool.evict_blocks([block.block_id for block in leaving if block.ref_cnt == 1])

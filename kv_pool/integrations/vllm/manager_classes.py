@@ -26,6 +26,7 @@ from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
+from kv_pool.manager.rule_details import NEWEST_DETAILS
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 
@@ -60,24 +61,14 @@ class KVCacheManager(ManagerWithOptions):
     own manager over kv_pool's block pool: level `pool`.
     """
 
-    pool_class = BlockPool
+    pool_class: Any = BlockPool
+    rule_details = NEWEST_DETAILS
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(KVCacheManager.__init__).bind(None, *args, **kwargs)
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
         bound.apply_defaults()
-        options = bound.arguments
         try:
-            check_served(
-                options["kv_cache_config"],
-                read_groups(options["kv_cache_config"]),
-                enable_caching=options["enable_caching"],
-                scheduler_block_size=options["scheduler_block_size"],
-                hash_block_size=options["hash_block_size"],
-                dcp_world_size=options["dcp_world_size"],
-                pcp_world_size=options["pcp_world_size"],
-                use_eagle=options["use_eagle"],
-                num_prefill_lookahead=options["num_prefill_lookahead"],
-            )
+            cls.check_options(bound.arguments)
         except NotServedError as reason:
             logger.warning(
                 "kv_pool does not serve %s at level manager: vLLM's manager runs on kv_pool's block pool",
@@ -85,6 +76,21 @@ class KVCacheManager(ManagerWithOptions):
             )
             return _FALLBACK[0](*args, **kwargs)
         return super().__new__(cls)
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        """Raise NotServedError if the options of the constructor need vLLM's own manager."""
+        check_served(
+            options["kv_cache_config"],
+            read_groups(options["kv_cache_config"]),
+            enable_caching=options["enable_caching"],
+            scheduler_block_size=options["scheduler_block_size"],
+            hash_block_size=options["hash_block_size"],
+            dcp_world_size=options["dcp_world_size"],
+            pcp_world_size=options["pcp_world_size"],
+            use_eagle=options["use_eagle"],
+            num_prefill_lookahead=options["num_prefill_lookahead"],
+        )
 
     def __init__(
         self,
@@ -106,13 +112,14 @@ class KVCacheManager(ManagerWithOptions):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        lookahead: dict[str, Any] = {"num_hash_lookahead_tokens": num_hash_lookahead_tokens}
         pool = self.pool_class(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
             enable_kv_cache_events=enable_kv_cache_events,
             metrics_collector=metrics_collector,
-            num_hash_lookahead_tokens=num_hash_lookahead_tokens,
+            **(lookahead if num_hash_lookahead_tokens else {}),  # older pools have no such option
         )
         super().__init__(
             kv_cache_manager.KVCacheManager(
@@ -126,6 +133,7 @@ class KVCacheManager(ManagerWithOptions):
                     use_eagle=use_eagle,
                     num_prefill_lookahead=num_prefill_lookahead,
                     has_junction_states=enable_mamba_shared_prefix_checkpoint,
+                    details=self.rule_details,
                 ),
             ),
             event_labels=[
@@ -165,6 +173,10 @@ class KVCacheManager(ManagerWithOptions):
             scheduler_block_size=scheduler_block_size,
             eagle_group_ids=eagle_group_ids,
             use_eagle=use_eagle,
+        )
+        # Log here as well as in `register`, for the reason given in `pool_classes`.
+        logger.info(
+            "kv_pool uses level manager: vLLM's scheduler calls its manager, KV cache groups: %d", len(specs)
         )
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:

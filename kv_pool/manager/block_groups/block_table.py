@@ -33,8 +33,8 @@ class BlockTable:
             block's end; -1. With `PrefixRules` only.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
-        settled_blocks, num_settled_speculative: the list of blocks before the current call, if the call has
-            replaced it, and its speculative entries.
+        settled_blocks, num_settled_speculative: a copy of the blocks before the current call, if the call has
+            moved some of them, and its speculative entries.
     """
 
     __slots__ = (

@@ -116,7 +116,6 @@ class GroupsView:
         self.eagle_group_ids = eagle_group_ids
         self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
         self.num_reprefillable_tokens: int = rules.num_reprefillable
-        self.retention_interval: int | None = rules.interval
         self.enable_partial_hash_hits: bool = rules.is_partial
         self.full_attention_group_id: GroupId | None = rules.lookup.find_full_group()
         self.single_type_managers = tuple(
@@ -126,6 +125,15 @@ class GroupsView:
             ]
         )
         self.group_block_sizes = tuple([view.block_size for view in self.single_type_managers])
+
+    @property
+    def retention_interval(self) -> int | None:
+        """The retention interval of `PrefixRules`; a new one is for blocks that are cached from then on."""
+        return self._engine._rules.interval
+
+    @retention_interval.setter
+    def retention_interval(self, interval: int | None) -> None:
+        self._engine._rules.set_interval(interval)
 
     def get_num_blocks_to_allocate(
         self,

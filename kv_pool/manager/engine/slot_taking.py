@@ -56,8 +56,8 @@ def take_slots(
     if len(manager._caching.unwritten) > 0 and manager._caching.is_unwritten(step.prefix_blocks):
         return None
     full: list[int] | None = None
-    if manager.block_pool.enable_caching and not delays_caching and has_hashes(manager, request):
-        full = manager._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
+    if manager.block_pool.enable_caching and not delays_caching:
+        full = count_limits(manager, request, tables, step.num_scheduled)
     return allocate(manager, request, step, junction, full, need)
 
 
@@ -76,27 +76,30 @@ def count_surplus(groups: list[BlockGroup], tables: list[BlockTable], num_tokens
     return num_surplus
 
 
+def count_limits(
+    manager: KVCacheManager, request: Any, tables: list[BlockTable] | None, num_tokens: int
+) -> list[int] | None:
+    """Return the tokens to cache in each group, of the first `num_tokens`; None if there is nothing to do.
+
+    A request may lack hashes, unlike one of `KVCacheManager`: vLLM caches the blocks that have one.
+    """
+    rules = manager._rules
+    assert rules is not None
+    num_known: int = request.num_tokens
+    return rules.caching.count_limits(request, tables, min(num_tokens, num_known))
+
+
 def cache_written(manager: KVCacheManager, request: Any, tables: list[BlockTable], num_tokens: int) -> None:
     """Cache the full blocks of the first `num_tokens` tokens, whose content is there."""
-    if has_hashes(manager, request):
-        ends = manager._caching.count_full(request, tables, 0, num_tokens)
-        if ends is not None:
-            manager._caching.cache(request, tables, ends, num_tokens, is_written=True)
+    limits = count_limits(manager, request, tables, num_tokens)
+    if limits is not None:
+        manager._caching.cache(request, tables, limits, num_tokens, is_written=True)
 
 
 def list_hashes(request: Any) -> list[BlockHash]:
     """Return the block hashes of an engine's request as a list."""
     hashes: Any = request.block_hashes
     return hashes if isinstance(hashes, list) else list(hashes)
-
-
-def has_hashes(manager: KVCacheManager, request: Any) -> bool:
-    """Return True if the request has the hashes of its full blocks; otherwise vLLM's scheduler continues."""
-    pool = manager.block_pool
-    num_tokens: int = request.num_tokens
-    num_hashed = len(request.block_hashes) * pool.hash_block_size
-    num_missing = num_tokens - pool.num_hash_lookahead_tokens - num_hashed
-    return num_hashed <= num_tokens and num_missing < pool.hash_block_size
 
 
 def is_quiet(

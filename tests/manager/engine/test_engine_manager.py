@@ -25,6 +25,7 @@ GROUPS = {
     "full and window": [FULL, SlidingWindowSpec(block_size=4, sliding_window=9)],
     "full and chunks": [FULL, ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)],
     "full and states": [FULL, MambaSpec(block_size=4)],
+    "drafted states": [FULL, MambaSpec(block_size=4, num_speculative_blocks=2)],
 }
 HASHER = BlockHasher("sha256", block_size=4)
 
@@ -196,6 +197,19 @@ def test_blocks_of_a_freed_request_can_still_be_read():
     assert blocks.get_block_ids() == ([1, 2],)
 
 
+@pytest.mark.parametrize("groups", list(GROUPS))
+def test_blocks_that_were_read_follow_the_request(groups):
+    engine = make_engine(groups)
+    request = EngineRequest("r", range(60))
+    engine.allocate_slots(request, 7)
+    blocks = engine.get_blocks("r")
+    request.num_computed_tokens = 7
+    for num_new in (9, 1, 25, 18):
+        engine.allocate_slots(request, num_new)
+        request.num_computed_tokens += num_new
+        assert blocks.get_block_ids() == engine.get_block_ids("r")
+
+
 def test_a_step_without_tokens_is_an_error():
     engine = make_engine()
     with pytest.raises(InvalidArgumentError, match="neither new tokens nor computed tokens"):
@@ -298,3 +312,20 @@ def test_an_interrupt_leaves_a_request_all_blocks_or_none():
         assert engine.block_pool.get_num_free_blocks() == 19
 
     interrupt_everywhere(make_admission, admit, check)
+
+
+@pytest.mark.parametrize("groups", list(GROUPS))
+@pytest.mark.parametrize("num_hashes", [0, 1, 2])
+def test_blocks_with_a_hash_are_cached_before_ones_without(groups, num_hashes):
+    engine, complete = make_engine(groups), make_engine(groups)
+    request = EngineRequest("r", range(17))
+    request.block_hashes[num_hashes:] = []
+    for other, tokens in ((engine, request), (complete, EngineRequest("r", range(17)))):
+        for num_new in (8, 4, 5):
+            assert other.allocate_slots(tokens, num_new) is not None
+            tokens.num_computed_tokens += num_new
+            other.cache_blocks(tokens, tokens.num_computed_tokens)
+            other.new_step_starts()
+    for group, table in enumerate(engine.get_blocks("r").blocks):
+        expected = [block.block_hash for block in complete.get_blocks("r").blocks[group]][:num_hashes]
+        assert [block.block_hash for block in table] == expected + [None] * (len(table) - num_hashes)

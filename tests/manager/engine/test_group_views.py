@@ -1,0 +1,48 @@
+"""`GroupsView`: the attributes of a manager's groups that connectors and tests of an engine read or set."""
+
+import pytest
+
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.engine.engine_manager import EngineManager
+from kv_pool.manager.engine.group_views import GroupsView, GroupView
+from kv_pool.manager.prefix_rules import PrefixRules
+
+SPECS = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=4)]
+
+
+def make_view(**rules):
+    manager = KVCacheManager(
+        BlockPool(40, True, 4), groups=SPECS, max_model_len=200, prefix_rules=PrefixRules(**rules)
+    )
+    engine = EngineManager(manager, event_labels=[("full", None), ("window", 4)])
+    return manager, GroupsView(
+        engine, [GroupView, GroupView], SPECS, scheduler_block_size=4, eagle_group_ids=set(), use_eagle=False
+    )
+
+
+def list_cached(manager, name="r"):
+    """Return the positions of the window's blocks that are cached for a new prompt of ten blocks."""
+    request = Request(name, range(40), BlockHasher("sha256", block_size=4))
+    manager.allocate_slots(request, 40)
+    blocks = manager.get_table(name, 1).blocks
+    return [position for position, block in enumerate(blocks) if block.block_hash is not None]
+
+
+@pytest.mark.parametrize("interval", [None, 0, 8, 12, 16])
+def test_an_interval_that_is_set_acts_as_that_of_the_rules(interval):
+    manager, view = make_view(retention_interval=4)
+    view.retention_interval = interval
+    assert view.retention_interval == interval
+    expected, _ = make_view(retention_interval=interval)
+    assert list_cached(manager) == list_cached(expected)
+
+
+@pytest.mark.parametrize(("interval", "rules"), [(6, {}), (-4, {}), (8, {"bounded_states": True})])
+def test_an_interval_that_does_not_fit_changes_nothing(interval, rules):
+    manager, view = make_view(**rules)
+    with pytest.raises(InvalidArgumentError, match=f"retention_interval is {interval};"):
+        view.retention_interval = interval
+    assert view.retention_interval == 0
+    assert list_cached(manager) == [8]
