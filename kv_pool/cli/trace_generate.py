@@ -20,7 +20,10 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FILE", help="The trace to write: .jsonl, .gz, .xz or .zst."),
 ]
 _NOTATION = f"DISTRIBUTION is {FORMAT}."
-_SIZE = "requests seed output block_size max_tokens sessions_per_s system_prompts system_skew system_tokens"
+_SIZE = (
+    "requests seed output block_size max_tokens sessions_per_s arrival_shape system_prompts system_skew "
+    "system_tokens"
+)
 
 generate = typer.Typer(
     help="Write a generated workload as a trace. The same options give the same requests on every platform.",

@@ -38,7 +38,7 @@ class AgentSettings(WorkloadSettings):
     ] = 160_000
     sessions_per_s: Annotated[
         float,
-        Option("Sessions that start per second, as a Poisson process. Default: the trace's 80 in two hours."),
+        Option("Sessions that start per second, on average. Default: the trace's 80 in two hours."),
     ] = 80 / 7200
     system_tokens: Annotated[
         Distribution,

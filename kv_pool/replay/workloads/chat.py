@@ -30,7 +30,7 @@ class ChatSettings(WorkloadSettings):
     sessions_per_s: Annotated[
         float,
         Option(
-            "Conversations that start per second, as a Poisson process. Default: measured, 3.4 requests per "
+            "Conversations that start per second, on average. Default: measured, 3.4 requests per "
             "second, divided by 2.5 turns."
         ),
     ] = 1.36

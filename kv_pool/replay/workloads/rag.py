@@ -43,7 +43,7 @@ class RAGSettings(ChatSettings):
     """
 
     sessions_per_s: Annotated[
-        float, Option("Conversations that start per second, as a Poisson process. Default: a choice.")
+        float, Option("Conversations that start per second, on average. Default: a choice.")
     ] = 1.0
     system_tokens: Annotated[Distribution, distribute("Tokens of a system prompt. Default: a choice.")] = (
         Distribution("fixed", 256)

@@ -11,6 +11,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.workloads.distributions import Distribution
 from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
+from kv_pool.replay.workloads.portable_math import portable_exp, portable_gamma, portable_log
 from kv_pool.replay.workloads.random_stream import RandomStream
 from kv_pool.replay.workloads.zipf import ZipfSampler
 
@@ -55,7 +56,15 @@ class WorkloadSettings:
             panel=SIZE_PANEL,
         ),
     ] = 128_000
-    sessions_per_s: Annotated[float, Option("Sessions that start per second, as a Poisson process.")] = 1.0
+    sessions_per_s: Annotated[float, Option("Sessions that start per second, on average.")] = 1.0
+    arrival_shape: Annotated[
+        float,
+        Option(
+            "Shape of the Weibull distribution of the gaps between the starts of sessions: 1 is a Poisson "
+            "process, and less is more bursty; gaps of production traffic are Weibull or Gamma (Xiang et "
+            "al., ServeGen, 2025). Default: a choice."
+        ),
+    ] = 1.0
     system_prompts: Annotated[
         int, Option("Number of system prompts. Default: all requests of a service share one.", min=1)
     ] = 1
@@ -76,6 +85,8 @@ class WorkloadSettings:
             raise InvalidArgumentError(
                 f"sessions_per_s is {self.sessions_per_s}; it must be above 0 and at most a million"
             )
+        if not 0.1 <= self.arrival_shape <= 10:
+            raise InvalidArgumentError(f"arrival_shape is {self.arrival_shape}; it must be in 0.1..10")
         if self.max_tokens > MAX_TOKENS:
             raise InvalidArgumentError(
                 f"max_tokens is {self.max_tokens:,}; it must be at most {MAX_TOKENS:,}"
@@ -144,6 +155,11 @@ def generate_requests(
     arrivals: list[tuple[float, int, int, Session | None]] = []
     heapq.heappush(arrivals, (0.0, 0, 0, None))
     num_pushed = num_sessions = num_requests = 0
+    # A Weibull gap is an exponential one to a power, scaled so that the mean is 1 / sessions_per_s.
+    power = 1.0 / settings.arrival_shape
+    scale_s = 1.0 / (settings.sessions_per_s * portable_gamma(1.0 + power))
+    if settings.arrival_shape == 1.0:
+        scale_s = 1.0 / settings.sessions_per_s
     while num_requests < settings.num_requests:
         now_s, _, session_id, session = heapq.heappop(arrivals)
         if session is None:
@@ -151,7 +167,10 @@ def generate_requests(
             session_id = num_sessions
             num_sessions += 1
             num_pushed += 1
-            next_s = now_s + stream.take_exponential() / settings.sessions_per_s
+            gap = stream.take_exponential()
+            if power != 1.0 and gap:
+                gap = portable_exp(power * portable_log(gap))
+            next_s = now_s + gap * scale_s
             heapq.heappush(arrivals, (next_s, num_pushed, 0, None))
         yield GeneratedRequest(
             int(now_s * 1000),

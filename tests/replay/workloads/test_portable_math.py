@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from kv_pool.replay.workloads.portable_math import portable_exp, portable_log
+from kv_pool.replay.workloads.portable_math import portable_exp, portable_gamma, portable_log
 
 
 def count_ulps(found, exact):
@@ -25,6 +25,13 @@ def test_exponential_is_within_four_units_in_the_last_place():
     for _ in range(20_000):
         value = rng.uniform(-700, 700) if rng.random() < 0.5 else rng.uniform(-1, 1)
         assert count_ulps(portable_exp(value), math.exp(value)) <= 4, value
+
+
+def test_gamma_function_is_accurate():
+    rng = random.Random(4)
+    for _ in range(2000):
+        value = rng.uniform(1, 12)
+        assert abs(portable_gamma(value) / math.gamma(value) - 1) < 1e-13, value
 
 
 def test_limits():

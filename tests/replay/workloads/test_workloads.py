@@ -185,6 +185,19 @@ def test_sessions_arrive_as_a_poisson_process():
     assert abs(empty - math.exp(-4)) < 4 * math.sqrt(math.exp(-4) / num_seconds)
 
 
+@pytest.mark.parametrize("shape", [0.5, 0.8, 2.0])
+def test_gaps_between_sessions_may_be_bursty(shape):
+    requests = generate("rag", 20_000, seed=16, sessions_per_s=0.01, arrival_shape=shape)
+    gaps = [(later.timestamp - one.timestamp) / 1000 for one, later in pairwise(requests)]
+    # Mean 100 s; the variation of a Weibull distribution from its shape.
+    first, second = math.gamma(1 + 1 / shape), math.gamma(1 + 2 / shape)
+    variation = math.sqrt(second / first**2 - 1)
+    assert abs(statistics.mean(gaps) / 100 - 1) < 4 * variation / math.sqrt(20_000)
+    assert statistics.stdev(gaps) / 100 == pytest.approx(variation, rel=0.1)
+    median = 100 / first * math.log(2) ** (1 / shape)
+    assert statistics.median(gaps) == pytest.approx(median, rel=0.05)
+
+
 def test_chat_has_the_stated_distributions():
     settings = {
         "sessions_per_s": 1e6,
@@ -293,6 +306,7 @@ def test_prompts_never_exceed_the_maximum(kind):
         ("chat", {"block_size": 0}, "block_size is 0"),
         ("chat", {"sessions_per_s": 0.0}, "sessions_per_s is 0.0; it must be above 0"),
         ("chat", {"sessions_per_s": math.inf}, "sessions_per_s is inf"),
+        ("chat", {"arrival_shape": 0.0}, "arrival_shape is 0.0; it must be in 0.1..10"),
         ("chat", {"sessions_per_s": math.nan}, "sessions_per_s is nan"),
         ("agent", {"max_tokens": 10**9}, "max_tokens is 1,000,000,000; it must be at most 16,000,000"),
         ("agent", {"system_prompts": 0}, "system_prompts is 0"),
