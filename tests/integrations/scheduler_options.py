@@ -14,7 +14,7 @@ Before 0.33 also:
 - sessions with drafts: an accepted draft after a stop token counts as computed
 - groups of a draft model whose hits drop no block: vLLM marks none then
 - drafters with several modules and hits within a block: vLLM caches a state for fewer tokens than it covers
-- in 0.30, connectors with Mamba states and async scheduling: some steps need more blocks than they have counted
+- in 0.30, connectors with Mamba states and async scheduling: a step needs more blocks than it has counted
 """
 
 from math import ceil, gcd, lcm
