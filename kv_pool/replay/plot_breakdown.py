@@ -73,7 +73,7 @@ def _draw_line(axes: Any, kind: str, rows: Sequence[BreakdownRow]) -> None:
     tokens.yaxis.set_major_formatter(EngFormatter())
     axes.set_zorder(tokens.get_zorder() + 1)
     axes.patch.set_visible(False)
-    axes.plot(places, [row.token_hit_rate for row in shown], "o-", markersize=3, color="C0")
+    axes.plot(places, [row.token_hit_rate for row in shown], "o-", markersize=3, color="tab:blue")
     if kind == "position":
         axes.set_xticks(list(places), [f"{key:,}" for key in keys], rotation=45, fontsize="small")
     axes.set_ylim(0, 1)
@@ -88,7 +88,7 @@ def _draw_bars(axes: Any, kind: str, rows: Sequence[BreakdownRow]) -> None:
 
     largest = sorted(rows, key=lambda row: -row.tokens_in)[:MAX_BARS]
     places = range(len(largest), 0, -1)
-    axes.barh(places, [row.token_hit_rate for row in largest], color="C0")
+    axes.barh(places, [row.token_hit_rate for row in largest], color="tab:blue")
     labels = [_make_label(row) for row in largest]
     axes.set_yticks(list(places), labels, fontsize="x-small", parse_math=False)
     axes.set_xlim(0, 1)
