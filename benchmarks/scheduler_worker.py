@@ -80,6 +80,7 @@ class Engine:
     def __init__(self, side: str, workload: Workload, variant: Variant, folder: Path) -> None:
         self.workload = workload
         self.config = self._make_config(variant, folder)
+        self.is_async = variant.is_async
         self.requests = list(self._make_requests())
         gc.collect()
         started = now()
@@ -90,7 +91,6 @@ class Engine:
         expected = {VLLM: ("vllm", "vllm"), POOL: ("vllm", "kv_pool"), MANAGER: ("kv_pool", "kv_pool")}
         if (manager, pool) != expected[side]:
             raise RuntimeError(f"{side}: the manager is {manager}'s and the pool {pool}'s")
-        self.is_async = variant.is_async
         self.unanswered: list[tuple[Any, dict[str, list[int]]]] = []
         self.digest = 0
         self.num_steps = self.num_hit_tokens = self.num_prompt_tokens = self.num_preemptions = 0
@@ -148,8 +148,7 @@ class Engine:
         self.config.cache_config.num_gpu_blocks = num_blocks
         register_all_kvcache_specs(self.config)
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        is_async = self.config.scheduler_config.async_scheduling
-        return (AsyncScheduler if is_async else Scheduler)(
+        return (AsyncScheduler if self.is_async else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=num_blocks,

@@ -76,8 +76,9 @@ class KVEventTypes(NamedTuple):
     """The event classes of a pool. An engine that checks for its own classes passes them here.
 
     `stored` and `reported` are called with the fields of `BlockStored` by name, `removed` with the first
-    three of `BlockRemoved` by position, `cleared` without arguments. If `reported` is None, hits are reported
-    with `stored`, and readers cannot tell them from newly cached blocks.
+    three of `BlockRemoved` by position, `cleared` without arguments. `removed` and `cleared` are classes, the
+    others may be functions. If `reported` is None, hits are reported with `stored`, and readers cannot tell
+    them from newly cached blocks.
     """
 
     stored: Any = BlockStored

@@ -58,7 +58,10 @@ class AppliedRules:
         self.num_reprefillable: int = rules.num_reprefillable_tokens
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
-        self.choice: CheckpointChoice = CheckpointChoice(self.interval, alignment, hit_alignment, has_drafter)
+        details = rules.details
+        self.choice: CheckpointChoice = CheckpointChoice(
+            self.interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
+        )
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
         parts: list[EqualGroups] = []
@@ -71,8 +74,10 @@ class AppliedRules:
             )
         for group in groups:
             if isinstance(group, MambaGroup):
-                group.has_drafter = has_drafter
+                group.has_drafter = group.drops_hits if details.own_drafter_only else has_drafter
                 group.hit_alignment = hit_alignment
+                group.num_recomputed = 0 if details.caches_whole_prompts else 1
+                group.counts_most_states = details.counts_most_states
                 if group.checkpoint_alignment:
                     self.plans_checkpoints = True
             elif isinstance(group, ChunkedLocalGroup) and group.drops_hits:
@@ -84,7 +89,7 @@ class AppliedRules:
         self.full_group_beside_states: int = -1
         if parts and parts[0].is_full and any(part.is_state for part in parts):
             self.full_group_beside_states = parts[0].group_ids[0]
-        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit)
+        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit, details.looks_past_limit)
         self.caches_junctions: bool = (
             rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
         )
@@ -97,6 +102,7 @@ class AppliedRules:
             self.is_partial,
             self.caches_junctions,
             self.chains,
+            details,
         )
 
     def set_interval(self, interval: int | None) -> None:

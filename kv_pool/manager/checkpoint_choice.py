@@ -21,13 +21,22 @@ class CheckpointChoice:
         alignment: tokens; the least common multiple of all block sizes.
         hit_alignment: tokens; each hit is a multiple of it.
         drops_hits: whether hits drop their last block, for a drafter.
+        doubles_junctions: see `RuleDetails`.
     """
 
-    def __init__(self, interval: int | None, alignment: int, hit_alignment: int, drops_hits: bool) -> None:
+    def __init__(
+        self,
+        interval: int | None,
+        alignment: int,
+        hit_alignment: int,
+        drops_hits: bool,
+        doubles_junctions: bool = True,
+    ) -> None:
         self.interval: int | None = interval
         self.alignment: int = alignment
         self.hit_alignment: int = hit_alignment
         self.drops_hits: bool = drops_hits
+        self.doubles_junctions: bool = doubles_junctions
 
     def list_checkpoints(self, num_prompt_tokens: int, junction: int, group: BlockGroup) -> list[int]:
         """Return the positions, in tokens, at which later requests are expected to continue.
@@ -44,7 +53,7 @@ class CheckpointChoice:
             checkpoints = [num_prompt_tokens - 1]
         if junction:
             checkpoints.append(junction)
-            if group.drops_hits:
+            if group.drops_hits and self.doubles_junctions:
                 checkpoints.append(junction - group.block_size)
         return checkpoints
 

@@ -20,9 +20,9 @@ def label_events(pool: BlockPoolCore, labels: Sequence[tuple[str, int | None]]) 
         labels: see `list_labels`.
     """
     events = pool.take_events()
-    stored: Any = pool.stored_type
+    others: Any = (pool.removed_type, pool.cleared_type)  # `stored_type` may be a function
     for event in events:
-        if not isinstance(event, stored):
+        if isinstance(event, others):
             continue
         labelled: Any = event
         group_id: int | None = labelled.group_idx

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from kv_pool.core.arguments import as_ints, check_type
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.rule_details import NEWEST_DETAILS, RuleDetails
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRules:
-    """What the groups of a `KVCacheManager` keep for later hits, as vLLM 0.33 decides it.
+    """Selects the blocks that a `KVCacheManager` caches for later hits; by default those of vLLM 0.33.
 
         >>> from kv_pool import BlockPool, KVCacheManager
         >>> from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
@@ -38,6 +39,7 @@ class PrefixRules:
             unless several requests continued from it. Hits within blocks do not count as turns.
         lookup_groups: groups that are looked up together, as lists of indices. Default: groups with equal
             specs.
+        details: what differs from vLLM 0.33, for an engine with the rules of an older release.
     """
 
     retention_interval: int | None = 0
@@ -47,6 +49,7 @@ class PrefixRules:
     junction_states: bool = False
     bounded_states: bool = False
     lookup_groups: Iterable[Iterable[int]] | None = field(default=None)
+    details: RuleDetails = NEWEST_DETAILS
 
     def __post_init__(self) -> None:
         for name in ("retention_interval", "num_reprefillable_tokens"):
@@ -59,6 +62,7 @@ class PrefixRules:
         check_type("partial_hits", self.partial_hits, bool)
         check_type("junction_states", self.junction_states, bool)
         check_type("bounded_states", self.bounded_states, bool)
+        check_type("details", self.details, RuleDetails)
         if self.bounded_states and self.retention_interval != 0:
             raise InvalidArgumentError(
                 f"retention_interval is {self.retention_interval}; bounded_states needs 0, or the interval's "

@@ -17,6 +17,7 @@ from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.rule_details import RuleDetails
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -29,6 +30,7 @@ class RuleCaching(PrefixCaching):
         is_partial: whether hits may end within a block.
         caches_junctions: see `PrefixRules.junction_states`.
         chains: records the cached states; None without `PrefixRules.bounded_states`.
+        details: see `PrefixRules.details`.
 
     Attributes:
         unwritten: keys of states whose content exists only after the coming step.
@@ -46,6 +48,7 @@ class RuleCaching(PrefixCaching):
         is_partial: bool,
         caches_junctions: bool,
         chains: StateChains | None,
+        details: RuleDetails,
     ) -> None:
         super().__init__(pool, groups, alignment)
         self._choice: CheckpointChoice = choice
@@ -53,6 +56,9 @@ class RuleCaching(PrefixCaching):
         self._is_partial: bool = is_partial
         self._caches_junctions: bool = caches_junctions
         self._chains: StateChains | None = chains
+        self._renews_states: bool = details.renews_states
+        self._caches_whole_prompts: bool = details.caches_whole_prompts
+        self._ends_within_blocks: bool = details.ends_within_blocks
         self.offers_states: bool = False
         self.state_offers: list[tuple[RequestId, GroupId, KVCacheBlock, int]] = []
 
@@ -201,7 +207,7 @@ class RuleCaching(PrefixCaching):
     ) -> None:
         """Cache the block in which a prompt ends under the hash of its last tokens, too."""
         unit = self._pool.hash_block_size
-        num_most = num_prompt if group.drops_hits else num_prompt - 1
+        num_most = num_prompt if group.drops_hits or self._caches_whole_prompts else num_prompt - 1
         num_tokens = min(num_most // unit, len(request.block_hashes)) * unit
         position = num_tokens // group.block_size
         if not 0 < num_tokens <= limit or num_tokens % group.block_size == 0 or position >= len(table.blocks):
@@ -220,6 +226,8 @@ class RuleCaching(PrefixCaching):
         unit = self._pool.hash_block_size
         if limit <= 0 or limit % unit or (group.drops_hits and self._num_reprefillable):
             return  # or the state is that after later tokens
+        if self._ends_within_blocks and limit % group.block_size == 0:
+            return
         if limit != group.find_checkpoint(num_prompt, unit) and not (
             self._caches_junctions
             and limit == table.junction
@@ -232,7 +240,7 @@ class RuleCaching(PrefixCaching):
         if limit > len(request.block_hashes) * unit:
             return
         block = table.blocks[position]
-        if block.is_null or block.num_key_tokens == limit:
+        if block.is_null or (block.num_key_tokens == limit and not self._renews_states):
             return
         self._note_key(request, group, block, limit)
         if limit % group.block_size:

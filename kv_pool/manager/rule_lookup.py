@@ -185,16 +185,18 @@ class RuleLookup:
     Args:
         parts: full attention first; their hits bound those of the others.
         num_groups: number of the manager's groups, with those that are never hit.
+        looks_past_limit: see `RuleDetails`.
 
     Attributes:
         full: the first groups with full attention; None for none.
     """
 
-    def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int) -> None:
+    def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int, looks_past_limit: bool) -> None:
         self._parts: list[EqualGroups] = parts
         self._num_groups: int = num_groups
         self.full: EqualGroups | None = parts[0] if parts and parts[0].is_full else None
         self._unit: int = unit
+        self._looks_past_limit: bool = looks_past_limit
 
     def find_full_block(self, hashes: list[BlockHash], num_tokens: int) -> KVCacheBlock | None:
         """Return the full-attention block with which a cached prefix ends; None if it is not cached."""
@@ -217,6 +219,7 @@ class RuleLookup:
             blocks, num_tokens = part.find(hashes, max_num_tokens, part.drops_hits)
             return blocks, num_tokens, 0
         num_tokens = max_num_tokens
+        num_most = self._find_most(hashes, max_num_tokens)
         num_longest = 0
         num_full: list[int] = [-1] * len(parts)
         has_dropped = [False] * len(parts)
@@ -229,7 +232,7 @@ class RuleLookup:
                 drops = part.drops_hits and not has_dropped[index]
                 limit = num_current
                 if drops and not part.is_state:
-                    limit = min(num_current + part.margin, len(hashes) * self._unit)
+                    limit = min(num_current + part.margin, num_most)
                 blocks, num_found = part.find(hashes, limit, drops)
                 if drops:
                     has_dropped[index] = True
@@ -253,6 +256,10 @@ class RuleLookup:
                     del found[group_id][num_blocks:]
         return found, num_tokens, num_longest if num_longest > num_tokens else 0
 
+    def _find_most(self, hashes: list[BlockHash], max_num_tokens: int) -> int:
+        """Return the most tokens to look up for a hit that drops its last block."""
+        return len(hashes) * self._unit if self._looks_past_limit else max_num_tokens
+
     def find_full_group(self) -> GroupId | None:
         """Return the first group with full attention; None if there is none."""
         parts = self._parts
@@ -267,7 +274,7 @@ class RuleLookup:
         for part in self._parts:
             limit = max_num_tokens
             if part.margin:
-                limit = min(max_num_tokens + part.margin, len(hashes) * self._unit)
+                limit = min(max_num_tokens + part.margin, self._find_most(hashes, max_num_tokens))
             blocks, num_tokens = part.find(hashes, limit, part.drops_hits)
             for group_id, listed in zip(part.group_ids, blocks, strict=True):
                 found[group_id] = listed

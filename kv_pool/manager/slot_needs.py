@@ -103,7 +103,7 @@ class SlotNeeds:
             if step.num_before > step.num_prefix:
                 # The state after the external tokens has a block of its own.
                 num_entries = len(hits)
-                if is_step:
+                if is_step and not group.counts_most_states:
                     num_free += 1
                     num_entries = group.count_table_blocks(step.num_before)
                 if self._has_rules and hits and hits[-1].ref_cnt == 0:

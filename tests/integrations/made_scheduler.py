@@ -68,7 +68,7 @@ def make_config(folder, *, max_model_len, scheduler, cache, events=True, metrics
         "watermark": 0.0,
         **scheduler,
     }
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         scheduler_config=SchedulerConfig(max_model_len=max_model_len, **options),
         cache_config=CacheConfig(**cache),
@@ -76,6 +76,9 @@ def make_config(folder, *, max_model_len, scheduler, cache, events=True, metrics
         kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
         observability_config=ObservabilityConfig(kv_cache_metrics=metrics, kv_cache_metrics_sample=1.0),
     )
+    # vLLM disables it on machines without an accelerator.
+    config.scheduler_config.async_scheduling = options["async_scheduling"]
+    return config
 
 
 def make_scheduler(config, groups, *, num_blocks, block_size, hash_block_size=None, retention_interval=None):

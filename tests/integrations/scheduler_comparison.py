@@ -23,7 +23,10 @@ from integrations.scheduler_side import LEVELS, SchedulerSide
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # for vLLM's imports
+    import vllm
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from kv_pool.integrations.vllm.releases import find_release
 
 NUM_LINES = 8
 
@@ -36,7 +39,7 @@ class Comparison:
 
     def __init__(self, kind, seed, names, num_steps, note=None):
         """`names` has our classes, as for `SchedulerSide`; `note` gets each operation and its answer."""
-        self.schedule = SchedulerSchedule(kind, seed)
+        self.schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__).number)
         self.num_steps = 0
         self.difference = []
         self.is_served = True

@@ -8,12 +8,20 @@ Excluded, since vLLM 0.33's scheduler or manager raises an error with them:
 - reports of all hits (`kv_cache_report_mode`) with hits within a block: the event reads behind the last hash
 - sessions (`resumable`) with hits within a block: a waiting session has fewer hashes than its prompt has
 - drafts by EAGLE with chunked local attention
+
+Before 0.33 also:
+
+- sessions with drafts: an accepted draft after a stop token counts as computed
+- groups of a draft model whose hits drop no block: vLLM marks none then
+- drafters with several modules and hits within a block: vLLM caches a state for fewer tokens than it covers
+- in 0.30, connectors with Mamba states and async scheduling: a step needs more blocks than it has counted
 """
 
 from math import ceil, gcd, lcm
 
 from manager.manager_schedule import KINDS, full, make_groups, mamba, some_window
 
+NEWEST = (0, 33)
 SCHEDULER_KINDS = (
     *KINDS,
     "mamba",
@@ -37,8 +45,8 @@ def make_scheduler_groups(kind, rng):
     return make_groups(kind, rng)
 
 
-def make_options(kind, rng):
-    """Return the options of a `SchedulerSide`; `kind` is one of `SCHEDULER_KINDS`."""
+def make_options(kind, rng, release=NEWEST):
+    """Return the options of a `SchedulerSide` for a release of vLLM; `kind` is one of `SCHEDULER_KINDS`."""
     groups = make_scheduler_groups(kind, rng)
     sizes = [group["block_size"] for group in groups]
     kinds = {group["kind"] for group in groups}
@@ -86,6 +94,7 @@ def make_options(kind, rng):
         "connector": connector,
         "encoder_budget": rng.randrange(8, 40) if not is_decoder_only or rng.random() < 0.25 else 0,
         "is_encoder_decoder": not is_decoder_only,
+        "has_sessions": is_decoder_only and kind != "full + mamba, finer hashes",
         "cache": {
             "enable_prefix_caching": is_cached,
             "enable_mamba_shared_prefix_checkpoint": "mamba" in kinds and rng.random() < 0.3,
@@ -104,7 +113,30 @@ def make_options(kind, rng):
     }
     if "align" in modes:
         options["cache"]["mamba_cache_mode"] = "align"
+    if release < (0, 33):
+        fit_release(options, release)
     return options
+
+
+def fit_release(options, release):
+    """Leave out what vLLM's scheduler of a release before 0.33 does not have, or fails with."""
+    spec = options["spec"]
+    if spec is not None:
+        options["has_sessions"] = False
+        if spec["method"] == "mtp" and options["kind"] == "full + mamba, finer hashes":
+            spec["method"] = "eagle"
+        if spec["disable_eagle_block_drop"]:
+            for group in options["groups"]:
+                group.pop("is_eagle_group", None)
+    if release < (0, 31):
+        if options["scheduler"]["async_scheduling"] and any(
+            group["kind"] == "mamba" for group in options["groups"]
+        ):
+            options["connector"] = None
+        del options["scheduler"]["long_prefill_token_threshold_adaptive"]
+        cache = options["cache"]
+        has_junctions = cache.pop("enable_mamba_shared_prefix_checkpoint")
+        cache["enable_mamba_fine_grained_prefix_cache"] = has_junctions
 
 
 def make_speculation(num_drafts, kinds, block_size, rng):

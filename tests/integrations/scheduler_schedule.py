@@ -14,16 +14,16 @@ Excluded, since no engine does it:
 import random
 from itertools import pairwise
 
-from integrations.scheduler_options import make_options
+from integrations.scheduler_options import NEWEST, make_options
 
 MAX_REQUESTS = 12
 EOS = 1
 
 
 class SchedulerSchedule:
-    def __init__(self, kind, seed):
+    def __init__(self, kind, seed, release=NEWEST):
         self.rng = rng = random.Random(f"{kind} {seed}")
-        self.options = options = make_options(kind, rng)
+        self.options = options = make_options(kind, rng, release)
         self.connector = options["connector"]
         self.is_async = options["scheduler"]["async_scheduling"]
         self.num_drafts = options["spec"]["num_speculative_tokens"] if options["spec"] else 0
@@ -94,7 +94,7 @@ class SchedulerSchedule:
             self.compiling.append(name)
         if options["encoder_budget"] and (options["is_encoder_decoder"] or rng.random() < 0.5):
             request["images"] = self.some_images(len(tokens))
-        has_session = not (options["is_encoder_decoder"] or has_finer_hits or "images" in request)
+        has_session = options["has_sessions"] and "images" not in request
         if rng.random() < 0.04 and has_session:
             request["resumable"] = True
             self.sessions[name] = False

@@ -1,7 +1,7 @@
 """`SchedulerSide`: vLLM's scheduler over one KV cache manager, driven by operations; and its state as data.
 
-Importing this needs an importable vLLM 0.33. `LEVELS` has the classes of a manager: the names to rebind in
-vLLM's modules while the scheduler is created.
+Importing this needs an importable vLLM of a release in `releases`. `LEVELS` has the classes of a manager: the
+names to rebind in vLLM's modules while the scheduler is created.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from core.plain_operations import Side, hex_of
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # for vLLM's imports
     import msgspec
+    import vllm
     from core.vllm_classes import BlockPool
     from integrations.made_scheduler import (
         KeptEvents,
@@ -40,6 +41,8 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
+from kv_pool.integrations.vllm.releases import find_release, load_classes
+
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 
@@ -52,19 +55,17 @@ def own_classes():
 
 
 def pool_classes():
-    from kv_pool.integrations.vllm import pool_classes
-
+    ours = load_classes(find_release(vllm.__version__), "pool")
     return {
-        COORDINATOR: {"BlockPool": pool_classes.BlockPool},
-        SCHEDULER: {"KVCacheMetricsCollector": pool_classes.KVCacheMetricsCollector},
+        COORDINATOR: {"BlockPool": ours["BlockPool"]},
+        SCHEDULER: {"KVCacheMetricsCollector": ours["KVCacheMetricsCollector"]},
     }
 
 
 def manager_classes():
-    from kv_pool.integrations.vllm import manager_classes
-
     names = pool_classes()
-    names[SCHEDULER]["KVCacheManager"] = manager_classes.KVCacheManager
+    ours = load_classes(find_release(vllm.__version__), "manager")
+    names[SCHEDULER]["KVCacheManager"] = ours["KVCacheManager"]
     return names
 
 
@@ -126,9 +127,8 @@ class SchedulerSide(Side):
         self.set_encoder(options["encoder_budget"])
         self.scheduler.kv_event_publisher = self.events = KeptEvents()
         self.manager = self.scheduler.kv_cache_manager
-        self.hasher = make_hasher(
-            options["hash_block_size"], options["algorithm"], self.config.num_hash_lookahead_tokens
-        )
+        num_ahead = getattr(self.config, "num_hash_lookahead_tokens", 0)  # unknown until vLLM 0.32
+        self.hasher = make_hasher(options["hash_block_size"], options["algorithm"], num_ahead)
 
     def make_config(self):
         options = self.options

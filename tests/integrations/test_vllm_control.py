@@ -182,6 +182,7 @@ def test_socket_in_use_logs_a_warning_and_the_engine_continues(run):
         first, second = make_pool(), make_pool(20)
         [(level, message)] = [one for one in logged if "not open a control socket" in one[1]]
         assert level == "WARNING" and "is served at here.sock already" in message
+        assert message.endswith("With KV_POOL_VLLM_CONTROL=1 each engine process has its own")
         assert len(second.get_new_blocks(3)) == 3
         with ControlClient("here.sock") as client:
             assert client.get_statistics().total_blocks == 9

@@ -10,6 +10,8 @@ from integrations.test_vllm_plugin import FILES, is_ours, run, set_version
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm import register
+from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
+from kv_pool.integrations.vllm.releases import find_release
 
 MANAGER_FILES = {
     "vllm/v1/metrics/stats.py": """
@@ -79,6 +81,22 @@ def test_level_manager_replaces_pool_and_manager(made_up_vllm):
     ((level, message),) = logged
     assert level == "INFO"
     assert "replaces the block pool and KV cache manager of vLLM 0.33.0: 8 classes" in message
+
+
+@pytest.mark.parametrize("version", CHECKED_VERSIONS["manager"])
+def test_each_version_gets_the_manager_of_its_release(made_up_vllm, version):
+    set_version(made_up_vllm, version)
+    module = find_release(version).manager_module
+    code = f"""
+        {REPORTED}
+        register()
+        from vllm.v1.manager_scheduler import KVCacheManager
+        assert KVCacheManager.__module__ == {module!r}
+        assert KVCacheManager.pool_class.__module__ == {find_release(version).pool_module!r}
+    """
+    seen, logged = run(made_up_vllm, code, **LEVEL)
+    assert owners(seen) == ("kv_pool", "kv_pool")
+    assert f"manager of vLLM {version}: 8 classes" in logged[-1][1]
 
 
 def test_level_pool_keeps_the_manager_of_vllm(made_up_vllm):
@@ -157,3 +175,69 @@ def test_all_classes_of_the_pool_are_replaced_at_level_manager(made_up_vllm):
     seen, _ = run(made_up_vllm, "register()", **LEVEL)
     of_the_pool = {name: owner for name, owner in seen.items() if name.split(".")[-1] in POOL_NAMES}
     assert is_ours(of_the_pool)
+
+
+@pytest.mark.parametrize("error", ["TypeError", "RuntimeError", "KeyError"])
+def test_a_manager_module_that_fails_changes_nothing(made_up_vllm, error):
+    """vLLM's registry raises while the manager's module is imported."""
+    (made_up_vllm / "vllm/v1/kv_cache_spec_registry.py").write_text(f"raise {error}('registry')")
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register()", **LEVEL)
+    assert owners(seen) == ("vllm", "vllm")
+    ((level, message),) = logged
+    assert level == "WARNING"
+    assert message.startswith(
+        f"kv_pool is not used: its classes cannot be loaded with vLLM 0.33.0 ({error}: "
+    )
+
+
+def test_a_manager_that_comes_too_late_leaves_level_pool(made_up_vllm):
+    """A manager over kv_pool's pool exists when the level is raised."""
+    code = f"""
+        {REPORTED}
+        register()
+        import vllm.v1.manager_scheduler as scheduler
+        old = scheduler.KVCacheManager(None)
+        register("manager")
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert owners(seen) == ("kv_pool", "vllm")
+    assert logged[2:] == [
+        [
+            "WARNING",
+            "kv_pool stays at level pool: a KVCacheManager exists already. Register it before an engine is "
+            "created.",
+        ]
+    ]
+
+
+def test_level_manager_is_not_lowered(made_up_vllm):
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register(); register('pool')", **LEVEL)
+    assert owners(seen) == ("kv_pool", "kv_pool")
+    assert logged[1:] == [
+        [
+            "WARNING",
+            "kv_pool stays at level manager: a level cannot be lowered. Later processes use level pool",
+        ]
+    ]
+
+
+def test_all_or_nothing_of_level_manager_if_a_reload_fails(made_up_vllm):
+    (made_up_vllm / "vllm/v1/derived_manager.py").write_text(
+        textwrap.dedent(
+            """
+            from vllm.v1.core.kv_cache_manager import KVCacheManager
+            if KVCacheManager.__module__.startswith("kv_pool"):
+                raise RuntimeError("this manager is final")
+            class DerivedManager(KVCacheManager): ...
+            """
+        )
+    )
+    code = f"{REPORTED}; import vllm.v1.derived_manager; register()"
+    seen, logged = run(made_up_vllm, code, **LEVEL)
+    assert owners(seen) == ("vllm", "vllm")
+    assert (
+        is_ours({name: owner for name, owner in seen.items() if name.split(".")[-1] in POOL_NAMES}) is False
+    )
+    ((_, message),) = logged
+    assert "vllm.v1.derived_manager cannot be run again" in message
+    assert "this manager is final" in message

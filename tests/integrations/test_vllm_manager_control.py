@@ -9,7 +9,7 @@ pytestmark = pytest.mark.vllm
 
 
 class EngineRequest:
-    """What the manager reads of a request of vLLM."""
+    """A request of vLLM with the attributes that the manager reads."""
 
     request_id = "r1"
     num_tokens = num_prompt_tokens = 11

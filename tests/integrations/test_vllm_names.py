@@ -17,7 +17,7 @@ from integrations.vllm_names import (
     load_theirs,
 )
 
-from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_classes
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, REPLACED, find_release, load_classes
 
 pytestmark = pytest.mark.vllm
 
@@ -85,8 +85,8 @@ def test_events_have_the_fields_of_vllm(ours):
     assert not find_other_event_fields(ours["BlockPool"])
 
 
-def test_nothing_has_changed(release):
-    for level in release.replaced:
+def test_nothing_has_changed():
+    for level in REPLACED:
         assert find_changes(level) == []
 
 

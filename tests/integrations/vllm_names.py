@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import FunctionType
 
-from kv_pool.integrations.vllm.releases import POOL_LEVEL, find_release, load_classes
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, REPLACED, find_release, load_classes
 
 # Parts of vLLM that handle blocks, and their names for the objects. The files that define the classes are
 # omitted: they are not used.
@@ -195,7 +195,7 @@ def find_changes(level="pool"):
     import vllm
 
     release = find_release(vllm.__version__)
-    replaced = release.replaced[level]
+    replaced = REPLACED[level]
     missing = []
     for module_name, names in replaced.items():
         try:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from math import ceil, gcd, lcm
 
 from core.plain_operations import has_raised
-from manager.rule_options import add_extra_tokens, draw_rules, make_ruled_groups, split_for_states
+from manager.rule_options import (
+    NEWEST,
+    add_extra_tokens,
+    draw_rules,
+    fit_release,
+    make_ruled_groups,
+    split_for_states,
+)
 
 WAITING, LOADING, RUNNING = "waiting", "loading", "running"
 
@@ -125,9 +132,10 @@ class ManagerSchedule:
     """
     Args:
         has_rules: whether the manager has `PrefixRules`; without them it caches densely.
+        release: the release of vLLM with these rules; an older one has fewer of them.
     """
 
-    def __init__(self, kind, seed, has_rules=False):
+    def __init__(self, kind, seed, has_rules=False, release=NEWEST):
         self.rng = rng = random.Random(f"{kind} {seed}{' rules' if has_rules else ''}")
         unit = rules = None
         if has_rules:
@@ -140,14 +148,18 @@ class ManagerSchedule:
         self.alignment = lcm(*sizes)
         if has_rules:
             rules = draw_rules(rng, self.groups, self.alignment)
+            fit_release(self.groups, rules, release)
             add_extra_tokens(self.groups, rules)
         self.rules = rules
+        self.has_limits = release >= NEWEST
         self.has_drafts = rng.random() < 0.5 and (has_rules or "mamba" not in self.kinds)
         self.lookahead = rng.choice([1, 2, 5]) if self.has_drafts and rng.random() < 0.7 else 0
         self.max_drafts = min([3, *(group.get("speculative", 3) for group in self.groups)])
         if any("checkpoint_alignment" in group for group in self.groups):
             self.max_drafts = min(self.max_drafts, self.hash_block_size - 1)  # no checkpoint after drafts
         self.is_async = has_rules and rng.random() < 0.4
+        if "mamba" in self.kinds and release < (0, 32):
+            self.is_async = False
         self.defers_copies = has_rules and rng.random() < 0.4
         # vLLM then also caches the end of a prompt within a block, although no lookup uses it.
         self.has_partial_keys = not has_rules and any(
@@ -237,7 +249,7 @@ class ManagerSchedule:
         sequence = self.rng.choice(waiting)
         num_most = len(sequence.tokens) - (self.rules["hash_ahead"] if self.rules else 0)
         limit = self.rng.choice([None, self.rng.randrange(max(0, num_most) + 1)])
-        yield ["look_up", sequence.request_id, limit]
+        yield ["look_up", sequence.request_id, limit if self.has_limits else None]
 
     def admit(self):
         rng = self.rng
@@ -251,6 +263,7 @@ class ManagerSchedule:
         limit = None
         if rng.random() < 0.1:
             limit = rng.randrange(num_tokens)
+        limit = limit if self.has_limits else None
         num_hits, _, sequence.junction = yield ["look_up", sequence.request_id, limit]
         num_left = num_tokens - num_hits
         num_external = 0

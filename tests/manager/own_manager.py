@@ -10,6 +10,7 @@ from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups import kv_cache_spec
 from kv_pool.manager.invariants import check_copies, check_references
 from kv_pool.manager.prefix_rules import PrefixRules
+from kv_pool.manager.rule_details import RuleDetails
 
 SPECS = {
     "full": kv_cache_spec.FullAttentionSpec,
@@ -45,6 +46,7 @@ def make_rules(rules):
         eagle_groups=rules["eagle"],
         num_reprefillable_tokens=max(0, rules["prefill_ahead"] - 1),
         junction_states=rules["junctions"],
+        details=RuleDetails(**rules.get("details", {})),
     )
 
 

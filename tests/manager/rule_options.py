@@ -7,7 +7,15 @@ Names of vLLM in parentheses.
     prefill_ahead   tokens that a drafter reads after a chunk of the prompt (num_prefill_lookahead)
     hash_ahead      tokens after a block that its hash covers (num_hash_lookahead_tokens)
     junctions       cache states at junctions within a block (enable_mamba_shared_prefix_checkpoint)
+    details         fields of `RuleDetails`, for an older release
 """
+
+from dataclasses import asdict
+
+from kv_pool.integrations.vllm.older_rules import RULES_0_30, RULES_0_31, RULES_0_32
+
+NEWEST = (0, 33)
+DETAILS = {(0, 32): RULES_0_32, (0, 31): RULES_0_31, (0, 30): RULES_0_30}
 
 
 def draw_rules(rng, groups, alignment):
@@ -32,6 +40,18 @@ def draw_rules(rng, groups, alignment):
             rules["prefill_ahead"] = rng.randrange(1, min(alignment, 5) + 1)
         rules["junctions"] = rng.random() < 0.5
     return rules
+
+
+def fit_release(groups, rules, release):
+    """Leave out what an older release of vLLM lacks, or level `manager` does not serve with it."""
+    if release >= NEWEST:
+        return
+    rules["details"] = asdict(DETAILS[release])
+    if rules["hash_ahead"]:
+        rules["hash_ahead"] = rules["prefill_ahead"] = 0
+    if release < (0, 32):
+        for group in groups:
+            group.pop("checkpoint_alignment", None)
 
 
 def add_extra_tokens(groups, rules):

@@ -1,4 +1,4 @@
-"""Random schedules through vLLM 0.33's `KVCacheManager` and ours: after every call the same state.
+"""Random schedules through vLLM's `KVCacheManager` and ours: after every call the same state.
 
 Compared are hits (tokens, and blocks of each group), junctions, refusals, new blocks of each group, block
 tables, copies, the whole free queue in order, the prefix map, and events. Each result of our `can_allocate`
@@ -6,7 +6,7 @@ is also compared with the call that follows. Runs if vLLM's core can be imported
 
 With `PrefixRules`, most of the seeds: vLLM's retention intervals 0, N and None, drafters that drop a block or
 hash ahead, tokens in flight, states after drafts, in the middle of a step and at the ends of prompts within a
-block, and their copies. Without, vLLM's interval None.
+block, and their copies. Without, vLLM's interval None; with vLLM 0.33 only.
 
 Known differences, which the schedules avoid:
 
@@ -23,6 +23,9 @@ Known differences, which the schedules avoid:
 - External tokens and states, where the same step also computes tokens of a later block: vLLM counts one block
   too few, and raises ValueError if the pool has no more. kv_pool returns None.
 
+- Until vLLM 0.31, states and tokens in flight: if a prompt ends with a hash, vLLM caches its end again with
+  the state after later tokens, and fails an assertion at a block's end.
+
 Without `PrefixRules` also:
 
 - A window of 1 token: vLLM caches none of its blocks, so no prefix of the model is ever hit. kv_pool hits it.
@@ -38,6 +41,7 @@ Without `PrefixRules` also:
 import pytest
 from core.plain_operations import agree, find_differences, run
 from manager.manager_schedule import KINDS, ManagerSchedule
+from manager.rule_options import NEWEST
 
 pytestmark = pytest.mark.vllm
 
@@ -48,9 +52,9 @@ SEEDS_PER_TEST = 25
 def find_disagreement(kind, seed, has_rules):
     """Return the first call on which the two disagree, and the difference; None if they agree."""
     from manager.own_manager import OwnManagerSide
-    from manager.vllm_manager import VllmManagerSide
+    from manager.vllm_manager import RELEASE, VllmManagerSide
 
-    schedule = ManagerSchedule(kind, seed, has_rules)
+    schedule = ManagerSchedule(kind, seed, has_rules, RELEASE)
     theirs, ours = VllmManagerSide(None, schedule.options), OwnManagerSide(None, schedule.options)
     for operation, answers in run(schedule, theirs, ours, num_steps=NUM_STEPS):
         if not agree(*answers):
@@ -63,6 +67,10 @@ def find_disagreement(kind, seed, has_rules):
 
 
 def compare(kind, first_seed, has_rules=False):
+    from manager.vllm_manager import RELEASE
+
+    if RELEASE < NEWEST and not has_rules:
+        pytest.skip("without rules, kv_pool caches as vLLM 0.33 does")
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         disagreement = find_disagreement(kind, seed, has_rules)
         if disagreement:

@@ -1,6 +1,7 @@
-"""Replay recorded random schedules of vLLM 0.33's `KVCacheManager` on ours, with `PrefixRules`.
+"""Replay recorded random schedules of vLLM's `KVCacheManager` on ours, with `PrefixRules`.
 
-The recording and its recipe are in tests/manager/data/. `test_parity_with_vllm_manager.py` runs vLLM itself.
+The recordings and their recipe are in tests/manager/data/. `test_parity_with_vllm_manager.py` runs vLLM
+itself.
 """
 
 import json
@@ -13,8 +14,18 @@ from core.plain_operations import agree, digest, find_differences
 from manager.manager_schedule import KINDS
 from manager.own_manager import OwnManagerSide
 
-with lzma.open(Path(__file__).parent / "data" / "rules_of_vllm_0_33.jsonl.xz", "rt") as recording:
-    PROVENANCE, *RUNS = [json.loads(line) for line in recording]
+DATA = Path(__file__).parent / "data"
+OLDER = ("0_30", "0_31", "0_32")
+
+
+def load(release):
+    """Return where the recording of a release comes from, and its runs."""
+    with lzma.open(DATA / f"rules_of_vllm_{release}.jsonl.xz", "rt") as recording:
+        provenance, *runs = [json.loads(line) for line in recording]
+    return provenance, runs
+
+
+PROVENANCE, RUNS = load("0_33")
 
 
 def replay(run):
@@ -31,8 +42,8 @@ def replay(run):
     assert not differences, "\n".join(differences)
 
 
-def replay_with(rule):
-    for run in RUNS:
+def replay_with(rule, runs=RUNS):
+    for run in runs:
         options = run["options"]
         replay({**run, "options": {**options, "rules": {**options["rules"], **rule}}})
 
@@ -46,6 +57,21 @@ def test_recorded_schedules_have_the_results_of_vllm(kind):
     for run in RUNS:
         if run["kind"] == kind:
             replay(run)
+
+
+@pytest.mark.parametrize("release", OLDER)
+def test_recorded_schedules_have_the_results_of(release):
+    provenance, runs = load(release)
+    assert provenance["vllm"].startswith(release.replace("_", "."))
+    assert {run["kind"] for run in runs} == {*KINDS}
+    for run in runs:
+        replay(run)
+
+
+@pytest.mark.parametrize("release", OLDER)
+def test_other_details_than_those_of_the_release_are_found(release):
+    with pytest.raises(AssertionError, match="seed"):
+        replay_with({"details": {}}, load(release)[1])
 
 
 def test_the_recording_is_from_vllm_0_33_and_has_every_setting():

@@ -1,4 +1,4 @@
-"""`VllmManagerSide`: vLLM's own `KVCacheManager`. Importing this needs an importable vLLM 0.33."""
+"""`VllmManagerSide`: vLLM's own `KVCacheManager`. Importing this needs an importable vLLM."""
 
 import warnings
 from typing import ClassVar
@@ -8,12 +8,17 @@ from manager.manager_operations import ManagerSide, ids, per_group
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # for vLLM's imports
     import torch
+    import vllm
     from vllm.sampling_params import SamplingParams
     from vllm.utils import hashing
     from vllm.v1 import kv_cache_interface
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request, RequestStatus
+
+from kv_pool.integrations.vllm.releases import find_release
+
+RELEASE = find_release(vllm.__version__).number
 
 
 def make_spec(group):
@@ -72,14 +77,23 @@ class VllmManagerSide(ManagerSide):
             enable_kv_cache_events=options["events"],
             watermark=options["watermark"],
             use_eagle=bool(rules["eagle"]),
-            num_hash_lookahead_tokens=rules["hash_ahead"],
             num_prefill_lookahead=rules["prefill_ahead"],
-            enable_mamba_shared_prefix_checkpoint=rules["junctions"],
+            **self.list_new_options(rules),
         )
+
+    def list_new_options(self, rules):
+        """Return the options that not every release has, or has under another name."""
+        if RELEASE < (0, 31):
+            return {"enable_mamba_fine_grained_prefix_cache": rules["junctions"]}
+        options = {"enable_mamba_shared_prefix_checkpoint": rules["junctions"]}
+        if RELEASE >= (0, 33):
+            options["num_hash_lookahead_tokens"] = rules["hash_ahead"]
+        return options
 
     def make_request(self, request_id, token_ids):
         params = SamplingParams(max_tokens=10_000)
         params.update_from_generation_config({}, eos_token_id=0)
+        num_ahead = (self.options["rules"] or DENSE)["hash_ahead"]
         return Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -88,7 +102,7 @@ class VllmManagerSide(ManagerSide):
             block_hasher=kv_cache_utils.get_request_block_hasher(
                 self.options["hash_block_size"],
                 self.hash_function,
-                (self.options["rules"] or DENSE)["hash_ahead"],
+                *([num_ahead] if num_ahead else []),  # unknown until vLLM 0.32
             ),
         )
 
@@ -109,7 +123,8 @@ class VllmManagerSide(ManagerSide):
 
     def look_up(self, request_id, max_num_tokens):
         request = self.requests[request_id]
-        blocks, num_tokens, junction = self.manager.get_computed_blocks(request, max_num_tokens)
+        limit = [] if max_num_tokens is None else [max_num_tokens]  # unknown until vLLM 0.32
+        blocks, num_tokens, junction = self.manager.get_computed_blocks(request, *limit)
         self.prefixes[request_id] = blocks, num_tokens
         request.shared_prefix_boundary = junction
         return [

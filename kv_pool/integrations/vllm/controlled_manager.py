@@ -1,6 +1,6 @@
 """`make_controlled_manager`: level `manager` with a control socket."""
 
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
@@ -18,6 +18,8 @@ def make_controlled_manager(manager_class: Any) -> Any:
     class ControlledKVCacheManager(manager_class):  # type: ignore[misc]
         pool_class = make_controlled(manager_class.pool_class)
 
+        # `__new__` reads the options from the signature.
+        @wraps(manager_class.__init__)  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.control = self.block_pool.control

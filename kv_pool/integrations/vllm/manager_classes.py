@@ -1,5 +1,6 @@
 """`KVCacheManager` and `KVCacheBlocks` with vLLM's names, for level `manager`. Imports vLLM; see `plugin`."""
 
+import inspect
 import logging
 from typing import Any
 
@@ -25,6 +26,7 @@ from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
+from kv_pool.manager.rule_details import NEWEST_DETAILS
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 
@@ -59,11 +61,14 @@ class KVCacheManager(ManagerWithOptions):
     own manager over kv_pool's block pool: level `pool`.
     """
 
-    pool_class = BlockPool
+    pool_class: Any = BlockPool
+    rule_details = NEWEST_DETAILS
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        bound.apply_defaults()
         try:
-            cls._read_options(*args, **kwargs)
+            cls.check_options(bound.arguments)
         except NotServedError as reason:
             logger.warning(
                 "kv_pool does not serve %s at level manager: vLLM's manager runs on kv_pool's block pool",
@@ -73,37 +78,19 @@ class KVCacheManager(ManagerWithOptions):
         return super().__new__(cls)
 
     @staticmethod
-    def _read_options(
-        kv_cache_config: Any,
-        max_model_len: int,
-        scheduler_block_size: int,
-        hash_block_size: int,
-        max_in_flight_tokens: int | None = None,
-        enable_caching: bool = True,
-        use_eagle: bool = False,
-        num_hash_lookahead_tokens: int = 0,
-        num_prefill_lookahead: int = 0,
-        log_stats: bool = False,
-        enable_kv_cache_events: bool = False,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-        metrics_collector: BlockObserver | None = None,
-        watermark: float = 0.0,
-        enable_mamba_shared_prefix_checkpoint: bool = False,
-    ) -> list[Any]:
-        groups = read_groups(kv_cache_config)
+    def check_options(options: dict[str, Any]) -> None:
+        """Raise NotServedError if the options of the constructor need vLLM's own manager."""
         check_served(
-            kv_cache_config,
-            groups,
-            enable_caching=enable_caching,
-            scheduler_block_size=scheduler_block_size,
-            hash_block_size=hash_block_size,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
-            use_eagle=use_eagle,
-            num_prefill_lookahead=num_prefill_lookahead,
+            options["kv_cache_config"],
+            read_groups(options["kv_cache_config"]),
+            enable_caching=options["enable_caching"],
+            scheduler_block_size=options["scheduler_block_size"],
+            hash_block_size=options["hash_block_size"],
+            dcp_world_size=options["dcp_world_size"],
+            pcp_world_size=options["pcp_world_size"],
+            use_eagle=options["use_eagle"],
+            num_prefill_lookahead=options["num_prefill_lookahead"],
         )
-        return groups
 
     def __init__(
         self,
@@ -125,13 +112,14 @@ class KVCacheManager(ManagerWithOptions):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        lookahead: dict[str, Any] = {"num_hash_lookahead_tokens": num_hash_lookahead_tokens}
         pool = self.pool_class(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
             enable_kv_cache_events=enable_kv_cache_events,
             metrics_collector=metrics_collector,
-            num_hash_lookahead_tokens=num_hash_lookahead_tokens,
+            **(lookahead if num_hash_lookahead_tokens else {}),  # older pools have no such option
         )
         super().__init__(
             kv_cache_manager.KVCacheManager(
@@ -145,6 +133,7 @@ class KVCacheManager(ManagerWithOptions):
                     use_eagle=use_eagle,
                     num_prefill_lookahead=num_prefill_lookahead,
                     has_junction_states=enable_mamba_shared_prefix_checkpoint,
+                    details=self.rule_details,
                 ),
             ),
             event_labels=[
@@ -184,6 +173,10 @@ class KVCacheManager(ManagerWithOptions):
             scheduler_block_size=scheduler_block_size,
             eagle_group_ids=eagle_group_ids,
             use_eagle=use_eagle,
+        )
+        # Log here as well as in `register`, for the reason given in `pool_classes`.
+        logger.info(
+            "kv_pool uses level manager: vLLM's scheduler calls its manager, KV cache groups: %d", len(specs)
         )
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:

@@ -3,18 +3,26 @@
 import importlib
 import logging
 import os
+import sys
+from typing import Final
 
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
-from kv_pool.integrations.vllm.class_swap import find_obstacles, swap_classes
-from kv_pool.integrations.vllm.releases import Release, find_release, load_classes
+from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
+from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
 from kv_pool.version import __version__
 
 # A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
 
 LEVELS = ("pool", "manager")
+
+_MARKS: Final = {
+    "manager": ("vllm.v1.core.kv_cache_manager", "KVCacheManager"),
+    "pool": ("vllm.v1.core.block_pool", "BlockPool"),
+}
+"""A class by which to recognize each active level, the highest first."""
 
 
 def register(level: str | None = None) -> None:
@@ -32,10 +40,12 @@ def register(level: str | None = None) -> None:
     - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
     - KV_POOL_VLLM is neither `pool` nor `manager`.
     - vLLM's version is not among the `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
+    - kv_pool's classes for the level cannot be loaded, or vLLM lacks one of those to replace.
     - It is too late to replace the classes, see `find_obstacles`.
+    - A module of vLLM cannot be run again with the new classes, see `swap_classes`.
 
-    Replaces all classes or none; a second call changes nothing. If KV_POOL_VLLM_CONTROL is 1 or the path of
-    a socket, each pool opens a control socket: see `pool_control`.
+    Replaces all classes or none. A second call changes nothing, except that it may raise the level. If
+    KV_POOL_VLLM_CONTROL is 1 or the path of a socket, each pool opens a control socket: see `pool_control`.
     """
     if level is not None:
         if level not in LEVELS:
@@ -46,7 +56,10 @@ def register(level: str | None = None) -> None:
         return
     level = os.environ.get("KV_POOL_VLLM") or LEVELS[0]
     if level not in LEVELS:
-        logger.warning("kv_pool is not used: KV_POOL_VLLM is %r; it is one of %s", level, ", ".join(LEVELS))
+        _warn("KV_POOL_VLLM is %r; it is one of %s", level, ", ".join(LEVELS))
+        return
+    if level == "pool" and _find_active_level() == "manager":
+        _warn("a level cannot be lowered. Later processes use level pool")
         return
     import vllm
 
@@ -58,17 +71,22 @@ def register(level: str | None = None) -> None:
     try:
         replacements = _find_replacements(release, level)
     except (ImportError, AttributeError) as error:
-        logger.warning("kv_pool is not used: vLLM %s lacks a class that it replaces (%s)", version, error)
+        _warn("vLLM %s lacks a class that it replaces (%s)", version, error)
+        return
+    except Exception as error:  # a module that is imported may raise anything
+        _warn("its classes cannot be loaded with vLLM %s (%s: %s)", version, type(error).__name__, error)
         return
     if not replacements:
         return
     obstacles = find_obstacles(replacements)
     if obstacles:
-        logger.warning(
-            "kv_pool is not used: %s. Register it before an engine is created.", "; ".join(obstacles)
-        )
+        _warn("%s. Register it before an engine is created.", "; ".join(obstacles))
         return
-    num_names = swap_classes(replacements)
+    try:
+        num_names = swap_classes(replacements)
+    except SwapError as error:
+        _warn("%s", error)
+        return
     logger.info(
         "kv_pool %s (%s) replaces the %s of vLLM %s: %d classes, rebound in %d places",
         __version__,
@@ -83,15 +101,7 @@ def register(level: str | None = None) -> None:
 def _choose_level(level: str, version: str, release: Release) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
     is_forced = os.environ.get("KV_POOL_VLLM_FORCE") == "1"
-    if level not in release.replaced:
-        logger.warning(
-            "kv_pool uses level pool: level %s is not available for vLLM %s, but for %s",
-            level,
-            version,
-            ", ".join(CHECKED_VERSIONS[level]),
-        )
-        level = "pool"
-    elif not is_checked(level, version) and is_checked("pool", version) and not is_forced:
+    if not is_checked(level, version) and is_checked("pool", version) and not is_forced:
         logger.warning(
             "kv_pool uses level pool: level %s was checked with vLLM %s, and this is %s. "
             "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
@@ -112,12 +122,27 @@ def _choose_level(level: str, version: str, release: Release) -> str | None:
             *release.number,
         )
         return level
-    logger.warning(
-        "kv_pool is not used: this is vLLM %s, and it was checked with %s. "
-        "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
+    _warn(
+        "this is vLLM %s, and it was checked with %s. Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
         version,
         checked,
     )
+    return None
+
+
+def _warn(reason: str, *arguments: object) -> None:
+    """Log why nothing is replaced, after what is active in this process: vLLM's classes, or a level."""
+    active = _find_active_level()
+    stays = "kv_pool is not used" if active is None else f"kv_pool stays at level {active}"
+    logger.warning(f"{stays}: {reason}", *arguments)
+
+
+def _find_active_level() -> str | None:
+    """Return the level whose classes vLLM's modules have now; None for vLLM's own classes."""
+    for level, (module_name, name) in _MARKS.items():
+        found = getattr(sys.modules.get(module_name), name, None)
+        if found is not None and found.__module__.startswith("kv_pool."):
+            return level
     return None
 
 
@@ -133,7 +158,7 @@ def _find_replacements(release: Release, level: str) -> dict[type, type]:
 
             new_classes["KVCacheManager"] = make_controlled_manager(new_classes["KVCacheManager"])
     replacements: dict[type, type] = {}
-    for module_name, names in release.replaced[level].items():
+    for module_name, names in REPLACED[level].items():
         module = importlib.import_module(module_name)
         for name in names:
             theirs, ours = getattr(module, name), new_classes[name]

@@ -149,7 +149,8 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
         )
         server.start()
     except (ControlError, OutOfThreadsError) as error:
-        logger.warning("kv_pool could not open a control socket: %s", error)
+        own = "" if setting == "1" else ". With KV_POOL_VLLM_CONTROL=1 each engine process has its own"
+        logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, _stop, server, os.getpid())
     logger.info("kv_pool answers at %s: kv-pool stats --socket %s", server.path, server.path)

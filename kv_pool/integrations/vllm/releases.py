@@ -1,18 +1,20 @@
 """`Release`: what kv_pool replaces in one release of vLLM, and by which classes."""
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The replaced classes, by the vLLM module that defines them.
-POOL_LEVEL = {
+# The replaced classes of level `pool`, by the vLLM module that defines them.
+POOL_LEVEL: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.block_pool": ("BlockPool", "BlockHashToBlockMap"),
     "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
     "vllm.v1.core.kv_cache_metrics": ("KVCacheMetricsCollector", "BlockMetricsState"),
 }
-# Those of level `manager`: the manager in addition.
-MANAGER_LEVEL = POOL_LEVEL | {"vllm.v1.core.kv_cache_manager": ("KVCacheManager", "KVCacheBlocks")}
+# Level -> the replaced classes; the same ones in each release.
+REPLACED = {
+    "pool": POOL_LEVEL,
+    "manager": POOL_LEVEL | {"vllm.v1.core.kv_cache_manager": ("KVCacheManager", "KVCacheBlocks")},
+}
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,23 @@ class Release:
 
     Attributes:
         number: (0, 33) for 0.33.
-        pool_module: the module of kv_pool that defines `BlockPool` for this release. The other classes of
-            level `pool` are those of `pool_classes` in every release, those of level `manager` those of
-            `manager_classes`.
-        replaced: level -> vLLM module -> the classes to replace in it. A level that is missing here is not
-            available for the release.
+        pool_module, manager_module: the modules of kv_pool that define `BlockPool` and `KVCacheManager` for
+            this release. The other classes are those of `pool_classes` and `manager_classes` in each release.
     """
 
     number: tuple[int, int]
     pool_module: str
-    replaced: Mapping[str, Mapping[str, tuple[str, ...]]]
+    manager_module: str
 
 
 PACKAGE = "kv_pool.integrations.vllm"
 
 # Newest first. A release needs an entry only if kv_pool's classes for it differ from those of the one before.
 RELEASES = (
-    Release((0, 33), f"{PACKAGE}.pool_classes", {"pool": POOL_LEVEL, "manager": MANAGER_LEVEL}),
-    Release((0, 32), f"{PACKAGE}.pool_classes_0_32", {"pool": POOL_LEVEL}),
-    Release((0, 31), f"{PACKAGE}.pool_classes_0_31", {"pool": POOL_LEVEL}),
-    Release((0, 30), f"{PACKAGE}.pool_classes_0_30", {"pool": POOL_LEVEL}),
+    Release((0, 33), f"{PACKAGE}.pool_classes", f"{PACKAGE}.manager_classes"),
+    Release((0, 32), f"{PACKAGE}.pool_classes_0_32", f"{PACKAGE}.manager_classes_0_32"),
+    Release((0, 31), f"{PACKAGE}.pool_classes_0_31", f"{PACKAGE}.manager_classes_0_31"),
+    Release((0, 30), f"{PACKAGE}.pool_classes_0_30", f"{PACKAGE}.manager_classes_0_30"),
 )
 
 
@@ -63,6 +62,6 @@ def load_classes(release: Release, level: str) -> dict[str, Any]:
     found = {name: getattr(pool_classes, name) for names in POOL_LEVEL.values() for name in names}
     found["BlockPool"] = importlib.import_module(release.pool_module).BlockPool
     if level == "manager":
-        manager_classes = importlib.import_module(f"{PACKAGE}.manager_classes")
-        found |= {name: getattr(manager_classes, name) for name in manager_classes.__all__}
+        found["KVCacheBlocks"] = importlib.import_module(f"{PACKAGE}.manager_classes").KVCacheBlocks
+        found["KVCacheManager"] = importlib.import_module(release.manager_module).KVCacheManager
     return found

@@ -27,6 +27,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from kv_pool.manager.prefix_rules import PrefixRules
+from kv_pool.manager.rule_details import RuleDetails
 
 STATES_VARIABLE: Final = "KV_POOL_VLLM_STATES"
 """The environment variable with the rule for cached states: `checkpoints`, vLLM's own, or `bounded`."""
@@ -94,7 +95,12 @@ def read_groups(config: Any) -> list[KVCacheSpec]:
 
 
 def read_rules(
-    config: Any, *, use_eagle: bool, num_prefill_lookahead: int, has_junction_states: bool
+    config: Any,
+    *,
+    use_eagle: bool,
+    num_prefill_lookahead: int,
+    has_junction_states: bool,
+    details: RuleDetails,
 ) -> PrefixRules:
     """Return the rules of prefix caching that vLLM's manager follows with these options."""
     groups = config.kv_cache_groups
@@ -116,6 +122,7 @@ def read_rules(
         junction_states=has_junction_states and (use_eagle or bool(eagle_groups)),
         bounded_states=has_bounded_states(),
         lookup_groups=equal,
+        details=details,
     )
 
 

@@ -23,6 +23,8 @@ class MambaGroup(BlockGroup):
     Attributes:
         hit_alignment: tokens; a hit, and so a checkpoint, ends at a multiple of it.
         has_drafter: whether any group of the manager drops the last block of its hits.
+        num_recomputed: tokens at the end of a prompt that the same prompt cannot hit.
+        counts_most_states: see `RuleDetails`.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class MambaGroup(BlockGroup):
         self.checkpoint_alignment: Final = checkpoint_alignment
         self.hit_alignment: int = alignment
         self.has_drafter: bool = False
+        self.num_recomputed: int = 1
+        self.counts_most_states: bool = False
 
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
@@ -99,7 +103,9 @@ class MambaGroup(BlockGroup):
         """
         if self.has_drafter:
             return max(0, num_tokens // unit - 1) * unit
-        return max(0, num_tokens - max(1, self.pool.num_hash_lookahead_tokens)) // unit * unit
+        return (
+            max(0, num_tokens - max(self.num_recomputed, self.pool.num_hash_lookahead_tokens)) // unit * unit
+        )
 
     def plan_checkpoint(
         self, table: BlockTable | None, num_before: int, num_tokens: int, prefill_end: int
@@ -154,4 +160,4 @@ class MambaGroup(BlockGroup):
         num_most = 1 + has_copy + has_checkpoint + self.num_speculative_blocks
         if table is not None:
             num_most -= table.num_speculative
-        return min(num_new, num_most)
+        return num_most if self.counts_most_states else min(num_new, num_most)

@@ -71,7 +71,7 @@ class Client:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": f"{ours}:{folder}:{os.environ.get('PYTHONPATH', '')}",
+                "PYTHONPATH": f"{ours}:{HERE.parent}:{folder}:{os.environ.get('PYTHONPATH', '')}",
                 "VLLM_PLUGINS": "kv_pool",
                 "KV_POOL_VLLM": "manager",
                 "VLLM_LOGGING_LEVEL": "INFO",

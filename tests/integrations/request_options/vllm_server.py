@@ -10,81 +10,17 @@ number of computed tokens.
 import asyncio
 import json
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
-import torch
+from fake_executor import FakeExecutor
+from made_scheduler import MODEL
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.worker_base import CompilationTimes
-
-BLOCK_SIZE = 16
-NUM_BLOCKS = 40
-SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
-MODEL = {
-    "model_type": "opt",
-    "architectures": ["OPTForCausalLM"],
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 512,
-}
-ANSWERS = {
-    "get_kv_cache_spec": {"layer": SPEC},
-    "get_supported_kv_cache_layouts": ["NHD"],
-    "determine_available_memory": NUM_BLOCKS * SPEC.page_size_bytes,
-    "compile_or_warm_up_model": CompilationTimes(language_model=0.0, encoder=0.0),
-    "get_supported_tasks": ("generate",),
-}
-
-
-class FakeExecutor(Executor):
-    """Computes nothing, in no time."""
-
-    def _init_executor(self):
-        self.num_tokens = {}  # request: computed tokens, prompt
-
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
-        return [ANSWERS.get(method) if isinstance(method, str) else None]
-
-    def check_health(self):
-        pass
-
-    def execute_model(self, output, non_block=False):
-        steps = output.num_scheduled_tokens
-        more = output.scheduled_cached_reqs
-        for request in output.scheduled_new_reqs:
-            self.num_tokens[request.req_id] = [request.num_computed_tokens, len(request.prompt_token_ids)]
-        for name, num_computed in zip(more.req_ids, more.num_computed_tokens, strict=True):
-            self.num_tokens[name][0] = num_computed
-        sampled = []
-        for name, num_scheduled in steps.items():
-            num_computed, num_prompt = self.num_tokens[name]
-            end = num_computed + num_scheduled
-            sampled.append([end] if end >= num_prompt else [])
-        answer = ModelRunnerOutput(
-            req_ids=list(steps),
-            req_id_to_index={name: index for index, name in enumerate(steps)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        if not non_block:
-            return answer
-        future = Future()
-        future.set_result(answer)
-        return future
 
 
 async def serve(folder, options):

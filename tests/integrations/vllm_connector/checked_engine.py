@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 
 import torch
+from integrations.made_scheduler import MODEL
 from vllm.config import (
     CacheConfig,
     KVEventsConfig,
@@ -48,16 +49,6 @@ WINDOW = 3 * BLOCK_SIZE
 CHUNK = 2 * BLOCK_SIZE
 LAYERS = 2
 TIMEOUT_S = 60
-MODEL = {
-    "model_type": "opt",
-    "architectures": ["OPTForCausalLM"],
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 2048,
-}
 
 
 def make_spec(kind, num_heads=1):
@@ -102,7 +93,7 @@ def make_page_size(cache_config):
     return cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
 
 
-def make_config(folder, extra, *, num_blocks, events, policy, is_async, num_ranks=1):
+def make_config(folder, extra, *, num_blocks, events, policy, is_async, num_ranks=1, engine=0):
     (folder / "config.json").write_text(json.dumps(MODEL))
     model = ModelConfig(
         model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=0, max_model_len=1024
@@ -132,6 +123,9 @@ def make_config(folder, extra, *, num_blocks, events, policy, is_async, num_rank
     )
     config.cache_config.num_gpu_blocks = num_blocks
     config.parallel_config.world_size = num_ranks  # the executor is not vLLM's
+    # As in the engine process of a dense model with data parallelism.
+    config.parallel_config.data_parallel_index = engine
+    config.parallel_config.reconfigure_for_independent_dp_rank()
     return config
 
 
@@ -174,6 +168,7 @@ class CheckedEngine:
         policy="recompute",
         is_async=False,
         num_ranks=1,
+        engine=0,
         is_block_outermost=False,
     ):
         init_none_hash(sha256)
@@ -185,6 +180,7 @@ class CheckedEngine:
             policy=policy,
             is_async=is_async,
             num_ranks=num_ranks,
+            engine=engine,
         )
         register_all_kvcache_specs(self.config)
         self.cache_config = make_cache_config(kinds, num_blocks, is_block_outermost)

@@ -250,6 +250,13 @@ def test_ranks_have_their_own_folders(make_engine, tmp_path):
     assert engine.generate("again", PROMPT) == (0, 40)
 
 
+def test_data_parallel_engines_have_their_own_folders(make_engine, tmp_path):
+    for engine in range(2):
+        make_engine(24, 200, engine=engine, num_ranks=2)
+    names = sorted(folder.name.partition("-")[2] for folder in (tmp_path / "disk").iterdir())
+    assert names == ["engine1-rank0of2", "engine1-rank1of2", "rank0of2", "rank1of2"]
+
+
 def test_a_block_on_one_rank_only_is_not_found(make_engine):
     engine = make_engine(24, 200, num_ranks=2)
     engine.generate("first", PROMPT)

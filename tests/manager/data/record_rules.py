@@ -1,4 +1,4 @@
-"""The recipe of rules_of_vllm_0_33.jsonl.xz: run this where vLLM 0.33.0 imports.
+"""The recipe of rules_of_vllm_0_33.jsonl.xz and its siblings: run this where that release of vLLM imports.
 
 PYTHONPATH=tests:. python tests/manager/data/record_rules.py tests/manager/data/rules_of_vllm_0_33.jsonl.xz
 
@@ -16,11 +16,13 @@ import sys
 import vllm
 from core.plain_operations import digest, run
 from manager.manager_schedule import KINDS, ManagerSchedule
-from manager.vllm_manager import VllmManagerSide
+from manager.rule_options import NEWEST
+from manager.vllm_manager import RELEASE, VllmManagerSide
 
 NUM_STEPS = 120
-SEEDS_OF_KIND = {"full + mamba": range(5000, 5100)}
-SEEDS = range(5000, 5016)
+# Fewer for an older release: what differs are states.
+SEEDS_OF_KIND = {"full + mamba": range(5000, 5100 if RELEASE == NEWEST else 5040)}
+SEEDS = range(5000, 5016 if RELEASE == NEWEST else 5003)
 
 
 def record(schedule):
@@ -50,7 +52,7 @@ def make_lines():
     }
     for kind in KINDS:
         for seed in SEEDS_OF_KIND.get(kind, SEEDS):
-            yield {"kind": kind, "seed": seed, **record(ManagerSchedule(kind, seed, has_rules=True))}
+            yield {"kind": kind, "seed": seed, **record(ManagerSchedule(kind, seed, True, RELEASE))}
 
 
 def main(path):

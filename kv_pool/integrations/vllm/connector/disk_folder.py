@@ -53,8 +53,9 @@ def open_disk_tier(folder: str, capacity: int, layout: BlockLayout, parallel_con
         TierError: the folder cannot be used, see `DiskTier`.
     """
     name = layout.get_fingerprint()
-    if parallel_config.data_parallel_size > 1:
-        name += f"-engine{parallel_config.data_parallel_rank}"
+    # The index is the only field that vLLM leaves set in the engines of a dense model.
+    if parallel_config.data_parallel_index:
+        name += f"-engine{parallel_config.data_parallel_index}"
     path = Path(folder, f"{name}-rank{parallel_config.rank}of{parallel_config.world_size}")
     # Every read verifies its block; reading all of them now would delay the start.
     return DiskTier(path, capacity, layout, verifies=False)

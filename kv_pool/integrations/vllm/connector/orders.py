@@ -1,4 +1,4 @@
-"""What the scheduler half orders from the worker half in a step, and what the worker half reports back."""
+"""`StepOrders` and `WorkerReport`: the messages between the scheduler half and the worker half."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepOrders:
 
 @dataclass
 class WorkerReport:
-    """What happened in a worker since its last report; reports of several ranks are merged.
+    """The results of a worker since its last report; reports of several ranks are merged.
 
     Attributes:
         stored: order id -> number of ranks that have finished the store.

@@ -1,0 +1,50 @@
+"""When vLLM's API server loads the check of options, and what it says if not (marker `vllm`)."""
+
+import pytest
+
+from kv_pool.integrations.vllm.request_options.endpoint_plugin import OptionsEndpoints
+
+pytestmark = pytest.mark.vllm
+
+WARNING = "Found endpoint plugin(s) ['kv_pool'] but VLLM_PLUGINS is not set."  # as in the guide
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Return a function that loads vLLM's endpoint plugins; it returns them, and the warnings."""
+    metadata = tmp_path / "kv_pool-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kv_pool\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[vllm.endpoint_plugins]\nkv_pool = {OptionsEndpoints.__module__}:OptionsEndpoints\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins = pytest.importorskip("vllm.plugins")
+    records = []
+    monkeypatch.setattr(plugins.logger, "warning", lambda text, *values: records.append(text % values))
+
+    def load_with(names):
+        if names is None:
+            monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        else:
+            monkeypatch.setenv("VLLM_PLUGINS", names)
+        return plugins.load_endpoint_plugins(("generate",)), records
+
+    return load_with
+
+
+def test_plugin_is_loaded_by_name_only(load):
+    (loaded,), records = load("other,kv_pool")
+    assert isinstance(loaded, OptionsEndpoints)
+    assert records == []
+
+
+def test_unset_variable_is_a_warning_of_vllm(load):
+    loaded, (message,) = load(None)
+    assert loaded == []
+    assert message.startswith(WARNING)
+
+
+@pytest.mark.parametrize("names", ["", "other"])
+def test_set_variable_without_kv_pool_is_no_warning(load, names):
+    assert load(names) == ([], [])

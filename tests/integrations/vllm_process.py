@@ -1,0 +1,51 @@
+"""`run_program`: run a program on vLLM in a new process, with kv_pool installed as far as vLLM can see."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import kv_pool
+
+TESTS = Path(__file__).parents[1]
+MODE = "compiled" if kv_pool.COMPILED else "plain Python"
+VERSION = f"kv_pool {kv_pool.__version__} ({MODE})"
+
+
+def run_program(program, folder, plugins, *arguments, **environment):
+    """Run a program that gets a folder; return its output, which is JSON, and vLLM's log."""
+    # The metadata of an installed kv_pool, in case the tests run on the sources.
+    metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
+    )
+    declared = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["entry-points"]
+    (metadata / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\nkv_pool = {declared['vllm.general_plugins']['kv_pool']}\n"
+    )
+    ours = Path(kv_pool.__file__).parent.parent
+    told = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / program), str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ours}:{TESTS}:{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "VLLM_PLUGINS": plugins,
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        },
+    )
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout.splitlines()[-1]), told.stderr
+
+
+def list_lines(log):
+    """Return the lines of kv_pool in vLLM's log as (process, message)."""
+    lines = [line for line in log.splitlines() if line.partition("] ")[2].startswith("kv_pool ")]
+    return [(line.partition(" pid=")[0].lstrip("("), line.partition("] ")[2]) for line in lines]
