@@ -41,16 +41,32 @@ def list_command_pages() -> list[tuple[str, str, str]]:
     pages = [
         (f"{FOLDER}/index.md", "All commands", "the sub-commands of kv-pool, its own options, exit status")
     ]
-    for name, sub_command in command.commands.items():
-        pages.append((f"{FOLDER}/{name}.md", f"kv-pool {name}", _summarize(sub_command)))
+    for name, sub_command in list_commands(command).items():
+        pages.append((find_path(name), f"kv-pool {name}", _summarize(sub_command)))
     return pages
+
+
+def list_commands(command: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the sub-commands by name, and those of groups by the names of both: `trace info`."""
+    found = {}
+    for name, each in command.commands.items():
+        inner = list_commands(each, f"{prefix}{name} ") if hasattr(each, "commands") else {}
+        found.update(inner or {f"{prefix}{name}": each})
+    return found
+
+
+def find_path(name: str) -> str:
+    """Return the path of a sub-command's page."""
+    return f"{FOLDER}/{name.replace(' ', '-')}.md"
 
 
 def make_command_pages() -> dict[str, str]:
     """Return the Markdown of each page by its path."""
     command = _read_command()
+    commands = list_commands(command)
     rows = [
-        f"| [`kv-pool {name}`]({name}.md) | {_summarize(each)} |" for name, each in command.commands.items()
+        f"| [`kv-pool {name}`]({name.replace(' ', '-')}.md) | {_summarize(each)} |"
+        for name, each in commands.items()
     ]
     index = _INDEX.format(
         about=command.help,
@@ -58,8 +74,8 @@ def make_command_pages() -> dict[str, str]:
         options=_make_table(command, command.params),
     )
     pages = {f"{FOLDER}/index.md": index}
-    for name, each in command.commands.items():
-        pages[f"{FOLDER}/{name}.md"] = _make_page(name, each)
+    for name, each in commands.items():
+        pages[find_path(name)] = _make_page(name, each)
     return pages
 
 
@@ -84,6 +100,8 @@ def _make_page(name: str, command: Any) -> str:
         lines += ["## Arguments", "", _make_table(command, arguments), ""]
     for panel, options in panels.items():
         lines += [f"## {panel}", "", _make_table(command, options), ""]
+    if command.epilog:
+        lines += [command.epilog, ""]
     return "\n".join(lines)
 
 

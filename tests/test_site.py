@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from site_api import list_public_names, make_api_pages, name_exceptions, split_names
-from site_commands import make_command_pages
+from site_commands import find_path, list_commands, make_command_pages
 from site_pages import GUIDES, list_pages, make_llms_text, make_navigation
 from site_sources import find_place, inline_pictures, list_linked_files, make_source_page, rewrite_links
 
@@ -14,7 +14,7 @@ from kv_pool.cli.sub_commands import make_command
 
 ROOT = Path(__file__).parent.parent
 PATHS = [page.path for page in list_pages()]
-COMMANDS = make_command("1.0").commands
+COMMANDS = list_commands(make_command("1.0"))
 
 
 def list_documents():
@@ -76,7 +76,7 @@ def test_command_page_has_the_options_of_its_help(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     COMMANDS[name].main(["--help"], prog_name=f"kv-pool {name}", standalone_mode=False)
     printed = set(re.findall(r"(?<=[ │])--[a-z][a-z-]*(?= )", capsys.readouterr().out)) - {"--help"}
-    page = make_command_pages()[f"reference/commands/{name}.md"]
+    page = make_command_pages()[find_path(name)]
     assert printed
     assert printed <= set(re.findall(r"`(--[a-z-]+)`", page))
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
+from kv_pool.cli.breakdown_table import make_breakdown_table
 from kv_pool.cli.console import print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.outputs import write_report
@@ -19,8 +20,11 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.breakdown import parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.output_file import check_can_write
+from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.plot_breakdown import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.settings import ReplaySettings
@@ -31,7 +35,7 @@ _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
 host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
-timestamp_unit skip_broken seed runs publish publish_replay publish_config pace json requests
+timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json requests
 """
 
 
@@ -60,6 +64,9 @@ def replay(
         ),
     ] = None,
     json: options.JsonFile = None,
+    png: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --by: draw the hit rates (.png, .svg, .pdf).")
+    ] = None,
     requests: Annotated[
         str | None,
         typer.Option(
@@ -83,6 +90,10 @@ def replay(
         raise InvalidArgumentError(
             "--preempt swap has no effect without --host-blocks: pass both, or neither"
         )
+    if png is not None and not parse_breakdowns(settings.by or ""):
+        raise InvalidArgumentError("--png draws what --by lists; pass --by, too")
+    if png is not None:
+        check_can_draw(png)
     if json is not None:
         check_can_write(json)
     settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
@@ -111,6 +122,11 @@ def replay(
         if json is not None:
             write_report(report, json)
         print_table(make_table(report))
+        for kind, rows in report.breakdowns.items():
+            print_table(make_breakdown_table(kind, rows))
+        if png is not None:
+            draw_breakdowns(report, png)
+            print(f"picture: {escape_text(png)}")
 
 
 def make_table(report: ReplayReport) -> Table:

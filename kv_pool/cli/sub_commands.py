@@ -1,6 +1,6 @@
 """The sub-commands of `kv-pool` as one click command, with help that shows brackets and plain flags."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,6 +10,8 @@ from rich.markup import escape
 COMMANDS = (
     "replay",
     "sweep",
+    "trace",
+    "curve",
     "serve",
     "stats",
     "defrag",
@@ -23,7 +25,7 @@ COMMANDS = (
     "events",
     "info",
 )
-"""In the order of the help. Each command is the function of its name in the module of its name."""
+"""In the order of the help. Each is the function, or the group, of its name in the module of its name."""
 
 
 def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], Any]:
@@ -58,11 +60,22 @@ def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], 
     for name in names:
         name_in_python = name.replace("-", "_")
         module = import_module(f"kv_pool.cli.{name_in_python}")
-        app.command(name=name)(getattr(module, name_in_python))
+        found = getattr(module, name_in_python)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name=name)(found)
     command: Any = typer.main.get_command(app)
-    for each in (command, *command.commands.values()):
+    for each in _list_commands(command):
         _show_help_as_written(each)
     return command  # type: ignore[no-any-return]
+
+
+def _list_commands(command: Any) -> Iterator[Any]:
+    """Yield a command and all commands of its groups."""
+    yield command
+    for each in getattr(command, "commands", {}).values():
+        yield from _list_commands(each)
 
 
 def _show_help_as_written(command: Any) -> None:

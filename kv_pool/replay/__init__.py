@@ -5,13 +5,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_pool.errors import DrawingError, TraceError, WorkerLostError
     from kv_pool.replay.capacity import ModelKV, find_model
+    from kv_pool.replay.curves.curve_plot import draw_curves
+    from kv_pool.replay.curves.curve_report import CurveReport
+    from kv_pool.replay.curves.measure import measure_curves
+    from kv_pool.replay.formats.convert import ConvertSettings, convert_trace
+    from kv_pool.replay.merge import merge_traces
     from kv_pool.replay.plot import draw_hit_rates
+    from kv_pool.replay.plot_breakdown import draw_breakdowns
     from kv_pool.replay.report import ReplayReport, read_reports, write_json
     from kv_pool.replay.request_outcomes import RequestOutcome
     from kv_pool.replay.settings import EngineRates, ReplaySettings
     from kv_pool.replay.simulator import run_replay
+    from kv_pool.replay.split import split_trace
     from kv_pool.replay.sweep import run_sweep
     from kv_pool.replay.trace import Trace, TraceRequest, find_trace
+    from kv_pool.replay.trace_info import TraceInfo, describe_trace
+    from kv_pool.replay.trace_writer import open_trace_writer
+    from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
+    from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
+    from kv_pool.replay.workloads.distributions import Distribution
+    from kv_pool.replay.workloads.rag import RAGSettings, generate_rag
 else:
     from kv_pool.lazy_names import export_lazily
 
@@ -27,6 +40,9 @@ else:
                 "ModelKV",
                 "find_model",
             ),
+            "kv_pool.replay.curves.curve_plot": ("draw_curves",),
+            "kv_pool.replay.curves.curve_report": ("CurveReport",),
+            "kv_pool.replay.curves.measure": ("measure_curves",),
             "kv_pool.replay.plot": ("draw_hit_rates",),
             "kv_pool.replay.report": (
                 "ReplayReport",
@@ -45,6 +61,31 @@ else:
                 "TraceRequest",
                 "find_trace",
             ),
+            "kv_pool.replay.formats.convert": (
+                "ConvertSettings",
+                "convert_trace",
+            ),
+            "kv_pool.replay.merge": ("merge_traces",),
+            "kv_pool.replay.plot_breakdown": ("draw_breakdowns",),
+            "kv_pool.replay.split": ("split_trace",),
+            "kv_pool.replay.trace_info": (
+                "TraceInfo",
+                "describe_trace",
+            ),
+            "kv_pool.replay.trace_writer": ("open_trace_writer",),
+            "kv_pool.replay.workloads.agent": (
+                "AgentSettings",
+                "generate_agent",
+            ),
+            "kv_pool.replay.workloads.chat": (
+                "ChatSettings",
+                "generate_chat",
+            ),
+            "kv_pool.replay.workloads.distributions": ("Distribution",),
+            "kv_pool.replay.workloads.rag": (
+                "RAGSettings",
+                "generate_rag",
+            ),
         },
     )
 
@@ -54,13 +95,31 @@ __all__ = [
     "ReplayReport",
     "RequestOutcome",
     "run_sweep",
+    "measure_curves",
+    "CurveReport",
     "Trace",
     "TraceRequest",
     "find_trace",
+    "TraceInfo",
+    "describe_trace",
+    "ChatSettings",
+    "generate_chat",
+    "AgentSettings",
+    "generate_agent",
+    "RAGSettings",
+    "generate_rag",
+    "Distribution",
+    "open_trace_writer",
+    "merge_traces",
+    "split_trace",
+    "ConvertSettings",
+    "convert_trace",
     "EngineRates",
     "ModelKV",
     "find_model",
     "draw_hit_rates",
+    "draw_breakdowns",
+    "draw_curves",
     "read_reports",
     "write_json",
     "TraceError",

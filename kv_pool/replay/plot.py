@@ -11,7 +11,7 @@ from kv_pool.replay.report import ReplayReport
 
 _MARKERS = "osD^vP*X"
 _PLACES = {MEDIUM_CPU: "host memory", MEDIUM_STORAGE: "a disk tier"}
-_CAPACITIES = ("num_blocks", "host_tier", "disk_tier", "trace")
+_NOT_COMPARED = ("num_blocks", "host_tier", "disk_tier", "trace", "by")
 
 
 def check_can_draw(path: str) -> None:
@@ -142,7 +142,7 @@ def _split_lines(sweep: Sequence[ReplayReport]) -> list[tuple[str, list[ReplayRe
 def _describe(sweep: Sequence[ReplayReport]) -> dict[str, str]:
     """Return the settings that the replays of a sweep share, without capacities."""
     first = sweep[0]
-    found = {name: str(value) for name, value in first.settings.items() if name not in _CAPACITIES}
+    found = {name: str(value) for name, value in first.settings.items() if name not in _NOT_COMPARED}
     found |= {"block_size": str(first.block_size), "clock": first.clock, "convention": first.convention}
     found["trace"] = Path(first.provenance.trace).name if first.provenance else ""
     return found

@@ -75,6 +75,7 @@ class ReplayRequest:
         "request_id",
         "session_id",
         "step_ends",
+        "tenant",
     )
 
     def __repr__(self) -> str:
@@ -97,6 +98,7 @@ class ReplayRequest:
             )
         self.request_id = RequestId(str(traced.line))
         self.session_id = traced.session_id
+        self.tenant = traced.tenant
         self.arrival_ms = traced.arrival_ms
         self.input_length = traced.input_length
         self.num_computed_tokens = 0
@@ -184,6 +186,7 @@ class ReplayRequest:
         request = cls.__new__(cls)
         request.request_id = RequestId(str(state.number))
         request.session_id = state.session_id
+        request.tenant = None
         request.arrival_ms = state.arrival_ms
         request.input_length = state.input_length
         request.num_prompt_tokens = state.num_prompt_tokens

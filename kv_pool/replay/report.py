@@ -13,6 +13,7 @@ import msgspec
 
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import TraceError
+from kv_pool.replay.breakdown import BreakdownRow
 from kv_pool.version import __version__
 
 
@@ -174,6 +175,7 @@ class ReplayReport(msgspec.Struct):
         simulated_ms: time from the first arrival to the last completion (trace clock).
         wall_seconds: duration of the replay itself.
         infinite_cache: hits of a cache that never evicts; in the reports of a sweep.
+        breakdowns: hits by session, turn, tenant, minute or position, if the settings ask for them.
         look_up, allocate, free: time per call of the manager.
     """
 
@@ -215,6 +217,7 @@ class ReplayReport(msgspec.Struct):
     free: CallTimes = msgspec.field(default_factory=CallTimes)
     tiers: list[TierReport] = msgspec.field(default_factory=list)
     infinite_cache: InfiniteCache | None = None
+    breakdowns: dict[str, list[BreakdownRow]] = msgspec.field(default_factory=dict)
     settings: dict[str, str | bool | int | float] = msgspec.field(default_factory=dict)
     provenance: Provenance | None = None
 

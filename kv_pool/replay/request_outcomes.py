@@ -1,6 +1,6 @@
 """`RequestOutcome`: the result of one request in a replay; writes outcomes as JSON lines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -28,6 +28,8 @@ class RequestOutcome(msgspec.Struct):
         tokens_hit_in_tiers: the part of `tokens_hit` found in lower tiers.
         waited_ms: waiting time before admission and after each preemption (trace clock).
         preempted: number of preemptions (trace clock).
+        tenant: as in the trace.
+        turn: its number among the requests of its session, from 1; None without a session.
     """
 
     line: int
@@ -45,6 +47,8 @@ class RequestOutcome(msgspec.Struct):
     tokens_hit_in_tiers: int = 0
     waited_ms: float = 0.0
     preempted: int = 0
+    tenant: str | None = None
+    turn: int | None = None
 
 
 OutcomeCallback = Callable[[RequestOutcome], None]
@@ -54,15 +58,19 @@ class OutcomeNotes:
     """Collects the outcomes of requests during a replay.
 
     Args:
-        on_request: called with each outcome when its request ends or is refused.
+        callbacks: called with each outcome when its request ends or is refused.
     """
 
-    def __init__(self, on_request: OutcomeCallback) -> None:
-        self._on_request = on_request
+    def __init__(self, callbacks: Sequence[OutcomeCallback]) -> None:
+        self._callbacks = callbacks
         self._open: dict[RequestId, RequestOutcome] = {}
+        self._num_turns: dict[str, int] = {}
 
     def arrive(self, request: ReplayRequest) -> None:
         """Record the arrival of a request."""
+        turn = None
+        if request.session_id is not None:
+            turn = self._num_turns[request.session_id] = self._num_turns.get(request.session_id, 0) + 1
         self._open[request.request_id] = RequestOutcome(
             line=int(request.request_id),
             outcome="done",
@@ -72,13 +80,15 @@ class OutcomeNotes:
             input_length=request.input_length,
             output_length=request.num_output_left,
             blocks_looked_up=request.num_cacheable_blocks,
+            tenant=request.tenant,
+            turn=turn,
         )
 
     def refuse(self, request: ReplayRequest) -> None:
         """Record that a request was refused."""
         outcome = self._open.pop(request.request_id)
         outcome.outcome = "refused"
-        self._on_request(outcome)
+        self._notify(outcome)
 
     def note_hit(
         self, request: ReplayRequest, num_blocks: int, num_tokens: int, num_tokens_in_tiers: int
@@ -100,7 +110,11 @@ class OutcomeNotes:
         outcome.blocks = num_blocks
         outcome.waited_ms = waited_ms
         outcome.end_ms = end_ms
-        self._on_request(outcome)
+        self._notify(outcome)
+
+    def _notify(self, outcome: RequestOutcome) -> None:
+        for callback in self._callbacks:
+            callback(outcome)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.breakdown import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.groups import FORMAT
 from kv_pool.replay.option import Option, describe_options, list_options
@@ -235,8 +236,17 @@ class ReplaySettings:
         ),
     ] = 0
 
+    by: Annotated[
+        str | None,
+        Option(
+            f"Also show the hit rate by each of these, separated by commas: {', '.join(BREAKDOWNS)}.",
+            metavar="LIST",
+        ),
+    ] = None
+
     def check(self) -> None:
         """Raise InvalidArgumentError if a value or a combination of values is invalid."""
+        parse_breakdowns(self.by or "")
         if self.num_blocks < 1:
             raise InvalidArgumentError(
                 f"num_blocks is {self.num_blocks}; the pool needs at least 1 block besides the null block"

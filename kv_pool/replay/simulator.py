@@ -9,6 +9,7 @@ from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
+from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
 from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import parse_groups
@@ -90,7 +91,11 @@ def run_replay(
             CopyLink(settings.rates.disk_bytes_per_s),
         )
     report = ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock)
-    tally = Tally(report, None if on_outcome is None else OutcomeNotes(on_outcome))
+    breakdowns = [Breakdown(kind, block_size) for kind in parse_breakdowns(settings.by or "")]
+    callbacks: list[OutcomeCallback] = [breakdown.add for breakdown in breakdowns]
+    if on_outcome is not None:
+        callbacks.append(on_outcome)
+    tally = Tally(report, OutcomeNotes(callbacks) if callbacks else None)
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, manager, report, link)
@@ -130,6 +135,7 @@ def run_replay(
         )
     if replay_retention is not None and settings.keep_session_s and not replay_retention.num_kept_sessions:
         raise InvalidArgumentError(f"{trace.path} has no session_id, so there are no sessions to keep")
+    report.breakdowns = {breakdown.kind: breakdown.finish() for breakdown in breakdowns}
     report.broken_lines = trace.num_broken
     report.first_broken = trace.first_broken
     report.settings = settings.describe()

@@ -7,22 +7,15 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
-from io import BufferedReader
 from pathlib import Path
 
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.replay.decompression import decompress
+from kv_pool.replay.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, LineReader
 
 BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
 """Traces that ship with the package: name to file."""
-
-MAX_LINE_BYTES = 64 << 20
-"""Maximum length of a line, about nine million token ids. A longer line is broken."""
-
-MAX_DECOMPRESSED_BYTES = 64 << 30
-"""Maximum decompressed size of a compressed trace. Reading beyond it is an error."""
 
 _EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
 _MAX_HASH_ID = 2**64 - 1
@@ -40,7 +33,8 @@ class TraceRequest:
         input_length, output_length: number of tokens.
         hash_ids: block ids at the trace's block size, or None.
         token_ids: the prompt's tokens, or None. Exactly one of `hash_ids` and `token_ids` is given.
-        session_id: the request's conversation, or None.
+        session_id: the request's conversation, or None. With a tenant, `tenant/session_id` of the line.
+        tenant: the source of the request in a merged trace, or None.
     """
 
     line: int
@@ -50,6 +44,7 @@ class TraceRequest:
     hash_ids: list[int] | None
     token_ids: list[int] | None
     session_id: str | None = None
+    tenant: str | None = None
 
     def __repr__(self) -> str:
         ids = self.token_ids if self.hash_ids is None else self.hash_ids
@@ -68,6 +63,7 @@ class _Record(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     session_id: object = None
+    tenant: object = None
 
 
 class Trace:
@@ -108,19 +104,9 @@ class Trace:
             raise InvalidArgumentError(f"timestamp_unit is {timestamp_unit!r}; it must be 'ms' or 's'")
         if block_size is not None and block_size < 1:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
-        for name, limit in (
-            ("max_line_bytes", max_line_bytes),
-            ("max_decompressed_bytes", max_decompressed_bytes),
-        ):
-            if limit < 1:
-                raise InvalidArgumentError(f"{name} is {limit}; it must be 1 or more")
         self.path = find_trace(path)
         self.skip_broken = skip_broken
-        self.num_broken = 0
-        self.first_broken: str | None = None
-        self.position = 0.0
-        self._max_line_bytes = max_line_bytes
-        self._max_decompressed_bytes = max_decompressed_bytes
+        self._lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
         self._ms_per_unit = 1.0 if timestamp_unit == "ms" else 1000.0
         self.block_size = block_size
         self._is_checked = False
@@ -133,77 +119,31 @@ class Trace:
 
     def digest(self) -> str:
         """Return the SHA-256 of the file as stored, in hex."""
-        with self._open() as file:
+        with self._lines.open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        self.num_broken = 0
-        self.first_broken = None
-        self.position = 0.0
+        return (request for request, _ in self.read_lines())
+
+    def read_lines(self) -> Iterator[tuple[TraceRequest, bytes]]:
+        """Yield each request with the text of its line, which may have other fields. Raises TraceError."""
         decode = msgspec.json.Decoder(_Record).decode
-        size = self.path.stat().st_size or 1
-        with self._open() as raw:
-            number = 0
-            for text in self._read_lines(raw):
-                number += 1
-                self.position = raw.tell() / size
-                try:
-                    if text is None:
-                        raise self._broken(
-                            number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
-                        )
-                    if not text.strip():
-                        continue
-                    request = self._parse(decode(text), number)
-                except (msgspec.MsgspecError, TraceError, UnicodeDecodeError, RecursionError) as error:
-                    message = str(error)
-                    if not isinstance(error, TraceError):
-                        message = f"{self.path}:{number}: {error}"
-                        if number == 1:
-                            message += f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}"
-                    if not self.skip_broken:
-                        raise TraceError(
-                            f"{message} (--skip-broken or skip_broken=True skips such lines)"
-                        ) from error
-                    self.num_broken += 1
-                    if self.first_broken is None:
-                        self.first_broken = message
-                    continue
-                yield request
-        self.position = 1.0
+        return self._lines.read(
+            lambda text, line: (self._parse(decode(text), line), text),
+            f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}",
+        )
 
-    def _read_lines(self, raw: BufferedReader) -> Iterator[bytes | None]:
-        """Yield the decompressed lines with their line ends; None for a line that is too long."""
-        number = 1
-        num_bytes = 0
-        limit = self._max_line_bytes + 1  # and the line end
-        is_inside = False  # inside a line that is too long
-        with decompress(raw, self.path) as lines:
-            while True:
-                try:
-                    text = lines.readline(limit)
-                except Exception as error:  # each decompressor has its own exceptions
-                    raise TraceError(f"{self.path}:{number}: cannot decompress: {error}") from error
-                if not text:
-                    return
-                num_bytes += len(text)
-                if num_bytes > self._max_decompressed_bytes and lines is not raw:
-                    raise self._broken(
-                        number,
-                        f"the decompressed file has more than {self._max_decompressed_bytes:,} bytes "
-                        "(max_decompressed_bytes)",
-                    )
-                is_at_end = len(text) < limit or text.endswith(b"\n")
-                if not is_inside:
-                    yield text if is_at_end else None
-                is_inside = not is_at_end
-                number += is_at_end
+    @property
+    def num_broken(self) -> int:
+        return self._lines.num_broken
 
-    def _open(self) -> BufferedReader:
-        try:
-            return self.path.open("rb")
-        except OSError as error:
-            raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
+    @property
+    def first_broken(self) -> str | None:
+        return self._lines.first_broken
+
+    @property
+    def position(self) -> float:
+        return self._lines.position
 
     def _parse(self, record: _Record, line: int) -> TraceRequest:
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
@@ -245,11 +185,12 @@ class Trace:
             record.output_length,
             hash_ids,
             token_ids,
-            None if record.session_id is None else str(record.session_id),
+            _name_session(record),
+            None if record.tenant is None else str(record.tenant),
         )
 
     def _broken(self, line: int, why: str) -> TraceError:
-        return TraceError(f"{self.path}:{line}: {why}")
+        return self._lines.make_error(line, why)
 
     def _check_first_lines(self) -> int | None:
         """Determine the kind of the trace and, unless given, its block size."""
@@ -283,6 +224,13 @@ class Trace:
                 f"({found} would fit); give --trace-block-size"
             )
         return candidates[0]
+
+
+def _name_session(record: _Record) -> str | None:
+    """Return the conversation; conversations of different tenants are different."""
+    if record.session_id is None or record.tenant is None:
+        return None if record.session_id is None else str(record.session_id)
+    return f"{record.tenant}/{record.session_id}"
 
 
 def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:

@@ -282,3 +282,39 @@ def test_one_line_per_request_is_written_on_demand(folder):
     lines = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
     assert len(lines) == int(rows(done.stdout)["requests"].replace(",", ""))
     assert {line["outcome"] for line in lines} <= {"done", "refused"}
+
+
+def test_breakdowns_are_shown_written_and_drawn(folder):
+    lines = [{**line, "session_id": line["hash_ids"][0], "tenant": "t"} for line in TRACE]
+    write_trace(folder / "trace.gz", lines)
+    stdout, report = replay(folder, "--blocks", "20", "--by", "turn,tenant", "--png", "turns.png")
+    assert "hit rate by turn" in stdout
+    assert "picture: turns.png" in stdout
+    assert (folder / "turns.png").read_bytes()[:4] == b"\x89PNG"
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in stdout.splitlines()]
+    assert ["1", "2", "40", "0.00%", "0.00%", ""] in table
+    assert ["2", "1", "32", "50.00%", "50.00%", "████████"] in table
+    assert ["t", "3", "72", "22.22%", "22.22%", "████"] in table
+    assert [row["key"] for row in report["breakdowns"]["turn"]] == [1, 2]
+    assert report["settings"]["by"] == "turn,tenant"
+
+
+def test_long_breakdowns_are_cut_in_the_table_only(folder):
+    write_trace(folder / "trace.gz", [record(8, [number], session_id=number) for number in range(25)])
+    stdout, report = replay(folder, "--blocks", "50", "--by", "session")
+    assert "5 more rows in the file of --json" in stdout
+    assert len(report["breakdowns"]["session"]) == 25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--by hour", "unknown --by 'hour'; known are session, turn, tenant, minute, position"),
+        ("--png x.png", "--png draws what --by lists; pass --by, too"),
+        ("--by turn --png x.txt", "cannot write the picture: its name must end in one of"),
+    ],
+)
+def test_invalid_breakdowns_are_refused(folder, options, message):
+    done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr

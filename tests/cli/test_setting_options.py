@@ -136,7 +136,7 @@ def test_only_given_options_override_a_file():
 def test_every_option_of_the_settings_is_offered():
     assert names_of(ReplaySettings) | names_of(EngineRates) <= offered(replay)
     assert names_of(ServeSettings) <= offered(serve)
-    assert offered(sweep) - offered(replay) == {"png", "overlay", "jobs"}
+    assert offered(sweep) - offered(replay) == {"overlay", "jobs"}
 
 
 @pytest.mark.parametrize("settings_class", [ReplaySettings, EngineRates])

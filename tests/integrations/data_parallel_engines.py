@@ -18,6 +18,7 @@ from pathlib import Path
 
 from integrations.fake_executor import FakeExecutor
 from integrations.made_scheduler import MODEL
+from integrations.start_method import keep_start_method
 
 from kv_pool.control import ControlClient
 from kv_pool.control.socket_path import list_nodes
@@ -114,6 +115,7 @@ async def serve(folder, port):
 
 
 def main():
+    keep_start_method()
     folder = Path(sys.argv[1])
     (folder / "config.json").write_text(json.dumps({"dense": MODEL, "experts": EXPERTS}[sys.argv[2]]))
     print(json.dumps(asyncio.run(serve(folder, find_ports(2 * NUM_ENGINES)))))

@@ -6,9 +6,9 @@
 VLLM_SOURCE is the source tree of a checked vLLM version, importable with its test dependencies; files that it
 does not have are omitted. kv_pool must be importable, too, compiled or plain: that build is tested.
 Needs no GPU and no network: models have only the configurations in data/vllm_models.json. Lists tests with
-different outcomes; data/vllm_suite_exceptions.json names those that may pass only with vLLM's classes, with the
-reason. The exit status is the number of others that pass only with vLLM's classes, at most 99. --theirs keeps
-the outcomes with vLLM's classes in a file: later runs of the same tests read them there.
+different outcomes; data/vllm_suite_exceptions.json names those that may pass only with vLLM's classes, with
+the reason. The exit status is the number of others that pass only with vLLM's classes, at most 99. --theirs
+keeps the outcomes with vLLM's classes in a file: later runs of the same tests read them there.
 """
 
 import argparse
@@ -187,7 +187,9 @@ def main():
     parser.add_argument("source", type=Path)
     parser.add_argument("tests", nargs="*")
     parser.add_argument("--level", choices=("pool", "manager"), default="pool")
-    parser.add_argument("--theirs", type=Path, help="outcomes with vLLM's classes: read, or written if absent")
+    parser.add_argument(
+        "--theirs", type=Path, help="outcomes with vLLM's classes: read, or written if absent"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What `run_vllm_suite.py` makes of two runs of the same tests: unexplained differences, outdated exceptions."""
+"""`run_vllm_suite.py` compares two runs of the same tests: unexplained differences, outdated exceptions."""
 
 import json
 
@@ -66,7 +66,8 @@ def test_exceptions_that_pass_or_are_gone_are_outdated(source):
 @pytest.mark.parametrize("level", ["pool", "manager"])
 def test_every_exception_has_an_id_and_a_reason(level):
     for name, reason in read_exceptions(level).items():
-        assert name.startswith("tests.") and "::" in name
+        assert name.startswith("tests.")
+        assert "::" in name
         assert len(reason.split()) >= 3
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fake_executor import FakeExecutor
 from made_scheduler import MODEL
+from start_method import keep_start_method
 
 
 class NotingExecutor(FakeExecutor):
@@ -34,6 +35,7 @@ class NotingExecutor(FakeExecutor):
 def main():
     from vllm import LLM, SamplingParams
 
+    keep_start_method()
     folder = Path(sys.argv[1])
     (folder / "config.json").write_text(json.dumps(MODEL))
     os.environ["NOTES"] = str(folder / "notes")

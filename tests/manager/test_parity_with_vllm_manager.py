@@ -23,8 +23,8 @@ Known differences, which the schedules avoid:
 - External tokens and states, where the same step also computes tokens of a later block: vLLM counts one block
   too few, and raises ValueError if the pool has no more. kv_pool returns None.
 
-- Until vLLM 0.31, states and tokens in flight: if a prompt ends with a hash, vLLM caches its end again with the
-  state after later tokens, and fails an assertion at a block's end.
+- Until vLLM 0.31, states and tokens in flight: if a prompt ends with a hash, vLLM caches its end again with
+  the state after later tokens, and fails an assertion at a block's end.
 
 Without `PrefixRules` also:
 

@@ -1,6 +1,7 @@
 """Replay recorded random schedules of vLLM's `KVCacheManager` on ours, with `PrefixRules`.
 
-The recordings and their recipe are in tests/manager/data/. `test_parity_with_vllm_manager.py` runs vLLM itself.
+The recordings and their recipe are in tests/manager/data/. `test_parity_with_vllm_manager.py` runs vLLM
+itself.
 """
 
 import json

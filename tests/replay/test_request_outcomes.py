@@ -73,7 +73,7 @@ def test_outcomes_add_up_to_the_report(trace, name):
 def test_outcome_of_one_request(tmp_path):
     records = [
         record(20, [1, 2, 3], 4, 5),
-        record(22, [1, 2, 4], 0, 9, session_id="a"),
+        record(22, [1, 2, 4], 0, 9, session_id="a", tenant="t"),
         record(80, range(10)),
     ]
     path = write_trace(
@@ -84,7 +84,7 @@ def test_outcome_of_one_request(tmp_path):
     assert outcomes == [
         RequestOutcome(1, "done", None, 5.0, 5.0, 20, 4, blocks=3, blocks_looked_up=2),
         RequestOutcome(
-            2, "done", "a", 9.0, 9.0, 22, 0, blocks=3, blocks_looked_up=2, blocks_hit=2, tokens_hit=16
+            2, "done", "t/a", 9.0, 9.0, 22, 0, 0, 3, 2, blocks_hit=2, tokens_hit=16, tenant="t", turn=1
         ),
         RequestOutcome(3, "refused", None, 0.0, 0.0, 80, 0, blocks_looked_up=10),
     ]

@@ -42,6 +42,7 @@ SETTINGS = {
         "limit": 90,
     },
     "tiers": {"num_blocks": 8, "host_tier": 4, "disk_tier": 50},
+    "breakdowns": {"by": "session,turn,tenant,minute,position"},
 }
 
 
@@ -92,6 +93,7 @@ def structs():
         "waits": report.Waits,
         "tier_report": report.TierReport,
         "infinite_cache": report.InfiniteCache,
+        "breakdown_row": report.BreakdownRow,
         "provenance": report.Provenance,
     }
 

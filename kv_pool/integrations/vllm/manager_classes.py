@@ -174,6 +174,10 @@ class KVCacheManager(ManagerWithOptions):
             eagle_group_ids=eagle_group_ids,
             use_eagle=use_eagle,
         )
+        # Log here as well as in `register`, for the reason given in `pool_classes`.
+        logger.info(
+            "kv_pool uses level manager: vLLM's scheduler calls its manager, KV cache groups: %d", len(specs)
+        )
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Return the statistics of the prefix cache since the last call; None if they are not logged."""

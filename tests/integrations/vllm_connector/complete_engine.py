@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from integrations.made_scheduler import MODEL
+from integrations.start_method import keep_start_method
 from integrations.vllm_connector.checked_engine import BLOCK_SIZE
 from integrations.vllm_connector.checked_model import ANSWERS, CheckedModel
 from vllm.v1.executor.abstract import Executor
@@ -60,6 +61,7 @@ def main():
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    keep_start_method()
     folder, num_ranks = Path(sys.argv[1]), int((sys.argv[2:] or ["1"])[0])
     (folder / "config.json").write_text(json.dumps(MODEL))
     engine = LLM(

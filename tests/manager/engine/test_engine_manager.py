@@ -316,7 +316,7 @@ def test_an_interrupt_leaves_a_request_all_blocks_or_none():
 
 @pytest.mark.parametrize("groups", list(GROUPS))
 @pytest.mark.parametrize("num_hashes", [0, 1, 2])
-def test_blocks_with_a_hash_are_cached_though_later_ones_have_none(groups, num_hashes):
+def test_blocks_with_a_hash_are_cached_before_ones_without(groups, num_hashes):
     engine, complete = make_engine(groups), make_engine(groups)
     request = EngineRequest("r", range(17))
     request.block_hashes[num_hashes:] = []

@@ -1,4 +1,4 @@
-"""`GroupsView`: what connectors and tests of an engine read of a manager's groups, and the interval that they set."""
+"""`GroupsView`: the attributes of a manager's groups that connectors and tests of an engine read or set."""
 
 import pytest
 

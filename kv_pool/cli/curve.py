@@ -1,0 +1,175 @@
+"""`kv-pool curve`: the hit rate of LRU and of the optimum over the size of the cache, from one reading."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import TaskProgressColumn
+from rich.table import Table
+
+from kv_pool.cli import options
+from kv_pool.cli.console import print_table
+from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.setting_options import takes
+from kv_pool.replay import ranges
+from kv_pool.replay.curves.curve_plot import draw_curves
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, write_csv
+from kv_pool.replay.curves.measure import CurveProgress, measure_curves
+from kv_pool.replay.output_file import check_can_write
+from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.settings import ReplaySettings
+
+_MAX_ROWS = 14
+
+_ORDER = """
+trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention limit
+trace_block_size timestamp_unit skip_broken seed sample json csv png
+"""
+
+
+@takes(ReplaySettings, _ORDER, num_blocks=1)
+def curve(
+    settings: ReplaySettings,
+    blocks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help=f"Capacities in blocks: {ranges.FORMAT}. Default: 64 in equal ratios, from the largest "
+            "request to the least capacity at which LRU has all hits.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log9.",
+            rich_help_panel=options.MODEL_PANEL,
+        ),
+    ] = None,
+    model: options.Model = None,
+    num_layers: options.NumLayers = 0,
+    num_kv_heads: options.NumKVHeads = 0,
+    head_size: options.HeadSize = 0,
+    dtype_bytes: options.DtypeBytes = 2,
+    sample: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Estimate the hit rates, with standard errors, from this share of the sessions, or of the "
+            "prompts by their first block after a common system prompt: 0.1.",
+        ),
+    ] = None,
+    json: options.JsonFile = None,
+    csv: Annotated[str | None, typer.Option(help="Write one row per capacity to this file.")] = None,
+    png: Annotated[
+        str | None,
+        typer.Option(help="File for the curves. Default: curve.png, or curve-2.png and so on if it exists."),
+    ] = None,
+) -> None:
+    """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
+    opened = settings.open_trace()
+    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    given = "1" if blocks is None and memory is None else blocks
+    capacities, block_bytes = options.find_capacities(opened, settings.block_size, given, memory, kv, "full")
+    picture = find_unused("curve.png") if png is None else png
+    check_can_draw(picture)
+    for path in (json, csv):
+        if path is not None:
+            check_can_write(path)
+    settings = replace(settings, block_bytes=block_bytes)
+    with make_progress_bar("computing curves", TaskProgressColumn()) as bar:
+        task = bar.add_task("curve", total=1.0, live="")
+
+        def show(progress: CurveProgress) -> None:
+            bar.update(task, completed=progress.share, live=progress.doing)
+
+        wanted = None if blocks is None and memory is None else capacities
+        report = measure_curves(settings, wanted, show, sample)
+    if json is not None:
+        write_report(report, json)
+    if csv is not None:
+        write_csv(report, csv)
+    print_table(make_table(report), Console())
+    for line in describe(report):
+        print(line)
+    draw_curves(report, picture)
+    print(f"curve: {escape_text(picture)}")
+
+
+def make_table(report: CurveReport) -> Table:
+    """Return a table with one row per capacity; of many capacities, some in equal steps and the knee."""
+    has_errors = report.sample is not None
+    table = Table(title=f"hit rate over capacity in blocks of {report.block_size} tokens")
+    bounds = {"token": report.optimum_tokens, "block": report.optimum_blocks}
+    columns = ["blocks", "refused"]
+    for kind, state in bounds.items():
+        columns += [f"LRU {kind}s", f"{'optimum' if state == 'optimal' else 'bound'} {kind}s"]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for point in _choose_rows(report):
+        cells = [f"{point.num_blocks:,}", f"{point.refused_requests:,}"]
+        for kind in bounds:
+            for counts in (point.lru, point.optimum):
+                rate = f"{getattr(counts, f'{kind}_hit_rate'):.2%}"
+                error = f" ±{getattr(counts, f'{kind}_rate_error'):.2%}" if has_errors else ""
+                cells.append(rate + error)
+        table.add_row(*cells, "knee" if point.num_blocks == report.knee else "")
+    ceiling = report.infinite_cache
+    table.caption = (
+        f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of blocks, "
+        f"{ceiling.num_blocks:,} blocks{' in the sample' if has_errors else ''}"
+    )
+    return table
+
+
+def describe(report: CurveReport) -> list[str]:
+    """Return sentences about the knee, about bounds, and about skipped lines."""
+    lines = []
+    if report.sample is not None:
+        lines.append(
+            f"estimated from {report.sample.requests:,} of {report.requests:,} requests, sampled by "
+            f"{report.sample.unit}; ± is one standard error"
+        )
+    for point in report.points:
+        if point.num_blocks == report.knee:
+            size = _describe_size(point, report)
+            lines.append(
+                f"knee: {size}, {point.lru.token_hit_rate:.2%} of tokens with LRU, "
+                f"{point.optimum.token_hit_rate:.2%} with the {_name_optimum(report)}, "
+                f"{report.infinite_cache.token_hit_rate:.2%} without evictions"
+            )
+    if report.optimum_blocks == "bound":
+        lines.append(
+            "bound: requests compute cached blocks again, so policies that keep prefixes whole may hit less"
+        )
+    elif report.optimum_tokens == "bound":
+        lines.append("bound: hits of partial blocks have different tokens, so the token hits may be fewer")
+    if report.points[0].num_blocks < report.largest_request:
+        lines.append(f"below {report.largest_request:,} blocks, pools refuse requests that are larger")
+    if report.broken_lines:
+        lines.append(f"broken lines: {report.broken_lines:,}; {make_cell(report.first_broken or '').plain}")
+    return lines
+
+
+def _choose_rows(report: CurveReport) -> list[CurvePoint]:
+    points = report.points
+    if len(points) <= _MAX_ROWS:
+        return points
+    chosen = {round(step * (len(points) - 1) / (_MAX_ROWS - 2)) for step in range(_MAX_ROWS - 1)}
+    return [
+        point for number, point in enumerate(points) if number in chosen or point.num_blocks == report.knee
+    ]
+
+
+def _describe_size(point: CurvePoint, report: CurveReport) -> str:
+    block_bytes = report.settings.get("block_bytes")
+    memory = f" ({point.num_blocks * int(block_bytes) / 2**30:,.1f} GiB)" if block_bytes else ""
+    return f"{point.num_blocks:,} blocks{memory}"
+
+
+def _name_optimum(report: CurveReport) -> str:
+    return "optimum" if report.optimum_tokens == "optimal" else "upper bound"

@@ -1,0 +1,80 @@
+"""Draws the hit rates of LRU and of the optimum over capacity."""
+
+import warnings
+from pathlib import Path
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.curves.curve_report import CurveReport
+from kv_pool.replay.plot import check_can_draw
+
+
+def draw_curves(report: CurveReport, path: str) -> None:
+    """Draw a report to an image file (.png, .svg, .pdf).
+
+    Solid lines are token hit rates and dashed lines block hit rates, each of LRU and of the optimum; a
+    dotted line is the token hit rate of an infinite cache, and a vertical line the knee. Bands are two
+    standard errors of a sample wide to each side. Capacity is in GiB if the size of a block is known,
+    otherwise in blocks.
+
+    Raises:
+        TraceError: matplotlib is not installed, or the file cannot be written.
+    """
+    check_can_draw(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+    block_bytes = report.settings.get("block_bytes")
+    unit, per_block = f"blocks of {report.block_size} tokens", 1.0
+    if block_bytes:
+        unit, per_block = "GiB", float(block_bytes) / 2**30
+    capacities = [point.num_blocks * per_block for point in report.points]
+    bounds = {"tokens": report.optimum_tokens, "blocks": report.optimum_blocks}
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    for kind, line in (("tokens", "-"), ("blocks", "--")):
+        for policy, colour in (("LRU", "tab:blue"), ("optimum", "tab:orange")):
+            counts = [point.lru if policy == "LRU" else point.optimum for point in report.points]
+            rates = [one.token_hit_rate if kind == "tokens" else one.block_hit_rate for one in counts]
+            name = f"{policy} (bound)" if policy == "optimum" and bounds[kind] == "bound" else policy
+            marker = "." if len(capacities) < 20 else ""
+            axes.plot(capacities, rates, f"{line}{marker}", color=colour, label=f"{name}, of prompt {kind}")
+            if report.sample is not None and kind == "tokens":
+                margins = [2 * one.token_rate_error for one in counts]
+                axes.fill_between(
+                    capacities,
+                    [rate - margin for rate, margin in zip(rates, margins, strict=True)],
+                    [rate + margin for rate, margin in zip(rates, margins, strict=True)],
+                    color=colour,
+                    alpha=0.2,
+                    linewidth=0,
+                )
+    ceiling = report.infinite_cache.token_hit_rate
+    axes.axhline(ceiling, color="tab:green", linestyle=":", label="infinite cache, of prompt tokens")
+    if report.knee is not None:
+        axes.axvline(report.knee * per_block, color="0.5", linewidth=0.8, label="knee of LRU")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel(f"capacity in {unit}")
+    axes.set_ylabel("prefix-cache hit rate")
+    trace = "".join(one if one.isprintable() else "?" for one in Path(report.provenance.trace).name)
+    sampled = "" if report.sample is None else f", {report.sample.rate:.2%} sampled by {report.sample.unit}"
+    axes.set_title(
+        f"{trace}\n{report.requests:,} requests one at a time, {report.convention}{sampled}",
+        fontsize=10,
+        parse_math=False,
+    )
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="lower right", fontsize="small")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
+            figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot write the picture: {error}") from error
+    finally:
+        plt.close(figure)

@@ -1,0 +1,145 @@
+"""`CurveReport`: hit rates of LRU and of optimal replacement over capacity; JSON and CSV."""
+
+import csv
+from math import log
+
+import msgspec
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.report import InfiniteCache, Provenance
+
+
+class CurveCounts(msgspec.Struct):
+    """The hits of one replacement policy at one capacity, or estimates of them from a sample.
+
+    Attributes:
+        blocks_hit, tokens_hit: hits of all requests; of a sample, hits of its requests.
+        block_hit_rate, token_hit_rate: hits as shares of all cacheable blocks and of all prompt tokens,
+            including those of refused requests.
+        block_rate_error, token_rate_error: standard errors of the rates of a sample; 0 without a sample.
+    """
+
+    blocks_hit: int
+    tokens_hit: int
+    block_hit_rate: float
+    token_hit_rate: float
+    block_rate_error: float = 0.0
+    token_rate_error: float = 0.0
+
+
+class CurvePoint(msgspec.Struct):
+    """The hits at one capacity.
+
+    Attributes:
+        num_blocks: capacity in blocks, without the null block.
+        refused_requests: requests larger than the capacity. They count in the denominators of the rates.
+        lru: the hits of LRU, equal to those of a replay with the instant clock.
+        optimum: the most hits of any replacement, or an upper bound: see `CurveReport`.
+    """
+
+    num_blocks: int
+    refused_requests: int
+    lru: CurveCounts
+    optimum: CurveCounts
+
+
+class CurveSample(msgspec.Struct):
+    """The sample of a trace on which curves are based.
+
+    Attributes:
+        rate: share of units that are in the sample, by their hash.
+        unit: session, or root: the first block that not all of the first requests begin with.
+        requests: number of requests in the sample.
+        groups: number of disjoint parts of the sample, whose spread gives the standard errors.
+    """
+
+    rate: float
+    unit: str
+    requests: int
+    groups: int
+
+
+class CurveReport(msgspec.Struct):
+    """Hit rates over capacity, from one reading of a trace, with one request at a time.
+
+    Attributes:
+        block_size: tokens per block.
+        convention: which blocks can be hit.
+        requests: number of requests of the trace.
+        blocks_looked_up, tokens_in: cacheable blocks and tokens of all prompts. They are the denominators of
+            the rates, except for those of a sample.
+        largest_request: blocks of the largest request. Smaller pools refuse requests.
+        optimum_blocks, optimum_tokens: "optimal" if the counts of the optimum are the most that a policy can
+            reach, or "bound" if only an upper bound is known.
+        infinite_cache: hits of a cache that never evicts; of a sample, hits and blocks of its requests.
+        knee: the capacity of the point at which the token hit rate of LRU is farthest above a straight line
+            over the logarithm of the capacity from the first to the last point; None if no point is above it.
+        points: in the order of their capacities.
+        broken_lines, first_broken: number of skipped lines, and the error of the first.
+        read_seconds, lru_seconds, optimum_seconds: durations.
+    """
+
+    block_size: int
+    convention: str
+    requests: int
+    blocks_looked_up: int
+    tokens_in: int
+    largest_request: int
+    optimum_blocks: str
+    optimum_tokens: str
+    infinite_cache: InfiniteCache
+    knee: int | None
+    points: list[CurvePoint]
+    sample: CurveSample | None
+    broken_lines: int
+    first_broken: str | None
+    read_seconds: float
+    lru_seconds: float
+    optimum_seconds: float
+    settings: dict[str, str | bool | int | float]
+    provenance: Provenance
+
+
+def find_knee(points: list[CurvePoint]) -> int | None:
+    """Return the capacity of the knee of the LRU curve, as described in `CurveReport`.
+
+    Source: Satopää et al., "Finding a 'kneedle' in a haystack", ICDCS workshops, 2011; without smoothing.
+    """
+    if len(points) < 3:
+        return None
+    first, last = points[0], points[-1]
+    width = log(last.num_blocks / first.num_blocks)
+    height = last.lru.token_hit_rate - first.lru.token_hit_rate
+    knee, most = None, 0.0
+    for point in points[1:-1]:
+        share = log(point.num_blocks / first.num_blocks) / width
+        above = point.lru.token_hit_rate - first.lru.token_hit_rate - share * height
+        if above > most:
+            knee, most = point.num_blocks, above
+    return knee
+
+
+def write_csv(report: CurveReport, path: str) -> None:
+    """Write one row per point: capacity, refused requests, and the fields of both policies.
+
+    A column `bytes` follows the capacity if the size of a block is known. Raises TraceError.
+    """
+    block_bytes = report.settings.get("block_bytes")
+    names = CurveCounts.__struct_fields__
+    if report.sample is None:
+        names = tuple(name for name in names if not name.endswith("_error"))
+    header = ["num_blocks", *["bytes"] * bool(block_bytes), "refused_requests"]
+    header += [f"{policy}_{name}" for policy in ("lru", "optimum") for name in names]
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(header)
+            for point in report.points:
+                row: list[int | float] = [point.num_blocks]
+                if block_bytes:
+                    row.append(point.num_blocks * int(block_bytes))
+                row.append(point.refused_requests)
+                row += [getattr(counts, name) for counts in (point.lru, point.optimum) for name in names]
+                writer.writerow(row)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot write the curve: {error.strerror}") from error

@@ -1,0 +1,87 @@
+"""`Estimates`: the rates of both curves at any capacity, with the standard errors of a sample."""
+
+from collections.abc import Sequence
+from math import sqrt
+
+from kv_pool.replay.curves.curve_report import CurveCounts
+from kv_pool.replay.curves.lru_curve import LruCurve
+from kv_pool.replay.curves.optimum_curve import OptimumCurve
+from kv_pool.replay.curves.reuse import Reuse
+from kv_pool.replay.curves.sampling import NUM_GROUPS
+from kv_pool.replay.report import InfiniteCache
+
+
+class Estimates:
+    """The curves of a trace, exact, or estimated from a sample.
+
+    Args:
+        reuse: the pieces of the trace or of the sample.
+        groups: the pieces of disjoint parts of the sample; at least 2, or none for the whole trace.
+        rate: share of the trace's conversations in the sample; 1 for the whole trace.
+
+    The standard error is that of a ratio estimator from independent groups (Cochran, "Sampling techniques",
+    1977). It is too small where the curve is steep and few conversations of the sample are active at a time:
+    their number then varies more than in the trace, which blurs the estimated stack distances.
+
+    Attributes:
+        lru, optimum: the curves of `reuse`.
+    """
+
+    def __init__(self, reuse: Reuse, groups: Sequence[Reuse] = (), rate: float = 1.0) -> None:
+        self.lru = LruCurve(reuse, rate)
+        self.optimum = OptimumCurve(reuse, rate)
+        self._reuse = reuse
+        self._totals = _sum_up(reuse)
+        self._groups = [Estimates(group, rate=rate / NUM_GROUPS) for group in groups]
+
+    def count_lru(self, capacity: int) -> CurveCounts:
+        """Return the hits of LRU in `capacity` blocks."""
+        counts = self._make_counts(self.lru.count_hits(capacity))
+        self._set_errors(counts, [group.count_lru(capacity) for group in self._groups])
+        return counts
+
+    def count_optimum(self, capacity: int) -> CurveCounts:
+        """Return the block hits of the optimum in `capacity` blocks, and the bound of its token hits."""
+        num_blocks, _ = self.optimum.count_hits(capacity)
+        counts = self._make_counts((num_blocks, self.optimum.bound_tokens(capacity)))
+        self._set_errors(counts, [group.count_optimum(capacity) for group in self._groups])
+        return counts
+
+    def count_infinite(self) -> InfiniteCache:
+        """Return the hits of a cache that never evicts."""
+        counts = self._make_counts(self.lru.count_hits(self.lru.find_least_full_capacity()))
+        return InfiniteCache(
+            num_blocks=self._reuse.num_distinct,
+            blocks_hit=counts.blocks_hit,
+            tokens_hit=counts.tokens_hit,
+            block_hit_rate=counts.block_hit_rate,
+            token_hit_rate=counts.token_hit_rate,
+        )
+
+    def _make_counts(self, hits: tuple[int, int]) -> CurveCounts:
+        rates = [
+            num_hits / total if total else 0.0 for num_hits, total in zip(hits, self._totals, strict=True)
+        ]
+        return CurveCounts(*hits, *rates)
+
+    def _set_errors(self, counts: CurveCounts, of_groups: list[CurveCounts]) -> None:
+        if not of_groups:
+            return
+        variances = [0.0, 0.0]
+        for group, found in zip(self._groups, of_groups, strict=True):
+            differences = (
+                found.block_hit_rate - counts.block_hit_rate,
+                found.token_hit_rate - counts.token_hit_rate,
+            )
+            for kind, difference in enumerate(differences):
+                if self._totals[kind]:
+                    weight = group._totals[kind] / self._totals[kind]
+                    variances[kind] += (weight * difference) ** 2
+        correction = len(of_groups) / (len(of_groups) - 1)
+        counts.block_rate_error = sqrt(correction * variances[0])
+        counts.token_rate_error = sqrt(correction * variances[1])
+
+
+def _sum_up(reuse: Reuse) -> tuple[int, int]:
+    """Return the number of cacheable blocks and of prompt tokens."""
+    return sum(reuse.num_cacheable), sum(reuse.input_length)

@@ -1,0 +1,142 @@
+"""`measure_curves`: hit rates of LRU and of the optimum over capacity, from one reading of a trace."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, find_knee
+from kv_pool.replay.curves.estimates import Estimates
+from kv_pool.replay.curves.reading import read_prompts
+from kv_pool.replay.curves.sampling import Sampler
+from kv_pool.replay.report import make_provenance
+from kv_pool.replay.settings import ReplaySettings, find_block_size
+
+_NUM_POINTS = 64
+_USED = (
+    "trace",
+    "convention",
+    "limit",
+    "trace_block_size",
+    "timestamp_unit",
+    "skip_broken",
+    "seed",
+    "block_bytes",
+)
+_CAPACITY = ("num_blocks", "block_size")
+
+
+@dataclass(frozen=True)
+class CurveProgress:
+    """The progress of `measure_curves`: what it does now, and the share of it that is done."""
+
+    doing: str
+    share: float
+
+
+def measure_curves(
+    settings: ReplaySettings,
+    capacities: Sequence[int] | None = None,
+    on_progress: Callable[[CurveProgress], None] | None = None,
+    sample_rate: float | None = None,
+) -> CurveReport:
+    """Measure the hits of LRU and of optimal replacement at several capacities.
+
+    Args:
+        settings: the trace and how it is read. `num_blocks` is ignored, and the model is that of the instant
+            clock with full attention.
+        capacities: in blocks. None: 64 capacities in equal ratios, from the largest request, below which
+            pools refuse requests, to the least capacity at which LRU has all hits of an infinite cache.
+        sample_rate: share of the sessions, or roots, from which hits are estimated; None for exact counts.
+    Raises:
+        TraceError: the trace cannot be read, or its ids do not identify prefixes.
+        InvalidArgumentError: a setting has no effect on a curve, a capacity is below 1, the rate is not a
+            share, or the sample is too small.
+
+    Cost: reading the trace once; O(pieces * log requests) for LRU at all capacities that refuse no request,
+    and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
+    """
+    _check(settings, capacities)
+    notify = on_progress or _ignore
+    started = perf_counter()
+    trace = settings.open_trace()
+    block_size = find_block_size(settings.block_size, trace)
+    sampler = None if sample_rate is None else Sampler(settings, trace, block_size, sample_rate)
+    read = read_prompts(
+        settings, trace, block_size, sampler, lambda share: notify(CurveProgress("reading", share))
+    )
+    read_at = perf_counter()
+    notify(CurveProgress("LRU", 0.0))
+    estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
+    largest = max(read.num_blocks, default=1)
+    if capacities is None:
+        capacities = _choose_capacities(largest, estimates.lru.find_least_full_capacity())
+    capacities = sorted(set(capacities))
+    of_lru = [estimates.count_lru(capacity) for capacity in capacities]
+    lru_at = perf_counter()
+    of_optimum = []
+    for number, capacity in enumerate(capacities):
+        notify(CurveProgress("optimum", number / len(capacities)))
+        of_optimum.append(estimates.count_optimum(capacity))
+    optimum_at = perf_counter()
+    sizes = np.sort(np.array(read.num_blocks))
+    num_fitting = np.searchsorted(sizes, capacities, "right").tolist()
+    points = [
+        CurvePoint(capacity, len(sizes) - fitting, lru, optimum)
+        for capacity, fitting, lru, optimum in zip(capacities, num_fitting, of_lru, of_optimum, strict=True)
+    ]
+    sample = None
+    if sampler is not None:
+        sample = CurveSample(sampler.rate, sampler.unit, len(read.reuse), len(read.groups))
+    is_optimal = estimates.optimum.is_prefix_closed
+    return CurveReport(
+        block_size=block_size,
+        convention=settings.convention,
+        requests=len(sizes),
+        blocks_looked_up=read.blocks_looked_up,
+        tokens_in=read.tokens_in,
+        largest_request=largest,
+        optimum_blocks="optimal" if is_optimal else "bound",
+        optimum_tokens="optimal" if is_optimal and estimates.optimum.has_optimal_tokens else "bound",
+        infinite_cache=estimates.count_infinite(),
+        knee=find_knee(points),
+        points=points,
+        sample=sample,
+        broken_lines=trace.num_broken,
+        first_broken=trace.first_broken,
+        read_seconds=read_at - started,
+        lru_seconds=lru_at - read_at,
+        optimum_seconds=optimum_at - lru_at,
+        settings={name: value for name, value in settings.describe().items() if name in _USED},
+        provenance=make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed),
+    )
+
+
+def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
+    usual = ReplaySettings(settings.trace, 1).describe()
+    without_effect = [
+        name
+        for name, value in settings.describe().items()
+        if name not in (*_USED, *_CAPACITY) and value != usual.get(name)
+    ]
+    if without_effect:
+        raise InvalidArgumentError(
+            f"a curve ignores {', '.join(without_effect)}: it is for one request at a time and full "
+            "attention; leave the default, or use a sweep"
+        )
+    if capacities is not None and (not capacities or min(capacities) < 1):
+        raise InvalidArgumentError(
+            f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
+        )
+    settings.check()
+
+
+def _ignore(progress: CurveProgress) -> None:
+    pass
+
+
+def _choose_capacities(first: int, last: int) -> list[int]:
+    ratio = max(first, last) / first
+    return sorted({round(first * ratio ** (step / (_NUM_POINTS - 1))) for step in range(_NUM_POINTS)})

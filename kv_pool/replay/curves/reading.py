@@ -1,0 +1,74 @@
+"""`read_prompts`: the only reading of a trace for its curves: the pieces of all prompts, or of a sample."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
+from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
+from kv_pool.replay.curves.sampling import NUM_GROUPS, Sampler
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.trace import Trace
+
+_REQUESTS_BETWEEN_PROGRESS = 100
+
+
+@dataclass(frozen=True)
+class ReadPrompts:
+    """What curves need of a trace.
+
+    Attributes:
+        num_blocks: blocks of each request, of the whole trace.
+        blocks_looked_up, tokens_in: cacheable blocks and tokens of all prompts, of the whole trace.
+        reuse: the pieces of all prompts, or of the sample.
+        groups: the pieces of the disjoint parts of the sample; empty without a sample.
+    """
+
+    num_blocks: "array[int]"
+    blocks_looked_up: int
+    tokens_in: int
+    reuse: Reuse
+    groups: list[Reuse]
+
+
+def read_prompts(
+    settings: ReplaySettings,
+    trace: Trace,
+    block_size: int,
+    sampler: Sampler | None,
+    on_progress: Callable[[float], None],
+) -> ReadPrompts:
+    """Read a trace once.
+
+    Args:
+        sampler: chooses the prompts; None for all.
+        on_progress: called with the share of the trace that is read, after every 100 requests.
+    Raises:
+        TraceError: the trace cannot be read, or its ids do not identify prefixes.
+        InvalidArgumentError: fewer than two groups of the sample have requests.
+    """
+    key_bytes = find_key_bytes(trace, block_size)
+    recorder = ReuseRecorder(block_size, key_bytes)
+    group_recorders = [ReuseRecorder(block_size, key_bytes) for _ in range(NUM_GROUPS if sampler else 0)]
+    num_blocks = array("q")
+    blocks_looked_up = tokens_in = 0
+    for prompt in read_prompt_keys(settings, trace, block_size):
+        if len(num_blocks) % _REQUESTS_BETWEEN_PROGRESS == 0:
+            on_progress(max(trace.position, len(num_blocks) / settings.limit if settings.limit else 0.0))
+        num_blocks.append(prompt.num_blocks)
+        blocks_looked_up += prompt.num_cacheable
+        tokens_in += prompt.input_length
+        if sampler is not None:
+            group = sampler.find_group(prompt)
+            if group is None:
+                continue
+            group_recorders[group].add(prompt)
+        recorder.add(prompt)
+    groups = [found for each in group_recorders if len(found := each.finish())]
+    if sampler is not None and len(groups) < 2:
+        raise InvalidArgumentError(
+            f"the sample at rate {sampler.rate} has {len(groups)} of {NUM_GROUPS} groups of {sampler.unit}s, "
+            "and an estimate of its error needs 2; use a larger rate"
+        )
+    return ReadPrompts(num_blocks, blocks_looked_up, tokens_in, recorder.finish(), groups)

@@ -1,0 +1,218 @@
+"""`Reuse`: which request used each block of a prompt last; all that a curve needs of a trace.
+
+The prompts of a trace share prefixes only, so the blocks that a request used and that no later request has
+used since are one interval of its prompt. A prompt is therefore a few consecutive pieces, head first, each
+with the request that used it last, and a new tail:
+
+    request 0   |------------- new -------------|              6 blocks, no pieces
+    request 1   |---- used by 0 ----|---- new ----|            one piece: (0, end 4)
+    request 2   |---- used by 1 ----| used by 0 |-- new --|    two pieces: (1, end 4), (0, end 6)
+
+The number of pieces is O(requests * log requests), as in the access operation of link-cut trees (Sleator and
+Tarjan, 1983), whatever the number of blocks.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.curves.prompt_keys import PromptKeys
+
+_NEEDED = (
+    "a curve needs ids that identify the whole prefix up to the block. kv-pool sweep replays such a trace"
+)
+
+
+class Reuse:
+    """The requests of a trace and their pieces. Requests are numbered from 0 in the order of the trace.
+
+    Attributes:
+        block_size: tokens per block.
+        num_cacheable, num_blocks, max_hit, input_length: per request, as in `PromptKeys`.
+        first_piece: the index of each request's first piece; one more entry than requests.
+        owner, end: per piece: the request that used it last, and the position in the prompt, in blocks, where
+            it ends. A request's first piece starts at 0, others where their predecessor ends.
+        num_distinct: number of distinct cacheable blocks.
+        num_recomputed: number of times that a request uses a known block beyond its `max_hit`, and so
+            computes a block that may be cached.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_cacheable = array("q")
+        self.num_blocks = array("q")
+        self.max_hit = array("q")
+        self.input_length = array("q")
+        self.first_piece = array("q", [0])
+        self.owner = array("q")
+        self.end = array("q")
+        self.num_distinct = 0
+        self.num_recomputed = 0
+
+    def __len__(self) -> int:
+        return len(self.num_cacheable)
+
+    @property
+    def largest_request(self) -> int:
+        """Blocks of the largest request: a pool of this capacity refuses none."""
+        return max(self.num_blocks, default=0)
+
+
+def admit(reuse: Reuse, capacity: int) -> Reuse:
+    """Return the requests that fit into `capacity` blocks, renumbered, with their pieces among each other.
+
+    Cost: O(pieces).
+    """
+    if capacity >= reuse.largest_request:
+        return reuse
+    admitted = Reuse(reuse.block_size)
+    number_of: list[int] = []  # -1 for a refused request
+    pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
+    for number in range(len(reuse)):
+        pieces: list[tuple[int, int]] = []
+        start = 0
+        for index in range(reuse.first_piece[number], reuse.first_piece[number + 1]):
+            owner, end = reuse.owner[index], reuse.end[index]
+            if number_of[owner] >= 0:
+                _append_piece(pieces, number_of[owner], end)
+            else:
+                for earlier, earlier_end in pieces_of_refused[owner]:
+                    if earlier_end > start:
+                        _append_piece(pieces, earlier, min(earlier_end, end))
+                    if earlier_end >= end:
+                        break
+            start = end
+        if reuse.num_blocks[number] > capacity:
+            number_of.append(-1)
+            pieces_of_refused[number] = pieces
+            continue
+        number_of.append(len(admitted))
+        admitted.num_cacheable.append(reuse.num_cacheable[number])
+        admitted.num_blocks.append(reuse.num_blocks[number])
+        admitted.max_hit.append(reuse.max_hit[number])
+        admitted.input_length.append(reuse.input_length[number])
+        for owner, end in pieces:
+            admitted.owner.append(owner)
+            admitted.end.append(end)
+        admitted.first_piece.append(len(admitted.owner))
+        admitted.num_recomputed += max(0, (pieces[-1][1] if pieces else 0) - reuse.max_hit[number])
+        admitted.num_distinct += reuse.num_cacheable[number] - (pieces[-1][1] if pieces else 0)
+    return admitted
+
+
+def _append_piece(pieces: list[tuple[int, int]], owner: int, end: int) -> None:
+    if pieces and pieces[-1][0] == owner:
+        pieces[-1] = (owner, end)
+    else:
+        pieces.append((owner, end))
+
+
+class _Rest:
+    """The blocks of a request that no later request has used: their keys, and where they start."""
+
+    __slots__ = ("keys", "owner", "start")
+
+    def __init__(self, owner: int, start: int, keys: bytes) -> None:
+        self.owner = owner
+        self.start = start
+        self.keys = keys
+
+
+class ReuseRecorder:
+    """Finds the pieces of prompts, one prompt at a time.
+
+    Args:
+        block_size: tokens per block.
+        key_bytes: width of the prompts' keys.
+
+    Cost: one comparison of memory per prompt, and memory for one key per distinct block.
+    """
+
+    def __init__(self, block_size: int, key_bytes: int) -> None:
+        self._key_bytes = key_bytes
+        self._reuse = Reuse(block_size)
+        self._rests: dict[bytes, _Rest] = {}  # by their first key
+        self._new_keys: list[bytes] = []
+
+    def add(self, prompt: PromptKeys) -> None:
+        """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
+        reuse, rests, key_bytes = self._reuse, self._rests, self._key_bytes
+        number = len(reuse)
+        reuse.num_cacheable.append(prompt.num_cacheable)
+        reuse.num_blocks.append(prompt.num_blocks)
+        reuse.max_hit.append(prompt.max_hit)
+        reuse.input_length.append(prompt.input_length)
+        keys = prompt.keys
+        place = 0
+        while place < len(keys):
+            rest = rests.pop(keys[place : place + key_bytes], None)
+            if rest is None:
+                break
+            if rest.start * key_bytes != place:
+                raise _describe_misplaced(prompt.line, place // key_bytes)
+            num_equal = _count_equal(keys, place, rest.keys, key_bytes)
+            place += num_equal
+            reuse.owner.append(rest.owner)
+            reuse.end.append(place // key_bytes)
+            if num_equal < len(rest.keys):
+                rest.start = place // key_bytes
+                rest.keys = rest.keys[num_equal:]
+                rests[rest.keys[:key_bytes]] = rest
+        reuse.num_recomputed += max(0, place // key_bytes - prompt.max_hit)
+        if place < len(keys):
+            self._new_keys.append(keys[place:] if place else keys)
+        if keys:
+            rests[keys[:key_bytes]] = _Rest(number, 0, keys)
+        reuse.first_piece.append(len(reuse.owner))
+
+    def finish(self) -> Reuse:
+        """Return the pieces of all prompts.
+
+        Raises:
+            TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
+        """
+        reuse = self._reuse
+        reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
+        if _count_distinct(self._new_keys, self._key_bytes) != reuse.num_distinct:
+            raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
+        return reuse
+
+
+def record_reuse(prompts: Iterable[PromptKeys], block_size: int, key_bytes: int) -> Reuse:
+    """Return the pieces of all prompts, as `ReuseRecorder` does. Raises TraceError."""
+    recorder = ReuseRecorder(block_size, key_bytes)
+    for prompt in prompts:
+        recorder.add(prompt)
+    return recorder.finish()
+
+
+def _describe_misplaced(line: int, position: int) -> TraceError:
+    return TraceError(
+        f"line {line}: block {position} of the prompt has the id of a block with another prefix; {_NEEDED}"
+    )
+
+
+def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:
+    """Return the bytes of the whole keys in which `keys[place:]` and `other` agree from the start."""
+    if keys.startswith(other, place):
+        return len(other)
+    low, high = 0, min(len(other), len(keys) - place) // key_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = low * key_bytes, middle * key_bytes
+        if keys[place + start : place + end] == other[start:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * key_bytes
+
+
+def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
+    words = np.frombuffer(b"".join(new_keys), dtype=np.uint64)
+    if key_bytes > words.itemsize:
+        pairs = words.reshape(-1, key_bytes // words.itemsize)
+        words = pairs[np.lexsort(pairs.T)]
+        return len(pairs) and 1 + int(np.count_nonzero((words[1:] != words[:-1]).any(axis=1)))
+    return len(np.unique(words))

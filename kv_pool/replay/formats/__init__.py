@@ -1,0 +1,1 @@
+"""Readers and writers of traces and request logs of other projects."""

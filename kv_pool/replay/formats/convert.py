@@ -1,0 +1,263 @@
+"""`convert_trace`: from one format of traces and request logs to another."""
+
+import heapq
+import os
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.replay.formats import dynamo, event_lines, kv_cache_tester, lmcache, mooncake, vllm_log
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.session_files import write_sessions
+from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.settings import TRACE_BLOCK_SIZE
+from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace_writer import open_trace_writer
+
+READ_LOSSES = {
+    "mooncake": mooncake.READ_LOSSES,
+    "kv-cache-tester": kv_cache_tester.READ_LOSSES,
+    "lmcache": lmcache.READ_LOSSES,
+    "vllm": vllm_log.READ_LOSSES,
+    "dynamo": dynamo.READ_LOSSES,
+    "events": event_lines.READ_LOSSES,
+}
+"""The formats that can be read, each with what is lost or unknown."""
+
+WRITE_LOSSES = {
+    "mooncake": mooncake.WRITE_LOSSES,
+    "kv-cache-tester": kv_cache_tester.WRITE_LOSSES,
+    "lmcache": lmcache.WRITE_LOSSES,
+    "vllm": vllm_log.WRITE_LOSSES,
+    "dynamo": dynamo.WRITE_LOSSES,
+}
+"""The formats that can be written, each with what is lost."""
+
+DEFAULT_BLOCK_SIZE = 16
+MAX_REORDERED = 10_000
+"""Requests that are held back to sort them: logs are in the order in which requests end."""
+
+
+@describe_options
+@dataclass(frozen=True)
+class ConvertSettings:
+    """The settings of a conversion.
+
+    Attributes:
+    """
+
+    source: Annotated[str, Option("The file or folder to read.", metavar="INPUT", is_argument=True)]
+    source_format: Annotated[
+        str,
+        Option(f"Format of the input: {', '.join(READ_LOSSES)}.", name="source_format", flags=("--from",)),
+    ]
+    target_format: Annotated[
+        str,
+        Option(f"Format of the output: {', '.join(WRITE_LOSSES)}.", name="target_format", flags=("--to",)),
+    ] = "mooncake"
+    trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
+    block_size: Annotated[
+        int | None,
+        Option(
+            "Tokens per block, to turn token ids into hash ids. Default: token ids stay token ids where the "
+            f"output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
+            min=1,
+        ),
+    ] = None
+    session_gap_s: Annotated[
+        float,
+        Option(
+            "Seconds between the starts of two sessions, for --from kv-cache-tester.",
+            name="session_gap",
+            metavar="SECONDS",
+            min=0.0,
+        ),
+    ] = 0.0
+    timestamp_unit: Annotated[str, Option("Unit of a Mooncake trace's timestamps: ms or s.")] = "ms"
+    skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError if a format is unknown, or cannot be written."""
+        if self.source_format not in READ_LOSSES:
+            raise InvalidArgumentError(
+                f"unknown format {self.source_format!r}; known are {', '.join(READ_LOSSES)}"
+            )
+        if self.target_format == "events":
+            raise InvalidArgumentError(
+                "events depend on a pool and its size: run kv-pool replay TRACE --blocks N --publish "
+                "ADDRESS, and record them with kv-pool events ADDRESS --json"
+            )
+        if self.target_format not in WRITE_LOSSES:
+            raise InvalidArgumentError(
+                f"unknown format {self.target_format!r}; known are {', '.join(WRITE_LOSSES)}"
+            )
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """The result of a conversion.
+
+    Attributes:
+        num_requests: requests written.
+        num_late: requests that arrive before one that is written earlier, because more than `MAX_REORDERED`
+            requests came between them.
+        block_size: tokens per hash id; None for token ids.
+        num_broken, first_broken: skipped lines, and the error of the first.
+    """
+
+    num_requests: int
+    num_late: int
+    block_size: int | None
+    num_broken: int
+    first_broken: str | None
+
+
+def open_reader(settings: ConvertSettings) -> ForeignReader:
+    """Return the reader of the settings' input. Raises TraceError."""
+    path = Path(settings.source)
+    skip_broken = settings.skip_broken
+    if settings.source_format == "mooncake":
+        trace = Trace(
+            settings.source,
+            block_size=settings.trace_block_size,
+            timestamp_unit=settings.timestamp_unit,
+            skip_broken=skip_broken,
+        )
+        return mooncake.MooncakeReader(trace)
+    if not path.exists():
+        raise TraceError(f"{path}: no such file")
+    if settings.source_format == "kv-cache-tester":
+        return kv_cache_tester.KVCacheTesterReader(path, skip_broken, settings.session_gap_s)
+    if settings.source_format == "lmcache":
+        return lmcache.LMCacheReader(path, skip_broken)
+    if not path.is_file():
+        raise TraceError(f"{path}: this is no file")
+    if settings.source_format == "vllm":
+        return vllm_log.VLLMLogReader(path, skip_broken)
+    if settings.source_format == "dynamo":
+        return dynamo.DynamoReader(path, skip_broken, settings.trace_block_size)
+    return event_lines.EventLineReader(path, skip_broken)
+
+
+def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
+    """Read a trace or request log, and write it in another format.
+
+    Requests are sorted by arrival, and arrive relative to the first one. Keys of blocks become hash ids,
+    numbered by first appearance.
+
+    Args:
+        output: the file to write; for kv-cache-tester a path with `{part}` for the session, such as
+            `traces/trace_{part}.json`.
+    Raises:
+        InvalidArgumentError: the settings are invalid.
+        TraceError: the input cannot be read or has no requests, or the output cannot be written. No file has
+            changed.
+
+    Memory: a number for each distinct block, and `MAX_REORDERED` requests.
+    """
+    settings.check()
+    reader = open_reader(settings)
+    counts = _Counts()
+    renumbered = _Renumbering(settings, reader)
+    requests = _start_at_zero(renumbered.apply(_sort(reader, counts)))
+    if settings.target_format == "kv-cache-tester":
+        write_sessions(requests, lambda: renumbered.block_size or DEFAULT_BLOCK_SIZE, output, counts.note)
+    else:
+        _write_lines(settings.target_format, requests, renumbered, output, counts)
+    return ConvertReport(
+        counts.num_requests, counts.num_late, renumbered.block_size, reader.num_broken, reader.first_broken
+    )
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_late = 0
+
+    def note(self) -> None:
+        self.num_requests += 1
+
+
+def _sort(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[ForeignRequest]:
+    """Yield requests by arrival, as far as `MAX_REORDERED` requests tell."""
+    pending: list[tuple[float, int, ForeignRequest]] = []
+    last_ms = float("-inf")
+    for number, request in enumerate(requests):
+        heapq.heappush(pending, (request.arrival_ms, number, request))
+        if len(pending) > MAX_REORDERED:
+            arrival_ms, _, found = heapq.heappop(pending)
+            counts.num_late += arrival_ms < last_ms
+            last_ms = max(last_ms, arrival_ms)
+            yield found
+    while pending:
+        arrival_ms, _, found = heapq.heappop(pending)
+        counts.num_late += arrival_ms < last_ms
+        last_ms = max(last_ms, arrival_ms)
+        yield found
+
+
+def _start_at_zero(requests: Iterable[ForeignRequest]) -> Iterator[ForeignRequest]:
+    first_ms: float | None = None
+    for request in requests:
+        if first_ms is None:
+            first_ms = request.arrival_ms
+        # Rounded to microseconds: times since 1970 have no more.
+        yield replace(request, arrival_ms=round(max(0.0, request.arrival_ms - first_ms), 3))
+
+
+class _Renumbering:
+    """Turns keys into ids numbered by first appearance, and tokens into keys if wanted.
+
+    Attributes:
+        block_size: tokens per id; None for token ids.
+    """
+
+    def __init__(self, settings: ConvertSettings, reader: ForeignReader) -> None:
+        self.block_size: int | None = None
+        self._settings = settings
+        self._reader = reader
+        self._ids: dict[Hashable, int] = {}
+
+    def apply(self, requests: Iterable[ForeignRequest]) -> Iterator[ForeignRequest]:
+        hasher: BlockHasher | None = None
+        size = self._settings.block_size
+        if size is None and self._settings.target_format not in ("mooncake", "vllm"):
+            size = DEFAULT_BLOCK_SIZE
+        for request in requests:
+            blocks = request.blocks
+            if request.token_ids is not None and size is not None:
+                hasher = hasher or BlockHasher("xxh3_128", "0", size)
+                blocks = hasher.hash_blocks(request.token_ids)
+                self.block_size = size
+            elif blocks is not None:
+                self.block_size = self._reader.block_size
+            if blocks is None:
+                yield request
+            else:
+                ids = self._ids
+                yield replace(
+                    request, token_ids=None, blocks=[ids.setdefault(one, len(ids)) for one in blocks]
+                )
+
+
+def _write_lines(
+    target: str, requests: Iterable[ForeignRequest], renumbered: _Renumbering, output: str, counts: _Counts
+) -> None:
+    with ExitStack() as stack:
+        write = stack.enter_context(open_trace_writer(output))
+        for number, request in enumerate(requests, 1):
+            if target == "mooncake":
+                write(mooncake.make_mooncake_line(request))
+            elif target == "vllm":
+                for line in vllm_log.make_vllm_lines(request, number, renumbered.block_size):
+                    write(line)
+            else:
+                make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
+                write(make(request, number, renumbered.block_size or DEFAULT_BLOCK_SIZE))
+            counts.note()
+        if not counts.num_requests:
+            raise TraceError(f"{os.fspath(output)}: not written: the input contains no request")

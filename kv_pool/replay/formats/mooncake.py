@@ -1,0 +1,66 @@
+"""Mooncake's traces, with the additions of kv_pool: session and tenant.
+
+Source: kvcache-ai/Mooncake, FAST25-release/traces at commit 3b5a594: JSON lines of `timestamp` (ms),
+`input_length`, `output_length`, `hash_ids` (one for each block of 512 tokens, a partial last one included).
+Fields of kv_pool are described in `kv_pool/replay/README.md`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kv_pool.replay.formats.foreign_request import ForeignRequest
+from kv_pool.replay.trace import Trace
+
+READ_LOSSES = ("fields other than those of a trace line",)
+WRITE_LOSSES = ("the ids themselves: they are numbered by first appearance",)
+
+
+class MooncakeReader:
+    """Reads a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.block_size = trace.block_size
+        self._trace = trace
+
+    @property
+    def num_broken(self) -> int:
+        return self._trace.num_broken
+
+    @property
+    def first_broken(self) -> str | None:
+        return self._trace.first_broken
+
+    def __iter__(self) -> Iterator[ForeignRequest]:
+        for request in self._trace:
+            session_id = request.session_id
+            if session_id is not None and request.tenant is not None:
+                session_id = session_id.removeprefix(f"{request.tenant}/")
+            yield ForeignRequest(
+                request.line,
+                request.arrival_ms,
+                request.input_length,
+                request.output_length,
+                request.hash_ids,
+                request.token_ids,
+                session_id,
+                request.tenant,
+            )
+
+
+def make_mooncake_line(request: ForeignRequest) -> dict[str, Any]:
+    """Return the trace line of a request with integer keys or token ids."""
+    arrival_ms = request.arrival_ms
+    line: dict[str, Any] = {
+        "timestamp": int(arrival_ms) if arrival_ms == int(arrival_ms) else arrival_ms,
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+    }
+    if request.blocks is None:
+        line["token_ids"] = request.token_ids
+    else:
+        line["hash_ids"] = request.blocks
+    if request.session_id is not None:
+        line["session_id"] = request.session_id
+    if request.tenant is not None:
+        line["tenant"] = request.tenant
+    return line

@@ -1,0 +1,185 @@
+"""vLLM's request logs: lines of its logger about requests that arrive and end.
+
+Source: vLLM 0.33, vllm/entrypoints/serve/utils/request_logger.py (messages), vllm/logger.py (prefix of a
+line, time of day without a year) and vllm/logging_utils/formatter.py (JSON lines); in older versions the
+message of a request was "Received request ID: prompt: ..., prompt_token_ids: [...]". Token ids are logged
+with --enable-log-requests at level DEBUG, and generated ones with --enable-log-outputs.
+
+    (APIServer pid=7) DEBUG 11-23 18:30:01 [request_logger.py:52] Request ID details: prompt: 'text',
+        prompt_token_ids: [1, 2, 3], prompt_embeds shape: None.
+    (APIServer pid=7) DEBUG 11-23 18:30:02 [request_logger.py:97] Generated response ID (streaming complete)
+        details: output_token_ids: [4, 5]
+"""
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kv_pool.replay.formats.foreign_request import ForeignRequest
+from kv_pool.replay.line_reader import LineReader
+
+READ_LOSSES = (
+    "fractions of seconds, and the year, except in JSON lines",
+    "sessions: the log has none",
+    "generated tokens, without --enable-log-outputs at level DEBUG",
+    "the end of prompts that --max-log-len cut, and prompts given as embeddings",
+    "adapters, salts and multimodal inputs, which make equal tokens different blocks",
+)
+WRITE_LOSSES = (
+    "fractions of milliseconds",
+    "sessions and tenants",
+    "the text of prompts and outputs",
+    "hash ids: a block's tokens are all equal to its id; a partial block without an id has one of its own",
+)
+
+_TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
+_ISO_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[,.](\d{1,6}))?")
+# The first of these in a line says what the line is; later ones may be text of a prompt or an output.
+_SUBJECT = re.compile(
+    r"\b(?:(?P<kind>Request|Received request|Generated response) (?P<name>\S+?)"
+    r"(?P<more> \([a-z ]+\))?(?P<part> details:| JSON body:|:) )"
+)
+_PROMPT_TOKENS = "prompt_token_ids: "
+_OUTPUT_TOKENS = "output_token_ids: "
+_START = datetime(2000, 1, 1, tzinfo=UTC)  # a leap year, for logs without a year
+_DELTA = " (streaming delta)"
+_REQUESTS = (("Request", " details:"), ("Received request", ":"))
+
+
+class _JsonLine(msgspec.Struct):
+    message: str
+    asctime: str = ""
+
+
+class VLLMLogReader:
+    """Reads a log. Lines that are not about requests are passed over.
+
+    The file is read twice: the number of generated tokens is logged after the request. Memory: one number per
+    request.
+
+    Raises:
+        TraceError: while iterating, a line about a request is broken.
+    """
+
+    block_size: int | None = None
+
+    def __init__(self, path: Path, skip_broken: bool = False) -> None:
+        self._reader = LineReader(path, skip_broken=skip_broken)
+
+    @property
+    def num_broken(self) -> int:
+        return self._reader.num_broken
+
+    @property
+    def first_broken(self) -> str | None:
+        return self._reader.first_broken
+
+    def __iter__(self) -> Iterator[ForeignRequest]:
+        num_outputs: dict[str, int] = {}
+        for name, count, is_delta in filter(None, self._reader.read(_parse_response)):
+            num_outputs[name] = count + (num_outputs.get(name, 0) if is_delta else 0)
+        last_ms = 0.0
+        years_ms = 0.0
+        for found in self._reader.read(_parse_request):
+            if found is None:
+                continue
+            name, request = found
+            if request.arrival_ms + years_ms < last_ms - 180 * 86_400_000:  # the log passes a new year
+                years_ms += 366 * 86_400_000
+            request.arrival_ms += years_ms
+            last_ms = request.arrival_ms
+            request.output_length = num_outputs.get(name, 0)
+            yield request
+
+
+def _read_message(text: bytes) -> tuple[str, str]:
+    """Return the message of a line, and the text that contains its time."""
+    line = text.decode().strip()
+    if line.startswith("{"):
+        record = msgspec.json.decode(line, type=_JsonLine)
+        return record.message, record.asctime
+    return line, line
+
+
+def _parse_response(text: bytes, line: int) -> tuple[str, int, bool] | None:
+    message, _ = _read_message(text)
+    found = _SUBJECT.search(message)
+    if found is None or found["kind"] != "Generated response" or found["part"] != " details:":
+        return None
+    rest = message[found.end() :]
+    if not rest.startswith(f"{_OUTPUT_TOKENS}["):
+        return None
+    return found["name"], len(_read_tokens(rest[len(_OUTPUT_TOKENS) :])), found["more"] == _DELTA
+
+
+def _parse_request(text: bytes, line: int) -> tuple[str, ForeignRequest] | None:
+    message, when = _read_message(text)
+    found = _SUBJECT.search(message)
+    if found is None or (found["kind"], found["part"]) not in _REQUESTS:
+        return None
+    if not message.startswith("prompt: ", found.end()):
+        return None
+    # The prompt's text comes before its tokens, and may contain anything.
+    at = message.rfind(_PROMPT_TOKENS)
+    if at < found.end() or message.startswith("None", at + len(_PROMPT_TOKENS)):
+        raise ValueError("the request has no prompt_token_ids; log requests at level DEBUG")
+    tokens = _read_tokens(message[at + len(_PROMPT_TOKENS) :])
+    if not tokens or min(tokens) < 0 or max(tokens) >= 2**64:
+        raise ValueError("the prompt has no tokens, or one that is not in 0..2**64-1")
+    return found["name"], ForeignRequest(line, _read_time(when), len(tokens), token_ids=tokens)
+
+
+def _read_tokens(text: str) -> list[int]:
+    """Return the list of integers at the start of a text."""
+    end = text.find("]")
+    if not text.startswith("[") or end < 0:
+        raise ValueError("the token ids are not a list; the line may be cut off")
+    return msgspec.json.decode(text[: end + 1], type=list[int])
+
+
+def _read_time(text: str) -> float:
+    """Return the first time in a text, in ms."""
+    found = _ISO_TIME.search(text)
+    if found is not None:
+        year, month, day, hour, minute, second = (int(found[at]) for at in range(1, 7))
+        fraction = float(f"0.{found[7]}") if found[7] else 0.0
+        when = datetime(year, month, day, hour, minute, second, tzinfo=UTC) + timedelta(seconds=fraction)
+    else:
+        found = _TIME.search(text)
+        if found is None:
+            raise ValueError("the line has no time such as 11-23 18:30:01")
+        month, day, hour, minute, second = (int(one) for one in found.groups())
+        when = datetime(_START.year, month, day, hour, minute, second, tzinfo=UTC)
+    return (when - _START) / timedelta(milliseconds=1)
+
+
+def make_vllm_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+    """Return the two JSON lines of a log for a request with integer keys that ends when it arrives."""
+    tokens = request.token_ids
+    if tokens is None:
+        keys: list[Any] = [*(request.blocks or ()), (1 << 63) + number]
+        tokens = [key for key in keys for _ in range(block_size or 1)][: request.input_length]
+    when = _START + timedelta(milliseconds=request.arrival_ms)
+    record = {
+        "asctime": f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03}",
+        "levelname": "DEBUG",
+        "name": "vllm.entrypoints.serve.utils.request_logger",
+        "processName": "MainProcess",
+        "process": 1,
+    }
+    name = f"cmpl-{number}"
+    return [
+        record
+        | {
+            "message": f"Request {name} details: prompt: None, prompt_token_ids: {tokens}, prompt_embeds "
+            "shape: None."
+        },
+        record
+        | {
+            "message": f"Generated response {name} details: output_token_ids: {[0] * request.output_length}",
+        },
+    ]

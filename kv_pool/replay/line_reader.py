@@ -1,0 +1,143 @@
+"""`LineReader`: the lines of a foreign file, plain or compressed, in bounded memory."""
+
+from collections.abc import Callable, Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import TypeVar
+
+from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.replay.decompression import decompress
+
+MAX_LINE_BYTES = 64 << 20
+"""Maximum length of a line, about nine million token ids. A longer line is broken."""
+
+MAX_DECOMPRESSED_BYTES = 64 << 30
+"""Maximum decompressed size of a compressed file. Reading beyond it is an error."""
+
+_Item = TypeVar("_Item")
+
+
+class LineReader:
+    """Reads a file line by line. Each reading starts at the first line.
+
+    Args:
+        path: the file.
+        max_line_bytes: maximum length of a line, also in memory. A longer line is broken.
+        max_decompressed_bytes: maximum decompressed size. Reading beyond it is an error.
+        skip_broken: skip broken lines and count them, instead of raising an error.
+
+    Attributes:
+        num_broken: number of broken lines in the last reading.
+        first_broken: the error message of the first broken line, or None.
+        position: share of the file read in the current reading, 0 to 1.
+
+    Raises:
+        InvalidArgumentError: a limit is below 1.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
+        *,
+        skip_broken: bool = False,
+    ) -> None:
+        for name, limit in (
+            ("max_line_bytes", max_line_bytes),
+            ("max_decompressed_bytes", max_decompressed_bytes),
+        ):
+            if limit < 1:
+                raise InvalidArgumentError(f"{name} is {limit}; it must be 1 or more")
+        self.path = path
+        self.skip_broken = skip_broken
+        self.num_broken = 0
+        self.first_broken: str | None = None
+        self.position = 0.0
+        self._max_line_bytes = max_line_bytes
+        self._max_decompressed_bytes = max_decompressed_bytes
+
+    def __repr__(self) -> str:
+        return f"<LineReader {str(self.path)!r}: {self.position:.0%} read>"
+
+    def read(self, parse: Callable[[bytes, int], _Item], first_line_hint: str = "") -> Iterator[_Item]:
+        """Yield what `parse` returns for each line that is not blank.
+
+        Args:
+            parse: called with the text of a line and its number, from 1. A decoding error or a ValueError
+                that it raises makes the line broken.
+            first_line_hint: added to the message of a decoding error in the first line.
+        Raises:
+            TraceError: a line is broken (the message has file and line number), or the file cannot be
+                decompressed.
+        """
+        self.num_broken = 0
+        self.first_broken = None
+        self.position = 0.0
+        size = self.path.stat().st_size or 1
+        with self.open() as raw:
+            for number, text in enumerate(self._read_texts(raw), 1):
+                self.position = raw.tell() / size
+                try:
+                    if text is None:
+                        raise self.make_error(
+                            number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
+                        )
+                    if not text.strip():
+                        continue
+                    found = parse(text, number)
+                except UNDECODABLE as error:
+                    message = str(error)
+                    if not isinstance(error, TraceError):
+                        message = f"{self.path}:{number}: {error}"
+                        if number == 1:
+                            message += first_line_hint
+                    if not self.skip_broken:
+                        raise TraceError(
+                            f"{message} (--skip-broken or skip_broken=True skips such lines)"
+                        ) from error
+                    self.num_broken += 1
+                    if self.first_broken is None:
+                        self.first_broken = message
+                    continue
+                yield found
+        self.position = 1.0
+
+    def make_error(self, line: int, why: str) -> TraceError:
+        """Return the error of a broken line."""
+        return TraceError(f"{self.path}:{line}: {why}")
+
+    def open(self) -> BufferedReader:
+        """Open the file as stored. Raises TraceError."""
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
+
+    def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
+        """Yield the decompressed lines with their line ends; None for a line that is too long."""
+        number = 1
+        num_bytes = 0
+        limit = self._max_line_bytes + 1  # and the line end
+        is_inside = False  # inside a line that is too long
+        with decompress(raw, self.path) as lines:
+            while True:
+                try:
+                    text = lines.readline(limit)
+                except Exception as error:  # each decompressor has its own exceptions
+                    raise TraceError(f"{self.path}:{number}: cannot decompress: {error}") from error
+                if not text:
+                    return
+                num_bytes += len(text)
+                if num_bytes > self._max_decompressed_bytes and lines is not raw:
+                    raise self.make_error(
+                        number,
+                        f"the decompressed file has more than {self._max_decompressed_bytes:,} bytes "
+                        "(max_decompressed_bytes)",
+                    )
+                is_at_end = len(text) < limit or text.endswith(b"\n")
+                if not is_inside:
+                    yield text if is_at_end else None
+                is_inside = not is_at_end
+                number += is_at_end

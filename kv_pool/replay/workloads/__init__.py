@@ -1,0 +1,1 @@
+"""Generators of chat, agent and RAG workloads, as traces."""

@@ -1,0 +1,121 @@
+"""The chat workload: conversations of turns, each of which repeats the conversation before it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.workloads.distributions import Distribution
+from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
+from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.workloads.workload import (
+    GeneratedRequest,
+    SystemPrompts,
+    WorkloadSettings,
+    distribute,
+    generate_requests,
+)
+
+
+@describe_options
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(WorkloadSettings):
+    """The settings of a chat workload. "Measured" is the shared trace `mooncake_conversation`.
+
+    A conversation's next turn is there a request that continues all full blocks of an earlier one.
+
+    Attributes:
+    """
+
+    sessions_per_s: Annotated[
+        float,
+        Option(
+            "Conversations that start per second, on average. Default: measured, 3.4 requests per "
+            "second, divided by 2.5 turns."
+        ),
+    ] = 1.36
+    system_tokens: Annotated[
+        Distribution,
+        distribute(
+            "Tokens of a system prompt. Default: measured, 512 to 900 tokens that all requests share."
+        ),
+    ] = Distribution("fixed", 768)
+    turns: Annotated[
+        Distribution,
+        distribute(
+            "Requests of a conversation. Default: mean 2.54 in WildChat (Zhao et al., ICLR 2024: 2,639,415 "
+            "turns of 1,039,785 conversations)."
+        ),
+    ] = Distribution("geometric", 2.5)
+    think_time: Annotated[
+        Distribution,
+        distribute(
+            "Seconds from one turn's arrival to the next. Default: measured, median 126, mean of the "
+            "logarithm 4.88, deviation 0.98; 80 % within 10 minutes also in Wang et al., ATC 2025, trace A."
+        ),
+    ] = Distribution("lognormal", 126, 1.0)
+    first_tokens: Annotated[
+        Distribution,
+        distribute(
+            "Tokens of a conversation's first message, with pasted text and files. Default: measured, median "
+            "5,933 with the system prompt, deviation of the logarithm 1.26."
+        ),
+    ] = Distribution("lognormal", 5200, 1.3)
+    message_tokens: Annotated[
+        Distribution,
+        distribute(
+            "Tokens of later messages. Default: measured, growth of the prompt without the last answer, mean "
+            "of the logarithm 4.53, deviation 2.45."
+        ),
+    ] = Distribution("lognormal", 93, 2.4)
+    output_tokens: Annotated[
+        Distribution,
+        distribute(
+            "Tokens of an answer. Default: measured, mean 343; exponential as in Xiang et al., ServeGen, "
+            "2025."
+        ),
+    ] = Distribution("exponential", 343)
+
+
+def generate_chat(settings: ChatSettings) -> Iterator[GeneratedRequest]:
+    """Yield the requests of a chat workload, in the order of arrival. Raises InvalidArgumentError."""
+    settings.check()
+    stream = RandomStream(settings.seed)
+    return generate_requests(settings, _ChatWorkload(settings, stream), stream)
+
+
+class _ChatWorkload:
+    def __init__(self, settings: ChatSettings, stream: RandomStream) -> None:
+        self.settings = settings
+        self.stream = stream
+        self._system = SystemPrompts(settings, stream, FreshIds())
+
+    def start_session(self) -> "Conversation":
+        prompt = self._system.begin(self._system.choose())
+        num_tokens = self.settings.first_tokens.sample_count(self.stream)
+        prompt.append_own(max(1, min(num_tokens, self.settings.max_tokens - prompt.num_tokens)))
+        return Conversation(self.settings, self.stream, prompt)
+
+
+class Conversation:
+    """A conversation: its next prompt is the last one, the answer to it, and a new message."""
+
+    def __init__(self, settings: ChatSettings, stream: RandomStream, prompt: GrowingPrompt) -> None:
+        self.prompt = prompt
+        self.num_output = settings.output_tokens.sample_count(stream)
+        self._num_turns_left = settings.turns.sample_count(stream) - 1
+        self._settings = settings
+        self._stream = stream
+
+    def advance(self) -> float | None:
+        settings = self._settings
+        if not self._num_turns_left:
+            return None
+        pause_s = settings.think_time.sample(self._stream)
+        num_new = self.num_output + settings.message_tokens.sample_count(self._stream)
+        if self.prompt.num_tokens + num_new > settings.max_tokens:
+            return None
+        self.prompt.append_own(num_new)
+        self.num_output = settings.output_tokens.sample_count(self._stream)
+        self._num_turns_left -= 1
+        return pause_s

@@ -1,0 +1,186 @@
+"""`generate_requests`: sessions that arrive at random, each a sequence of requests."""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.option import Option, describe_options, list_options
+from kv_pool.replay.workloads.distributions import Distribution
+from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
+from kv_pool.replay.workloads.portable_math import portable_exp, portable_gamma, portable_log
+from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.workloads.zipf import ZipfSampler
+
+SIZE_PANEL = "Size"
+MAX_TOKENS = 16_000_000
+
+
+def distribute(text: str, panel: str | None = None) -> Option:
+    """Return the option of a setting that is a distribution."""
+    return Option(text, metavar="DISTRIBUTION", parse=Distribution.parse, panel=panel)
+
+
+class GeneratedRequest(msgspec.Struct, frozen=True):
+    """One line of a generated trace: the fields of `schemas/trace_line.schema.json`."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    session_id: int
+
+
+@describe_options
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSettings:
+    """The settings that all workloads have. The help of each names the source of its default.
+
+    Attributes:
+    """
+
+    num_requests: Annotated[
+        int, Option("Number of requests.", name="requests", min=1, metavar="N", panel=SIZE_PANEL)
+    ]
+    seed: Annotated[int, Option("The same seed gives the same trace.", metavar="N", panel=SIZE_PANEL)] = 0
+    block_size: Annotated[int, Option("Tokens per hash id.", min=1, panel=SIZE_PANEL)] = 64
+    max_tokens: Annotated[
+        int,
+        Option(
+            "Maximum length of a prompt. A conversation that would exceed it ends, or is compacted. "
+            "Default: the longest prompts of the shared chat trace have 126,195 tokens.",
+            min=1,
+            panel=SIZE_PANEL,
+        ),
+    ] = 128_000
+    sessions_per_s: Annotated[float, Option("Sessions that start per second, on average.")] = 1.0
+    arrival_shape: Annotated[
+        float,
+        Option(
+            "Shape of the Weibull distribution of the gaps between the starts of sessions: 1 is a Poisson "
+            "process, and less is more bursty; gaps of production traffic are Weibull or Gamma (Xiang et "
+            "al., ServeGen, 2025). Default: a choice."
+        ),
+    ] = 1.0
+    system_prompts: Annotated[
+        int, Option("Number of system prompts. Default: all requests of a service share one.", min=1)
+    ] = 1
+    system_skew: Annotated[
+        float, Option("Zipf exponent of the popularity of system prompts. Default: a choice.", min=0.0)
+    ] = 1.0
+    system_tokens: Annotated[Distribution, distribute("Tokens of a system prompt.")] = Distribution(
+        "fixed", 768
+    )
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError if a value is out of range."""
+        for name, _, option in list_options(type(self)):
+            value = getattr(self, name)
+            if option.min is not None and not value >= option.min:
+                raise InvalidArgumentError(f"{name} is {value}; it must be {option.min:g} or more")
+        if not 0 < self.sessions_per_s <= 1e6:
+            raise InvalidArgumentError(
+                f"sessions_per_s is {self.sessions_per_s}; it must be above 0 and at most a million"
+            )
+        if not 0.1 <= self.arrival_shape <= 10:
+            raise InvalidArgumentError(f"arrival_shape is {self.arrival_shape}; it must be in 0.1..10")
+        if self.max_tokens > MAX_TOKENS:
+            raise InvalidArgumentError(
+                f"max_tokens is {self.max_tokens:,}; it must be at most {MAX_TOKENS:,}"
+            )
+
+
+class Session(Protocol):
+    """The requests of one session, one after the other.
+
+    Attributes:
+        prompt: the prompt of its next request.
+        num_output: tokens of the answer to that request.
+    """
+
+    prompt: GrowingPrompt
+    num_output: int
+
+    def advance(self) -> float | None:
+        """Prepare the next request; return the seconds until it arrives, or None if there is none."""
+        ...
+
+
+class Workload(Protocol):
+    """Starts the sessions of a workload."""
+
+    def start_session(self) -> Session:
+        """Return a new session, with its first request prepared."""
+        ...
+
+
+class SystemPrompts:
+    """The system prompts of a workload: their lengths, ids and popularity."""
+
+    def __init__(self, settings: WorkloadSettings, stream: RandomStream, fresh: FreshIds) -> None:
+        self._settings = settings
+        self._stream = stream
+        self._fresh = fresh
+        self._zipf = ZipfSampler(settings.system_prompts, settings.system_skew)
+        self._lengths: list[int] = []
+        self._first_ids: list[int] = []
+        for _ in range(settings.system_prompts):
+            length = min(settings.system_tokens.sample_count(stream, 0), settings.max_tokens)
+            self._lengths.append(length)
+            self._first_ids.append(fresh.take(length // settings.block_size).start)
+
+    def choose(self) -> int:
+        """Return the number of a random system prompt."""
+        return self._zipf.take_rank(self._stream)
+
+    def begin(self, number: int) -> GrowingPrompt:
+        """Return a prompt that consists of system prompt `number`."""
+        prompt = GrowingPrompt(self._fresh, self._settings.block_size)
+        prompt.append_shared(self._lengths[number], self._first_ids[number])
+        return prompt
+
+
+def generate_requests(
+    settings: WorkloadSettings, workload: Workload, stream: RandomStream
+) -> Iterator[GeneratedRequest]:
+    """Yield the first `settings.num_requests` requests, in the order of arrival.
+
+    Memory: the sessions that are not over, and 8 bytes per document or system prompt.
+    """
+    session: Session | None
+    # (arrival in seconds, tie-breaker, session id, session); None is the arrival of a session.
+    arrivals: list[tuple[float, int, int, Session | None]] = []
+    heapq.heappush(arrivals, (0.0, 0, 0, None))
+    num_pushed = num_sessions = num_requests = 0
+    # A Weibull gap is an exponential one to a power, scaled so that the mean is 1 / sessions_per_s.
+    power = 1.0 / settings.arrival_shape
+    scale_s = 1.0 / (settings.sessions_per_s * portable_gamma(1.0 + power))
+    if settings.arrival_shape == 1.0:
+        scale_s = 1.0 / settings.sessions_per_s
+    while num_requests < settings.num_requests:
+        now_s, _, session_id, session = heapq.heappop(arrivals)
+        if session is None:
+            session = workload.start_session()
+            session_id = num_sessions
+            num_sessions += 1
+            num_pushed += 1
+            gap = stream.take_exponential()
+            if power != 1.0 and gap:
+                gap = portable_exp(power * portable_log(gap))
+            next_s = now_s + gap * scale_s
+            heapq.heappush(arrivals, (next_s, num_pushed, 0, None))
+        yield GeneratedRequest(
+            int(now_s * 1000),
+            session.prompt.num_tokens,
+            session.num_output,
+            list(session.prompt.ids),
+            session_id,
+        )
+        num_requests += 1
+        pause_s = session.advance()
+        if pause_s is not None:
+            num_pushed += 1
+            heapq.heappush(arrivals, (now_s + pause_s, num_pushed, session_id, session))

@@ -1,0 +1,176 @@
+"""Tests of optimal replacement: exhaustive search, a replay block by block, and LRU below it."""
+
+import random
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from replay.curves.made_reuse import make_repeating_records, read_prompts, read_reuse
+from replay.made_trace import make_random_records, write_trace
+
+from kv_pool import InvalidArgumentError
+from kv_pool.replay.curves.lru_curve import LruCurve
+from kv_pool.replay.curves.optimum_curve import OptimumCurve
+from kv_pool.replay.curves.optimum_replay import replay_optimum
+from kv_pool.replay.curves.reuse import record_reuse
+from kv_pool.replay.infinite_cache import count_infinite_hits
+from kv_pool.replay.replay_request import CONVENTIONS
+from kv_pool.replay.settings import ReplaySettings
+
+SIZE = 4
+
+
+def search(prompts, capacity, count, keep_prefixes=False):
+    """Return the largest sum of `count(prompt, number of blocks hit)` over all replacements.
+
+    Args:
+        keep_prefixes: True to evict no block before its children.
+    """
+    parents = {}
+    best = {frozenset(): 0}  # by the set of cached blocks
+    for prompt in prompts:
+        if prompt.num_blocks > capacity:
+            continue
+        ids = [prompt.keys[start : start + 8] for start in range(0, len(prompt.keys), 8)]
+        parents |= dict(zip(ids, [None, *ids], strict=False))
+        after = {}
+        for cached, value in best.items():
+            num_hits = 0
+            while num_hits < prompt.max_hit and ids[num_hits] in cached:
+                num_hits += 1
+            others = cached.difference(ids)
+            most = min(len(others), capacity - prompt.num_blocks)
+            for num_kept in range(0 if keep_prefixes else most, most + 1):
+                for kept in combinations(others, num_kept):
+                    state = frozenset(kept).union(ids)
+                    if keep_prefixes and not all(parents[block] in {None, *state} for block in state):
+                        continue
+                    after[state] = max(after.get(state, 0), value + count(prompt, num_hits))
+        best = after
+    return max(best.values())
+
+
+def count_blocks(prompt, num_hits):
+    return num_hits
+
+
+def count_tokens(prompt, num_hits):
+    return min(num_hits * SIZE, prompt.input_length)
+
+
+def list_small_cases(seeds):
+    """Yield (settings, prompts) with few blocks for an exhaustive search."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        if seed % 2:
+            yield make_repeating_records(seed, rng.choice([5, 7, 9]), SIZE, longest=3, num_kept=4)
+        else:
+            yield make_random_records(rng, rng.choice([5, 7]), SIZE, partial_ids=seed % 4 == 0)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_exhaustive_search_finds_no_more_hits(tmp_path, part):
+    """At least 1,000 cases in all parts: traces, conventions and capacities."""
+    num_cases = 0
+    for records in list_small_cases(range(part * 25, part * 25 + 25)):
+        path = write_trace(tmp_path / "trace.jsonl", records)
+        for convention in CONVENTIONS:
+            settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
+            prompts, _, key_bytes = read_prompts(settings)
+            reuse = record_reuse(prompts, SIZE, key_bytes)
+            if reuse.num_distinct > 9:
+                continue
+            curve = OptimumCurve(reuse)
+            for capacity in range(1, reuse.num_distinct + 1):
+                num_cases += 1
+                num_blocks, num_tokens = curve.count_hits(capacity)
+                assert num_blocks == search(prompts, capacity, count_blocks)
+                most_tokens = search(prompts, capacity, count_tokens)
+                assert num_tokens <= most_tokens <= curve.bound_tokens(capacity)
+                if curve.has_optimal_tokens:
+                    assert num_tokens == most_tokens == curve.bound_tokens(capacity)
+                keeping_prefixes = search(prompts, capacity, count_blocks, keep_prefixes=True)
+                assert keeping_prefixes <= num_blocks
+                if curve.is_prefix_closed:
+                    assert keeping_prefixes == num_blocks
+    assert num_cases >= 250
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_every_capacity_equals_the_replayed_optimum(tmp_path, convention, seed):
+    records = make_random_records(random.Random(seed), 80, SIZE, partial_ids=True)
+    if seed % 2:
+        records = make_repeating_records(seed, 80, SIZE)
+    path = write_trace(tmp_path / "trace.jsonl", records)
+    prompts, block_size, key_bytes = read_prompts(
+        ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
+    )
+    reuse = record_reuse(prompts, block_size, key_bytes)
+    curve = OptimumCurve(reuse)
+    for capacity in range(1, reuse.num_distinct + 10, 1 + reuse.num_distinct // 20):
+        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
+        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit)
+        assert counts.requests == len(records)
+        assert counts.refused_requests == sum(prompt.num_blocks > capacity for prompt in prompts)
+
+
+@pytest.mark.parametrize("convention", ["full_blocks_cap", "ids_as_blocks"])
+def test_real_trace_equals_the_replayed_optimum(convention):
+    settings = ReplaySettings("mooncake_conversation", 1, convention=convention, limit=2000)
+    prompts, block_size, key_bytes = read_prompts(settings)
+    curve = OptimumCurve(record_reuse(prompts, block_size, key_bytes))
+    for capacity in (100, 1234, 7654, 30_000):
+        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
+        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit)
+        assert counts.blocks_hit > 0
+
+
+AGENTIC = str(Path(__file__).parent.parent / "data" / "agentic_coding_a.jsonl.xz")
+
+
+@pytest.mark.night
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("trace", ["mooncake_conversation", AGENTIC], ids=["mooncake", "agentic"])
+def test_twenty_capacities_equal_the_replayed_optimum(trace, convention):
+    limit = 800 if trace == AGENTIC else None
+    prompts, block_size, key_bytes = read_prompts(
+        ReplaySettings(trace, 1, convention=convention, limit=limit)
+    )
+    reuse = record_reuse(prompts, block_size, key_bytes)
+    curve = OptimumCurve(reuse)
+    rng = random.Random(20)
+    for _ in range(20):
+        capacity = int(reuse.num_distinct ** rng.uniform(0.4, 1.02))
+        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
+        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit), capacity
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_lru_is_below_and_both_rise_to_the_infinite_cache(tmp_path, convention, seed):
+    path = write_trace(
+        tmp_path / "trace.jsonl", make_random_records(random.Random(seed), 90, SIZE, partial_ids=True)
+    )
+    settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
+    reuse = read_reuse(settings)
+    lru, optimum = LruCurve(reuse), OptimumCurve(reuse)
+    capacities = range(1, reuse.num_distinct + reuse.largest_request + 2)
+    for capacity in capacities:
+        lru_blocks, lru_tokens = lru.count_hits(capacity)
+        assert lru_blocks <= optimum.count_hits(capacity)[0]
+        assert lru_tokens <= optimum.bound_tokens(capacity)
+    without_refusals = [capacity for capacity in capacities if capacity >= reuse.largest_request]
+    for smaller, larger in pairwise(without_refusals):
+        assert lru.count_hits(smaller) <= lru.count_hits(larger)
+        assert optimum.count_hits(smaller) <= optimum.count_hits(larger)
+    bound = count_infinite_hits(settings)
+    ceiling = (bound.blocks_hit, bound.tokens_hit)
+    assert lru.count_hits(capacities[-1]) == optimum.count_hits(capacities[-1]) == ceiling
+    assert optimum.bound_tokens(capacities[-1]) == bound.tokens_hit
+
+
+def test_replayed_optimum_needs_a_block():
+    with pytest.raises(InvalidArgumentError, match="capacity is 0; a pool has at least 1 usable block"):
+        replay_optimum([], 0, SIZE, 8)

@@ -1,0 +1,209 @@
+"""Lines as LMCache, Dynamo and vLLM write them."""
+
+import json
+
+import pytest
+from replay.made_trace import write_trace
+
+from kv_pool import TraceError
+from kv_pool.replay.formats.dynamo import DynamoReader
+from kv_pool.replay.formats.lmcache import LMCacheReader
+from kv_pool.replay.formats.vllm_log import VLLMLogReader
+
+# ---- LMCache -----------------------------------------------------------------------------------
+
+
+def lookup(timestamp, hashes, seq_len, **more):
+    return {
+        "timestamp": timestamp,
+        "request_id": "req-001",
+        "model_name": "a-model",
+        "chunk_size": 256,
+        "seq_len": seq_len,
+        "dtypes": ["float8_e4m3fn"],
+        "shapes": [[32, 256, 128]],
+        "chunk_hashes": hashes,
+        **more,
+    }
+
+
+def test_lookups_are_read(tmp_path):
+    lines = [lookup(1711929600.123, ["0xabcd", "0xef56"], 600), lookup(1711929601.0, ["0xABCD"], 256)]
+    reader = LMCacheReader(write_trace(tmp_path / "log.jsonl", lines))
+    first, second = reader
+    assert reader.block_size == 256
+    assert (first.arrival_ms, first.input_length, len(first.blocks)) == (1711929600123.0, 600, 2)
+    assert second.blocks == first.blocks[:1]
+
+
+def test_models_have_chunks_of_their_own(tmp_path):
+    lines = [lookup(1.0, ["0xa"], 300), lookup(1.0, ["0xa"], 300, model_name="other")]
+    one, other = LMCacheReader(write_trace(tmp_path / "log.jsonl", lines))
+    assert one.blocks != other.blocks
+
+
+def test_folder_is_read_in_the_order_of_names(tmp_path):
+    for number in (2, 1):
+        write_trace(tmp_path / f"lookup_hashes_{number}.jsonl", [lookup(number, ["0xa"], 300), "broken"])
+    (tmp_path / "other.jsonl").write_text("not a log")
+    reader = LMCacheReader(tmp_path, skip_broken=True)
+    assert [one.arrival_ms for one in reader] == [1000.0, 2000.0]
+    assert reader.num_broken == 2
+    assert "lookup_hashes_1.jsonl:2: " in reader.first_broken
+
+
+# ---- Dynamo ------------------------------------------------------------------------------------
+
+RECORD = {
+    "schema": "dynamo.agent.trace.v1",
+    "event_type": "request_end",
+    "event_time_unix_ms": 1777312801000,
+    "event_source": "dynamo",
+    "agent_context": {
+        "session_type_id": "deep_research",
+        "session_id": "research-run-42",
+        "trajectory_id": "research-run-42:researcher",
+    },
+    "request": {
+        "request_id": "dynamo-request-id",
+        "model": "my-model",
+        "output_tokens": 16,
+        "replay": {
+            "trace_block_size": 64,
+            "input_length": 128,
+            "input_sequence_hashes": [14879255164371896291, 274632075616497421],
+        },
+    },
+}
+
+
+def read_dynamo(tmp_path, lines, **options):
+    return list(DynamoReader(write_trace(tmp_path / "log.jsonl", lines), **options))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_request_records_are_read(tmp_path, is_wrapped):
+    line = {"timestamp": 1234, "event": RECORD} if is_wrapped else RECORD
+    (one,) = read_dynamo(tmp_path, [line])
+    assert one.arrival_ms == 1777312801000.0
+    assert (one.input_length, one.output_length) == (128, 16)
+    assert one.blocks == [14879255164371896291, 274632075616497421]
+    assert one.session_id == "research-run-42:researcher"
+
+
+def test_arrival_is_found_in_three_ways(tmp_path):
+    timed = {**RECORD, "request": RECORD["request"] | {"total_time_ms": 400.0}}
+    received = {**RECORD, "request": timed["request"] | {"request_received_ms": 7}}
+    found = [one.arrival_ms for one in read_dynamo(tmp_path, [RECORD, timed, received])]
+    assert found == [1777312801000.0, 1777312800600.0, 7.0]
+
+
+def test_other_events_are_passed_over(tmp_path):
+    tool = {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "tool": {"tool_call_id": "x"}}
+    assert len(read_dynamo(tmp_path, [tool, RECORD, tool])) == 1
+
+
+def test_negative_hashes_are_their_unsigned_numbers(tmp_path):
+    replay = {"trace_block_size": 8, "input_length": 8, "input_sequence_hashes": [-1]}
+    (one,) = read_dynamo(tmp_path, [{**RECORD, "request": {"replay": replay}}])
+    assert one.blocks == [2**64 - 1]
+
+
+def test_mooncake_rows_may_have_delays(tmp_path):
+    lines = [
+        {"session_id": "a", "timestamp": 1000, "input_length": 9, "output_length": 2, "hash_ids": [1, 2]},
+        {"session_id": "b", "created_time": 1500, "output_length": 2, "hash_ids": [1]},
+        {"session_id": "a", "delay_ms": 50, "output_length": 2, "hash_ids": [1, 2, 3]},
+        {"session_id": "a", "delay": 20, "output_length": 2, "hash_ids": [1, 2, 3]},
+    ]
+    found = read_dynamo(tmp_path, lines, block_size=8)
+    assert [one.arrival_ms for one in found] == [1000, 1500, 1050, 1070]
+    assert [one.input_length for one in found] == [9, 8, 24, 24]
+    with pytest.raises(TraceError, match=r"log\.jsonl:1: .*give --trace-block-size"):
+        read_dynamo(tmp_path, lines)
+
+
+# ---- vLLM --------------------------------------------------------------------------------------
+
+START = "(APIServer pid=7) {level} 11-23 18:30:0{second} [request_logger.py:52] "
+
+
+def log(second, message, level="DEBUG"):
+    return START.format(level=level, second=second) + message
+
+
+def read_vllm(tmp_path, lines):
+    return list(VLLMLogReader(write_trace(tmp_path / "log.jsonl", lines)))
+
+
+def details(name, tokens, prompt="'Hello'"):
+    return f"Request {name} details: prompt: {prompt}, prompt_token_ids: {tokens}, prompt_embeds shape: None."
+
+
+def test_requests_and_their_outputs_are_read(tmp_path):
+    lines = [
+        "INFO 11-23 18:29:59 [api_server.py:1] Started server process [7]",
+        log(1, details("cmpl-1", [1, 2, 3])),
+        log(1, "Received request cmpl-1: params: SamplingParams(n=1), lora_request: None.", "INFO"),
+        log(2, details("cmpl-2", [1])),
+        log(3, "Generated response cmpl-2 details: output_token_ids: [4, 5]"),
+        log(3, "Generated response cmpl-2: output: 'ab', finish_reason: stop", "INFO"),
+        log(4, "Generated response cmpl-1 (streaming delta) details: output_token_ids: [7]"),
+        log(5, "Generated response cmpl-1 (streaming delta) details: output_token_ids: [8, 9]"),
+        log(6, "Generated response cmpl-3 details: output_token_ids: None"),
+        "Traceback (most recent call last):",
+    ]
+    first, second = read_vllm(tmp_path, lines)
+    assert (first.line, first.token_ids, first.output_length) == (2, [1, 2, 3], 3)
+    assert (second.token_ids, second.output_length) == ([1], 2)
+    assert second.arrival_ms - first.arrival_ms == 1000.0
+
+
+def test_complete_stream_replaces_its_deltas(tmp_path):
+    lines = [
+        log(1, details("a", [1])),
+        log(2, "Generated response a (streaming delta) details: output_token_ids: [7]"),
+        log(3, "Generated response a (streaming complete) details: output_token_ids: [7, 8]"),
+    ]
+    assert [one.output_length for one in read_vllm(tmp_path, lines)] == [2]
+
+
+def test_older_messages_are_read(tmp_path):
+    line = (
+        "INFO 06-12 12:34:56 [logger.py:42] Received request cmpl-9: prompt: 'x', params: SamplingParams(n=1)"
+        ", prompt_token_ids: [5, 6], prompt_embeds shape: None, lora_request: None, prompt_adapter_request: "
+        "None."
+    )
+    assert [one.token_ids for one in read_vllm(tmp_path, [line])] == [[5, 6]]
+
+
+def test_text_of_users_is_not_read_as_a_message(tmp_path):
+    text = (
+        "Generated response a details: output_token_ids: [1, 1, 1] prompt_token_ids: [9] Request b details: "
+    )
+    lines = [
+        log(1, details("a", [1, 2], prompt=repr(text))),
+        log(2, f"Generated response a: output: {details('c', [3])!r}, finish_reason: stop", "INFO"),
+        log(3, f"Request a JSON body: {json.dumps({'prompt': details('d', [4])})}", "INFO"),
+    ]
+    (one,) = read_vllm(tmp_path, lines)
+    assert (one.token_ids, one.output_length) == ([1, 2], 0)
+
+
+def test_json_lines_have_years_and_milliseconds(tmp_path):
+    lines = [
+        {"asctime": f"2026-11-23 18:30:01,{ms}", "levelname": "DEBUG", "message": details(str(ms), [1])}
+        for ms in (123, 623)
+    ]
+    first, second = read_vllm(tmp_path, lines)
+    assert second.arrival_ms - first.arrival_ms == 500.0
+
+
+def test_log_may_pass_a_new_year(tmp_path):
+    lines = [
+        f"DEBUG {day} [x.py:1] {details(day[:5], [1])}"
+        for day in ("12-31 23:59:59", "01-01 00:00:01", "02-29 00:00:00")
+    ]
+    found = [one.arrival_ms for one in read_vllm(tmp_path, lines)]
+    assert found[1] - found[0] == 2000.0
+    assert found == sorted(found)
