@@ -121,7 +121,7 @@ def make_table(report: CurveReport) -> Table:
     ceiling = report.infinite_cache
     table.caption = (
         f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of blocks, "
-        f"{ceiling.num_blocks:,} blocks"
+        f"{ceiling.num_blocks:,} blocks{' in the sample' if has_errors else ''}"
     )
     return table
 

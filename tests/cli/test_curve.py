@@ -70,6 +70,7 @@ def test_sample_shows_standard_errors(folder):
     assert done.returncode == 0, done.stderr
     assert " of 120 requests, sampled by session; ± is one standard error" in done.stdout
     assert done.stdout.count("% ±") == 4
+    assert "blocks in the sample" in done.stdout
 
 
 @pytest.mark.parametrize(

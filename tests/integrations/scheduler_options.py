@@ -14,6 +14,7 @@ Before 0.33 also:
 - sessions with drafts: an accepted draft after a stop token counts as computed
 - groups of a draft model whose hits drop no block: vLLM marks none then
 - drafters with several modules and hits within a block: vLLM caches a state for fewer tokens than it covers
+- in 0.30, connectors with Mamba states and async scheduling: a step needs more blocks than it has counted
 """
 
 from math import ceil, gcd, lcm
@@ -128,6 +129,10 @@ def fit_release(options, release):
             for group in options["groups"]:
                 group.pop("is_eagle_group", None)
     if release < (0, 31):
+        if options["scheduler"]["async_scheduling"] and any(
+            group["kind"] == "mamba" for group in options["groups"]
+        ):
+            options["connector"] = None
         del options["scheduler"]["long_prefill_token_threshold_adaptive"]
         cache = options["cache"]
         has_junctions = cache.pop("enable_mamba_shared_prefix_checkpoint")

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import pytest
 from integrations.scheduler_options import SCHEDULER_KINDS
 
+from kv_pool.integrations.vllm.releases import find_release
+
 pytestmark = pytest.mark.vllm
 
 OUR_LEVELS = ["pool"]
@@ -107,13 +109,14 @@ def test_two_schedulers_of_vllm_take_the_same_steps():
 
 def test_async_scheduling_uses_the_async_scheduler():
     """vLLM disables it on machines without an accelerator; the comparisons need it."""
+    import vllm
     from integrations.scheduler_schedule import SchedulerSchedule
     from integrations.scheduler_side import SchedulerSide
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     seen = set()
     for seed in range(8):
-        schedule = SchedulerSchedule("full", seed)
+        schedule = SchedulerSchedule("full", seed, find_release(vllm.__version__).number)
         scheduler = SchedulerSide(schedule.options, classes_of("vllm")).scheduler
         assert isinstance(scheduler, AsyncScheduler) is schedule.is_async
         seen.add(schedule.is_async)

@@ -1,8 +1,12 @@
 """A pytest plugin for vLLM's tests that selects their classes before the first test is imported."""
 
+import gc
 import os
+import time
+import types
 
 import pytest
+import vllm.transformers_utils.repo_utils
 import vllm.v1.core.block_pool
 import vllm.v1.core.kv_cache_manager
 
@@ -10,6 +14,9 @@ from kv_pool.integrations.vllm import register
 
 # The UMBP connector's tests require ROCm, but then use a runtime that copies bytes on the CPU.
 NOT_SKIPPED = "UMBP is only available on ROCm"
+
+# Without a network, vLLM would wait four seconds in each test that makes a scheduler.
+vllm.transformers_utils.repo_utils.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
 
 
 def pytest_configure(config):
@@ -21,6 +28,10 @@ def pytest_configure(config):
     expect_owner(vllm.v1.core.block_pool.BlockPool, expected)
     is_manager_ours = expected == "kv_pool" and os.environ.get("KV_POOL_VLLM") == "manager"
     expect_owner(vllm.v1.core.kv_cache_manager.KVCacheManager, "kv_pool" if is_manager_ours else "vllm")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # vLLM collects garbage after each test: half a second with everything that is imported
 
 
 def expect_owner(tested, expected):

@@ -51,6 +51,28 @@ class CachedBlocksByRequest(Mapping[RequestId, int]):
         return len(self._engine.manager._tables)
 
 
+class CheckpointsByRequest(Mapping[RequestId, tuple[int, int]]):
+    """The states that steps save on their way in one group: request id -> (tokens, entry of the table)."""
+
+    def __init__(self, engine: EngineManager, group_id: GroupId) -> None:
+        self._engine = engine
+        self._group_id = group_id
+
+    def __getitem__(self, request_id: RequestId) -> tuple[int, int]:
+        table = self._engine.manager._tables[request_id][self._group_id]
+        if table.checkpoint_position < 0:
+            raise KeyError(request_id)
+        return table.checkpoint_tokens, table.checkpoint_position
+
+    def __iter__(self) -> Iterator[RequestId]:
+        for request_id, tables in self._engine.manager._tables.items():
+            if tables[self._group_id].checkpoint_position >= 0:
+                yield request_id
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class GroupView:
     """One group of an engine's manager, read-only.
 
@@ -76,6 +98,9 @@ class GroupView:
         self.num_cached_block = CachedBlocksByRequest(engine, group_id)
         self.records_new_block_ids: bool = group_id in engine._zeroed.group_ids
         self._group = group
+        # vLLM's names; its tests of the scheduler and of states read them.
+        self._null_block = engine.block_pool.null_block
+        self._checkpoints = CheckpointsByRequest(engine, group_id)
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -113,6 +138,7 @@ class GroupsView:
         self.block_pool: BlockPoolCore = engine.block_pool
         self.hash_block_size: int = engine.block_pool.hash_block_size
         self.scheduler_block_size = scheduler_block_size
+        self._cache_hit_alignment_tokens: int = count_hit_alignment(engine)  # vLLM's name; its tests read it
         self.eagle_group_ids = eagle_group_ids
         self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
         self.num_reprefillable_tokens: int = rules.num_reprefillable

@@ -19,18 +19,9 @@ A pool of C + 1 blocks has one block more than a pool of C: a cached one, a blan
 from one capacity on, the block's own.
 """
 
+from bisect import bisect_left, insort
+
 _NEVER = 1 << 62
-
-
-class Copy:
-    """A copy of a block that no hit will touch: its request, its position there, its least capacity."""
-
-    __slots__ = ("least_capacity", "owner", "position")
-
-    def __init__(self, owner: int, position: int, least_capacity: int) -> None:
-        self.owner = owner
-        self.position = position
-        self.least_capacity = least_capacity
 
 
 class LruStack:
@@ -59,7 +50,8 @@ class LruStack:
         # Older copies of blocks that were computed again and not hit since.
         self._older: dict[int, list[int]] = {}  # positions of older copies, by request
         self._owners_of_older: dict[int, dict[int, list[int]]] = {}  # by the last request and the position
-        self._copies: list[Copy] = []
+        # Copies that no hit will touch: their request, position in it and threshold, in this order.
+        self._copies: list[tuple[int, int, int]] = []
 
     def access(
         self,
@@ -79,7 +71,7 @@ class LruStack:
         """
         start = 0
         last = _NEVER
-        new_copies: list[Copy] = []
+        new_copies: list[tuple[int, int, int]] = []
         resolved: list[tuple[int, int]] = []
         for index in range(len(owners)):
             owner, end = owners[index], ends[index]
@@ -98,7 +90,8 @@ class LruStack:
         for owner, position in resolved:
             self._older[owner].remove(position)
             self._add(owner, -1)
-        self._copies += new_copies
+        for copy in new_copies:
+            insort(self._copies, copy)
         start = 0
         for index in range(len(owners)):
             owner, end = owners[index], ends[index]
@@ -149,14 +142,22 @@ class LruStack:
     def _list_thresholds(self, owner: int, position: int) -> list[int]:
         """Return the thresholds above a block, in ascending order."""
         found = [self._blank_from]
-        for copy in self._copies:
-            if copy.owner > owner or (copy.owner == owner and copy.position < position):
-                found.append(copy.least_capacity)
-        found.sort()
+        copies = self._copies
+        if copies:
+            for index in range(bisect_left(copies, (owner, 0, 0)), len(copies)):
+                copy_owner, copy_position, threshold = copies[index]
+                if copy_owner > owner or copy_position < position:
+                    found.append(threshold)
+            found.sort()
         return found
 
     def _resolve(
-        self, owner: int, start: int, end: int, copies: list[Copy], resolved: list[tuple[int, int]]
+        self,
+        owner: int,
+        start: int,
+        end: int,
+        copies: list[tuple[int, int, int]],
+        resolved: list[tuple[int, int]],
     ) -> None:
         """Find what a hit of the blocks `start` to `end` of request `owner` does to their copies."""
         for position, older in self._owners_of_older[owner].items():
@@ -170,7 +171,7 @@ class LruStack:
                     num_before += other < position
                 rank = self._count_above(holder) + num_before + 1
                 least = self._find_capacity(rank, self._list_thresholds(holder, position))
-                copies.append(Copy(chain[index + 1], position, least))
+                copies.append((chain[index + 1], position, least))
                 resolved.append((holder, position))
 
     def _keep_older(self, number: int, owner: int, start: int, end: int) -> None:

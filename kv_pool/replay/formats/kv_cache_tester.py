@@ -1,7 +1,8 @@
 """kv-cache-tester's traces: one JSON document per session.
 
 Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md at commit 19c263b, and traces/trace_0003.json
-at 83eca8e; AIPerf calls the format Weka traces.
+at 83eca8e. AIPerf and Dynamo call the format Weka traces; Dynamo's importer also takes `input_length` and
+`output_length`.
 
     {"id": ..., "models": [...], "block_size": 64, "tool_tokens": ..., "system_tokens": ...,
      "hash_id_scope": "local" or "global",
@@ -49,6 +50,8 @@ class _Request(msgspec.Struct):
     type: str = "n"
     num_in: int | None = msgspec.field(name="in", default=None)
     out: int | None = None
+    input_length: int | None = None
+    output_length: int | None = None
     hash_ids: list[int] | None = None
     requests: list["_Request"] | None = None
 
@@ -163,15 +166,17 @@ def _flatten(requests: list[_Request], offset_s: float) -> Iterator[tuple[_Reque
 def _make_request(
     request: _Request, t: float, start_ms: float, name: str, scope: int | None, block_size: int
 ) -> ForeignRequest:
-    if request.num_in is None or request.hash_ids is None:
+    num_in = request.input_length if request.num_in is None else request.num_in
+    num_out = (request.output_length if request.out is None else request.out) or 0
+    if num_in is None or request.hash_ids is None:
         raise ValueError("a request has no `in` or no `hash_ids`")
-    check_lengths(request.num_in, request.out or 0, t)
-    check_blocks(request.num_in, len(request.hash_ids), block_size)
+    check_lengths(num_in, num_out, t)
+    check_blocks(num_in, len(request.hash_ids), block_size)
     return ForeignRequest(
         1,
         start_ms + t * 1000,
-        request.num_in,
-        request.out or 0,
+        num_in,
+        num_out,
         blocks=[(scope, hash_id) for hash_id in request.hash_ids],
         session_id=name,
     )

@@ -4,7 +4,7 @@ import pytest
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.prefix_rules import PrefixRules
@@ -12,13 +12,13 @@ from kv_pool.manager.prefix_rules import PrefixRules
 SPECS = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=4)]
 
 
-def make_view(**rules):
+def make_view(specs=SPECS, **rules):
     manager = KVCacheManager(
-        BlockPool(40, True, 4), groups=SPECS, max_model_len=200, prefix_rules=PrefixRules(**rules)
+        BlockPool(40, True, 4), groups=specs, max_model_len=200, prefix_rules=PrefixRules(**rules)
     )
-    engine = EngineManager(manager, event_labels=[("full", None), ("window", 4)])
+    engine = EngineManager(manager, event_labels=[("full", None), ("other", None)])
     return manager, GroupsView(
-        engine, [GroupView, GroupView], SPECS, scheduler_block_size=4, eagle_group_ids=set(), use_eagle=False
+        engine, [GroupView, GroupView], specs, scheduler_block_size=4, eagle_group_ids=set(), use_eagle=False
     )
 
 
@@ -46,3 +46,21 @@ def test_an_interval_that_does_not_fit_changes_nothing(interval, rules):
         view.retention_interval = interval
     assert view.retention_interval == 0
     assert list_cached(manager) == [8]
+
+
+def test_a_state_saved_on_the_way_is_shown_for_its_step():
+    specs = [FullAttentionSpec(block_size=4), MambaSpec(block_size=4, prefill_checkpoint_alignment=2)]
+    manager, view = make_view(specs)
+    request = Request("r", range(15), BlockHasher("sha256", block_size=4))
+    saved = view.single_type_managers[1]._checkpoints
+    assert dict(saved) == {} and "r" not in saved
+    manager.allocate_slots(request, 15)
+    assert dict(saved) == {"r": (12, 2)} and len(saved) == 1
+    assert manager.get_table("r", 1).blocks[2].num_key_tokens == 12
+    request.num_computed_tokens = 15
+    manager.begin_step()
+    request.append_output_token_ids([1])
+    manager.allocate_slots(request, 1)
+    assert dict(saved) == {} and saved.get("r") is None
+    with pytest.raises(KeyError):
+        saved["unknown"]

@@ -101,6 +101,11 @@ def test_sub_agents_are_on_the_clock_of_their_session(tmp_path, inner_t):
     ]
 
 
+def test_long_names_of_lengths_are_read(tmp_path):
+    path = write(tmp_path, 0, [{"t": 0.5, "input_length": 70, "output_length": 4, "hash_ids": [2**70]}])
+    assert [(one.input_length, one.output_length) for one in read(path)] == [(70, 4)]
+
+
 def test_compressed_sessions_are_read(tmp_path):
     path = write(tmp_path, 0, [request(0.0, [1])])
     packed = path.with_suffix(".json.xz")

@@ -17,7 +17,7 @@ def lookup(timestamp, hashes, seq_len, **more):
     return {
         "timestamp": timestamp,
         "request_id": "req-001",
-        "model_name": "llama-3-8b",
+        "model_name": "a-model",
         "chunk_size": 256,
         "seq_len": seq_len,
         "dtypes": ["float8_e4m3fn"],
