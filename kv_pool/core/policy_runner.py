@@ -12,7 +12,7 @@ from kv_pool.core.eviction_order import BandPolicy, EvictionOrder
 from kv_pool.core.run_table import RunTable
 from kv_pool.errors import CachePolicyError, InvalidArgumentError
 
-MAX_QUEUES: Final = 1000
+MAX_QUEUES: Final = 10_000
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -60,6 +60,7 @@ class PolicyRunner(BandPolicy):
         self.unchained: dict[int, None] = {}
         self.table: RunTable = RunTable()
         self.reads_hints: bool = False
+        self._before: CachedRun | None = None  # the run that the current call has handled last
         self._queues: list[RunQueue] = []
         self.policy: CachePolicy = LRU()
         self._start_policy()
