@@ -46,6 +46,7 @@ class CachedRun:
         "count",
         "group_id",
         "hints",
+        "is_chained",
         "is_free",
         "is_open",
         "is_parked",
@@ -62,11 +63,13 @@ class CachedRun:
     )
 
     def __init__(self, number: i32, blocks: list[KVCacheBlock], group_id: i32, block_size: i32) -> None:
-        # The host's fields: 0 as a number if the run has been evicted; whether the run may still be extended;
-        # whether it is out of its queue's list until it is free and has no children; the neighbours there.
+        # The host's fields: 0 as a number if the run has been evicted; whether hits need the blocks before
+        # theirs; whether the run may still be extended; whether it is out of its queue's list until it is
+        # free and has no children; the neighbours there.
         self.number: i32 = number
         self.group_id: i32 = group_id
         self.block_size: i32 = block_size
+        self.is_chained: bool = True
         self.is_open: bool = True
         self.is_parked: bool = False
         self.is_free: bool = False

@@ -8,6 +8,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_runs import CachedRun
 from kv_pool.core.eviction_order import EMPTY_BAND, NumberedBlocks
 from kv_pool.core.policy_runner import PolicyRunner
+from kv_pool.ids import GroupId
 
 
 class PolicyHost(PolicyRunner):
@@ -52,7 +53,7 @@ class PolicyHost(PolicyRunner):
             self.rebuild()
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
         if is_chained and num_before > 0 and table[0].is_null:
-            self.unchain(group_id)
+            self.unchain(GroupId(group_id))
             is_chained = False
         self.is_stale = True
         if not has_gaps and not self.is_flat:
@@ -84,6 +85,7 @@ class PolicyHost(PolicyRunner):
             self.rebuild()
             return
         self.is_stale = True
+        self._before = None
         # Blocks of one number with increasing token counts are different blocks of one run.
         number: i32 = 0
         num_tokens: i32 = 0
@@ -194,7 +196,7 @@ class PolicyHost(PolicyRunner):
         self.is_stale = True
         self.rebuild()
 
-    def unchain(self, group_id: int) -> None:
+    def unchain(self, group_id: GroupId) -> None:
         """Note that hits of a group do not need all earlier blocks. O(runs)."""
         if self.is_stale:
             self.rebuild()
@@ -202,6 +204,7 @@ class PolicyHost(PolicyRunner):
         self.unchained[group_id] = None
         for run in self.table.list_runs():
             if run.group_id == group_id:
+                run.is_chained = False
                 run.parent = None
                 run.num_children = 0
                 self._unpark(run)
@@ -235,7 +238,20 @@ class PolicyHost(PolicyRunner):
             self._note_use(part, is_access)
 
     def _note_use(self, run: CachedRun, is_access: bool) -> None:
-        """Mark a run as in use, and tell the policy of a hit."""
+        """Mark a run as in use, and tell the policy of a hit.
+
+        A request may continue one chain's blocks with the equal copy of another chain's: then the run that it
+        hits before this one becomes the parent, since lookups find the latter behind it.
+        """
+        before = self._before
+        if is_access and before is not None and run.parent is not before and self._follows(run, before):
+            parent = run.parent
+            run.parent = before
+            before.num_children += 1
+            if parent is not None:
+                parent.num_children -= 1
+                self._unpark(parent)
+        self._before = run
         if run.is_free:
             run.is_free = False
             self.num_ordered -= len(run.blocks)
@@ -246,6 +262,12 @@ class PolicyHost(PolicyRunner):
                 self.policy.hit(run)
             except Exception as error:
                 self._replace("hit()", error)
+
+    def _follows(self, run: CachedRun, before: CachedRun) -> bool:
+        """Return True if a run's positions are directly after those of another, in a group with parents."""
+        if self.is_flat or run.group_id != before.group_id or not run.is_chained:
+            return False
+        return before.blocks[-1].num_key_tokens + run.block_size == run.blocks[0].num_key_tokens
 
     def _place_listed(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the blocks in this list that are free into queues; split runs where necessary."""
@@ -323,6 +345,7 @@ class PolicyHost(PolicyRunner):
             hints = getattr(request, "kv_hints", None)
             if not isinstance(hints, dict):
                 hints = None
+        run.is_chained = len(self.unchained) == 0 or group_id not in self.unchained
         run.request_id = request_id
         run.session_id = session_id
         run.hints = hints

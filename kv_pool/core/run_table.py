@@ -60,7 +60,7 @@ class RunTable:
         """Split a run before `position`, above 0. Return the new run of the first part. O(position).
 
         The run keeps the other blocks, its children and its place in its queue; the first part becomes its
-        parent, and is behind it in the same queue.
+        parent, if hits need all earlier blocks, and is behind it in the same queue.
         """
         head = self._number(CachedRun(0, run.blocks[:position], run.group_id, run.block_size))
         old = run.number
@@ -79,9 +79,11 @@ class RunTable:
         head.stamp = run.stamp
         head.value = run.value
         head.tag = run.tag
-        head.num_children = 1
-        head.parent = run.parent
-        run.parent = head
+        head.is_chained = run.is_chained
+        if run.is_chained:
+            head.num_children = 1
+            head.parent = run.parent
+            run.parent = head
         run.is_open = False
         head.queue = run.queue
         after = run.after

@@ -2,13 +2,13 @@
 
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-NUM_QUEUES = 512
+NUM_QUEUES = 4096
 
 
 class LFU(CachePolicy):
     """Evict the run with the lowest count of uses plus age; the cache's age is the value of the last victim.
 
-    One queue per value, in a circle; counts end at 511. Arlitt et al.: Evaluating Content Management
+    One queue per value, in a circle; counts end at 4,095. Arlitt et al.: Evaluating Content Management
     Techniques for Web Proxy Caches, ACM SIGMETRICS PER 27(4), 2000 (LFU-DA). Needs no hints.
     """
 

@@ -28,8 +28,10 @@ class S3FIFO(CachePolicy):
     def freed(self, run: CachedRun) -> int:
         if run.queue is not None:
             return STAY
-        has_room = self.is_full or self.queues[0].num_blocks < self.small_blocks
-        return 0 if has_room and run.key != self.returning else 1
+        if run.key == self.returning:
+            self.returning = b""
+            return 1
+        return 0 if self.is_full or self.queues[0].num_blocks < self.small_blocks else 1
 
     def choose(self) -> int:
         self.is_full = True

@@ -20,9 +20,12 @@ class TwoQ(CachePolicy):
         self.returning = key if self.ghosts.pop(key) else self.returning
 
     def freed(self, run: CachedRun) -> int:
-        if run.queue is None:
-            return 1 if run.key == self.returning else 0
-        return STAY if run.queue.index == 0 else 1
+        if run.queue is not None:
+            return STAY if run.queue.index == 0 else 1
+        if run.key != self.returning:
+            return 0
+        self.returning = b""
+        return 1
 
     def choose(self) -> int:
         first, again = self.queues

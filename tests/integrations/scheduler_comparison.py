@@ -37,13 +37,16 @@ class Comparison:
     `is_served` is False if our classes left the configuration to vLLM's own manager.
     """
 
-    def __init__(self, kind, seed, names, num_steps, note=None):
-        """`names` has our classes, as for `SchedulerSide`; `note` gets each operation and its answer."""
+    def __init__(self, kind, seed, names, num_steps, note=None, theirs="vllm"):
+        """`names` has our classes, as for `SchedulerSide`; `note` gets each operation and its answer.
+
+        `theirs` is the level to compare with.
+        """
         self.schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__).number)
         self.num_steps = 0
         self.difference = []
         self.is_served = True
-        theirs = SchedulerSide(self.schedule.options, LEVELS["vllm"]())
+        theirs = SchedulerSide(self.schedule.options, LEVELS[theirs]())
         decisions = self.schedule.decide(num_steps)
         operation = next(decisions)
         try:

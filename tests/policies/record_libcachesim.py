@@ -21,7 +21,6 @@ POLICIES = {
     "twoq": "TwoQ",
     "slru": "SLRU",
     "mq": "MQ",
-    "lirs": "LIRS",
     "lfu": "GDSF",
 }
 CAPACITIES = {

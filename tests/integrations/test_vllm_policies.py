@@ -1,0 +1,62 @@
+"""Cache policies under vLLM's scheduler, selected by an environment variable (marker `vllm`)."""
+
+import logging
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+LRU_AS_POLICY = "kv_pool.core.cache_policy:LRU"
+NUM_STEPS = 150
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(caplog):
+    """Leave out vLLM's warnings on small blocks and refused resets."""
+    for name in ("vllm", "kv_pool"):
+        caplog.set_level(logging.CRITICAL, name)
+
+
+def find_difference(monkeypatch, policy, kind, seed, level, theirs="vllm"):
+    from integrations.scheduler_comparison import Comparison
+    from integrations.scheduler_side import LEVELS
+
+    monkeypatch.setenv("KV_POOL_VLLM_POLICY", policy)
+    comparison = Comparison(kind, seed, LEVELS[level](), NUM_STEPS, theirs=theirs)
+    assert comparison.num_steps > 20
+    return comparison.difference
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [
+        *[("pool", kind) for kind in ("full", "full groups")],
+        *[
+            ("manager", kind)
+            for kind in ("full", "window", "full + window", "full + mamba", "window + mamba")
+        ],
+    ],
+)
+def test_lru_as_a_policy_evicts_what_vllm_evicts(monkeypatch, level, kind):
+    for seed in range(2):
+        assert find_difference(monkeypatch, LRU_AS_POLICY, kind, seed, level) == []
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "slru", "gdsf", "flat:sieve"])
+def test_a_policy_evicts_the_same_blocks_at_both_levels(monkeypatch, policy):
+    for seed in range(2):
+        assert find_difference(monkeypatch, policy, "full", seed, "manager", "pool") == []
+
+
+def test_a_policy_changes_what_vllm_evicts(monkeypatch):
+    assert any(find_difference(monkeypatch, "fifo", "full", seed, "pool") for seed in range(1, 6))
+
+
+def test_a_policy_without_prefix_caching_is_ignored(monkeypatch):
+    from kv_pool.integrations.vllm.pool_classes import BlockPool
+
+    monkeypatch.setenv("KV_POOL_VLLM_POLICY", "s3fifo")
+    assert BlockPool(8, False, 4).policy_host is None
+    assert BlockPool(8, True, 4).policy_host.name == "s3fifo"
+    monkeypatch.setenv("KV_POOL_VLLM_POLICY", "")
+    assert BlockPool(8, True, 4).policy_host is None
