@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from kv_pool.core.cache_policy import LRU, CachePolicy
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 
 POLICY_GROUP: Final = "kv_pool.policies"
 """The entry point group in which installed packages name their policies."""
@@ -51,8 +51,8 @@ def find_policy(policy: Any) -> PolicyChoice:
         if isinstance(policy, PolicyChoice):
             return policy
         if not callable(policy):
-            raise InvalidArgumentError(
-                f"the cache policy is a {type(policy).__name__}; expected a name, a class derived from "
+            raise InvalidTypeError(
+                f"policy is a {type(policy).__name__}; expected a name, a class derived from "
                 "CachePolicy, or a function that returns one"
             )
         return PolicyChoice(getattr(policy, "__qualname__", repr(policy)), policy, False)
