@@ -16,7 +16,8 @@ from kv_pool.integrations.vllm import register
 NOT_SKIPPED = "UMBP is only available on ROCm"
 
 # Without a network, vLLM would wait four seconds in each test that makes a scheduler.
-vllm.transformers_utils.repo_utils.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+WITHOUT_SLEEP = vars(time) | {"sleep": lambda seconds: None}
+vllm.transformers_utils.repo_utils.time = types.SimpleNamespace(**WITHOUT_SLEEP)
 
 
 def pytest_configure(config):

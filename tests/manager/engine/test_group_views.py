@@ -53,14 +53,17 @@ def test_a_state_saved_on_the_way_is_shown_for_its_step():
     manager, view = make_view(specs)
     request = Request("r", range(15), BlockHasher("sha256", block_size=4))
     saved = view.single_type_managers[1]._checkpoints
-    assert dict(saved) == {} and "r" not in saved
+    assert dict(saved) == {}
+    assert "r" not in saved
     manager.allocate_slots(request, 15)
-    assert dict(saved) == {"r": (12, 2)} and len(saved) == 1
+    assert dict(saved) == {"r": (12, 2)}
+    assert len(saved) == 1
     assert manager.get_table("r", 1).blocks[2].num_key_tokens == 12
     request.num_computed_tokens = 15
     manager.begin_step()
     request.append_output_token_ids([1])
     manager.allocate_slots(request, 1)
-    assert dict(saved) == {} and saved.get("r") is None
+    assert dict(saved) == {}
+    assert saved.get("r") is None
     with pytest.raises(KeyError):
         saved["unknown"]
