@@ -5,7 +5,7 @@ import sys
 import pytest
 from core.policy_pool import make_manager, run
 
-from kv_pool import BlockPool, InvalidArgumentError
+from kv_pool import BlockPool, InvalidArgumentError, InvalidTypeError
 from kv_pool.core.cache_policy import LRU, CachePolicy
 from kv_pool.core.policy_names import find_policy, list_policies
 
