@@ -16,13 +16,8 @@ from kv_pool.integrations.vllm import register
 NOT_SKIPPED = "UMBP is only available on ROCm"
 
 # Without a network, vLLM would wait four seconds in each test that makes a scheduler.
-<<<<<<< HEAD
-without_sleep = vars(time) | {"sleep": lambda seconds: None}
-vllm.transformers_utils.repo_utils.time = types.SimpleNamespace(**without_sleep)
-=======
 WITHOUT_SLEEP = vars(time) | {"sleep": lambda seconds: None}
 vllm.transformers_utils.repo_utils.time = types.SimpleNamespace(**WITHOUT_SLEEP)
->>>>>>> suites
 
 
 def pytest_configure(config):
