@@ -100,6 +100,11 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "trace and report formats, counting conventions, clocks, sweeps",
         ),
         Page(
+            "kv_pool/policies/README.md",
+            "Cache policies",
+            "write a policy in ten minutes; the included ones, their papers and hints",
+        ),
+        Page(
             "benchmarks/README.md",
             "Benchmarks",
             "one script per question: command, results, what is not shown",

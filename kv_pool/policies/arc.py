@@ -20,13 +20,12 @@ class ARC(CachePolicy):
         if key != self.coming:
             self.coming, self.source = key, 0 if key in self.ghosts[0] else 1 if key in self.ghosts[1] else -1
             if self.source >= 0:
-                found, other = self.ghosts[self.source], self.ghosts[1 - self.source]
-                change = max(other.num_blocks / found.num_blocks, 1.0) * (1 - 2 * self.source)
+                sizes = [ghosts.num_blocks for ghosts in self.ghosts]
+                change = max(sizes[1] / sizes[0], 1.0) if self.source == 0 else -max(sizes[0] / sizes[1], 1.0)
                 self.target = min(max(self.target + change, 0.0), float(self.capacity))
 
     def cached(self, run: CachedRun) -> None:
-        if self.source >= 0 and run.key == self.coming:
-            run.count = min(self.ghosts[self.source].pop(self.coming), 1)
+        run.count = min(self.ghosts[self.source].pop(run.key), 1)
         self.coming, self.source = b"", -1
 
     def hit(self, run: CachedRun) -> None:
@@ -43,8 +42,9 @@ class ARC(CachePolicy):
 
     def evicted(self, run: CachedRun, num_blocks: int) -> None:
         size, (once, again) = self.queues[0].num_blocks, self.ghosts
-        if self.source < 0:
+        if self.source < 0 and size + once.num_blocks >= self.capacity:
             once.shrink(self.capacity - size - num_blocks)
+        elif self.source < 0:
             again.shrink(2 * self.capacity - size - self.queues[1].num_blocks - once.num_blocks - num_blocks)
         if self.source >= 0 or size < self.capacity:
             self.ghosts[run.count].add(run.get_tail_key(num_blocks), num_blocks)

@@ -6,9 +6,8 @@ from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy, Ghosts
 class S3FIFO(CachePolicy):
     """New runs pass a small queue; with two hits, or if they return after eviction, they go to the main one.
 
-    Runs hit in the main queue are inserted again, up to three times. Yang et al.: FIFO Queues are All You
-    Need for Cache Eviction, SOSP 2023; as in libCacheSim, the main queue also takes new runs until the cache
-    is full.
+    The main queue takes hit runs again, up to three times, and new ones until the cache is full. Yang et al.:
+    FIFO Queues are All You Need for Cache Eviction, SOSP 2023, as in libCacheSim. Needs no hints.
     """
 
     num_queues = 2
@@ -16,8 +15,7 @@ class S3FIFO(CachePolicy):
     def start(self) -> None:
         self.small_blocks = self.capacity // 10
         self.ghosts = Ghosts(self.capacity * 9 // 10)
-        self.returning = b""
-        self.is_full = False
+        self.returning, self.is_full = b"", False
 
     def missed(self, key: bytes) -> None:
         self.returning = key if self.ghosts.pop(key) else self.returning
@@ -36,7 +34,8 @@ class S3FIFO(CachePolicy):
     def choose(self) -> int:
         self.is_full = True
         small, main = self.queues
-        while small.first is not None and main.num_blocks <= self.capacity - self.small_blocks:
+        is_main_full = main.num_blocks > self.capacity - self.small_blocks
+        while small.first is not None and not is_main_full:
             if small.first.count < 2:
                 return 0
             small.first.count = 0

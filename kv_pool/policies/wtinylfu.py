@@ -6,9 +6,8 @@ from kv_pool.core.cache_policy import CachedRun, CachePolicy
 class WTinyLFU(CachePolicy):
     """New runs pass a window of 1 %, then displace the next victim of a segmented LRU if used more often.
 
-    Queues: window, probation, protected (80 % of the rest). A count-min sketch, halved after uses of ten
-    times the capacity. Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission Policy, ACM TOS
-    2017.
+    Queues: window, probation, protected (80 %). A count-min sketch is halved every ten capacities. Einziger,
+    Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission Policy, ACM TOS 2017. Needs no hints.
     """
 
     num_queues = 3
@@ -17,7 +16,7 @@ class WTinyLFU(CachePolicy):
         self.counts, self.num_samples, self.is_full = bytearray(8 * self.capacity + 64), 0, False
 
     def estimate(self, run: CachedRun, change: int = 0) -> int:
-        key = hash(run.key)
+        key = int.from_bytes(run.key[-12:-4], "big") * 0x9E3779B97F4A7C15 % 2**64
         cells = [((key >> shift) ^ key) % len(self.counts) for shift in (3, 17, 29, 41)]
         for cell in cells:
             self.counts[cell] = min(self.counts[cell] + change, 15)
@@ -42,8 +41,8 @@ class WTinyLFU(CachePolicy):
             probation.append(protected.first)
         limit = self.capacity // 100
         while window.first is not None and window.num_blocks > limit:
-            if self.is_full and probation.first is not None:
-                if self.estimate(window.first) <= self.estimate(probation.first):
+            if self.is_full and (victim := probation.first) is not None:
+                if self.estimate(window.first) <= self.estimate(victim):
                     return 0
                 limit = self.capacity
             probation.append(window.first)

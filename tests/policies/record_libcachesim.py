@@ -21,7 +21,6 @@ POLICIES = {
     "twoq": "TwoQ",
     "slru": "SLRU",
     "mq": "MQ",
-    "lfu": "GDSF",
 }
 CAPACITIES = {
     "mooncake_conversation": (1000, 4000, 10000, 30000),
