@@ -1,5 +1,6 @@
 """Interrupt calls by an exception, as a signal handler does, at each possible point or a random one."""
 
+import _weakrefset
 import dis
 import functools
 import gc
@@ -17,6 +18,8 @@ _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW"}
 # An interrupt between a log handler's lock and its `try` would never release the lock, and block every thread
 # that logs later. This is a limitation of Python, so nothing is raised there.
 _LOGGING = logging.__file__
+# Exceptions in callbacks of weak references, as those of a `WeakSet`, are ignored.
+_WITHOUT_INTERRUPTS = {_LOGGING, _weakrefset.__file__}
 
 
 class Interrupt(BaseException):
@@ -43,7 +46,7 @@ class _OpcodeTrace:
 
     def __call__(self, frame, event, argument):
         if event == "call":
-            if frame.f_code.co_filename == _LOGGING:
+            if frame.f_code.co_filename in _WITHOUT_INTERRUPTS:
                 return None
             parent = frame.f_back
             self.children.setdefault(id(parent), []).append(frame.f_code.co_name)

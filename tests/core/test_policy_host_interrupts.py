@@ -14,6 +14,7 @@ from kv_pool.core import invariants
 
 KINDS = {"plain": BlockPool, "runs": RunBlockPool}
 NUM_BLOCKS = 16
+RUNNING = [*range(9), *range(70, 80)]
 
 
 def make(pool_type, policy="s3fifo"):
@@ -21,15 +22,20 @@ def make(pool_type, policy="s3fifo"):
     manager = make_manager(NUM_BLOCKS, policy, pool_type)
     run(manager, "a", range(20))
     run(manager, "b", [*range(12), *range(50, 58)])
-    manager.running = start(manager, "c", [*range(9), *range(70, 80)])[0]
+    start(manager, "c", RUNNING)
     run(manager, "d", range(100, 112))
     return manager
+
+
+def running():
+    """Return the running request; a manager knows it by its name."""
+    return Request("c", RUNNING, HASHER)
 
 
 def free_listed(manager):
     pool = manager.block_pool
     taken = pool.get_new_blocks(3)
-    pool.cache_partial_block(manager.running, taken[0], 4, 0, 4)
+    pool.cache_partial_block(running(), taken[0], 4, 0, 4)
     pool.free_blocks(taken)
 
 
@@ -40,7 +46,7 @@ def unpin(manager):
 
 def touch(manager):
     pool = manager.block_pool
-    found = pool.find_cached_prefix(manager.running.block_hashes, 3)
+    found = pool.find_cached_prefix(running().block_hashes, 3)
     pool.touch(found)
     pool.free_blocks(found[::-1])
 
@@ -55,7 +61,7 @@ def take_listed(manager):
 CALLS = {
     "start": lambda manager: start(manager, "e", [*range(16), *range(90, 98)]),
     "start, most": lambda manager: start(manager, "e", range(200, 240)),
-    "free": lambda manager: manager.free(manager.running),
+    "free": lambda manager: manager.free(running()),
     "run": lambda manager: run(manager, "e", [*range(14), *range(30, 60)]),
     "free_blocks": free_listed,
     "unpin_blocks": unpin,

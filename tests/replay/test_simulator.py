@@ -210,6 +210,7 @@ def test_report_contains_its_settings(trace):
         "runs": False,
         "groups": "full",
         "states": "steps",
+        "policy": "lru",
         "watermark": 0.0,
         "host_blocks": 0,
         "host_tier": 0,
