@@ -98,6 +98,7 @@ class Things:
             "hold": {"blocks": held, "reason": "read by a test", "movable": False, "until": 1e12},
             "explain_holds": {"block_id": 1},
             "open_bands": {"policy": BandPolicy()},
+            "open_policy": {"policy": "lru"},
             "move_to_band": {
                 "blocks": self.pool.free_block_queue.get_all_free_blocks()[:1],
                 "band": 5,

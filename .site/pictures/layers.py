@@ -17,6 +17,7 @@ ROWS = (
             ("contiguous", "runs, compaction"),
             ("events", "publisher, mirror"),
             ("metrics", "block residency"),
+            ("policies", "cache policies"),
             ("storage", "bytes of blocks"),
         ),
     ),

@@ -8,6 +8,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_runs import CachedRun
 from kv_pool.core.eviction_order import EMPTY_BAND, NumberedBlocks
 from kv_pool.core.policy_runner import PolicyRunner
+from kv_pool.ids import GroupId
 
 
 class PolicyHost(PolicyRunner):
@@ -52,7 +53,7 @@ class PolicyHost(PolicyRunner):
             self.rebuild()
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
         if is_chained and num_before > 0 and table[0].is_null:
-            self.unchain(group_id)
+            self.unchain(cast(GroupId, group_id))
             is_chained = False
         self.is_stale = True
         if not has_gaps and not self.is_flat:
@@ -195,7 +196,7 @@ class PolicyHost(PolicyRunner):
         self.is_stale = True
         self.rebuild()
 
-    def unchain(self, group_id: int) -> None:
+    def unchain(self, group_id: GroupId) -> None:
         """Note that hits of a group do not need all earlier blocks. O(runs)."""
         if self.is_stale:
             self.rebuild()

@@ -20,7 +20,7 @@ class PolicyRunner(BandPolicy):
     """A cache policy with its runs and queues; `PolicyHost` connects it to the calls of a pool.
 
     Runs and queues can be rebuilt from the pool. A call that is interrupted leaves `is_stale`, and the next
-    call begins with `rebuild`, which starts the policy anew. A policy that raises, names a queue that it does
+    call begins with `rebuild`, which starts the policy again. A policy that raises, names a queue that it does
     not have, or loses a run, is replaced by `LRU`, and the call raises `CachePolicyError`.
 
     Attributes:
@@ -222,7 +222,7 @@ class PolicyRunner(BandPolicy):
     # ---- after an interrupt ------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Make the runs consistent with the pool, and start the policy anew. O(blocks of the pool).
+        """Make the runs consistent with the pool, and start the policy again. O(blocks of the pool).
 
         Free runs enter the policy's queues in the order of the free queue. May itself be interrupted and
         called again.

@@ -5,7 +5,7 @@ import sys
 import pytest
 from core.policy_pool import make_manager, run
 
-from kv_pool import BlockPool, InvalidArgumentError
+from kv_pool import BlockPool, InvalidArgumentError, InvalidTypeError
 from kv_pool.core.cache_policy import LRU, CachePolicy
 from kv_pool.core.policy_names import find_policy, list_policies
 
@@ -86,12 +86,16 @@ def test_a_class_or_a_function_is_a_policy():
         ("no_file.py:Mine", r"there is no file no_file.py"),
         ("kv_pool.core.cache_policy:RunQueue", "RunQueue is not a class derived from"),
         ("flat:", "no cache policy ''"),
-        (3, "is a int; expected a name"),
     ],
 )
 def test_a_policy_that_is_not_there_is_refused(policy, match):
     with pytest.raises(InvalidArgumentError, match=match):
         find_policy(policy)
+
+
+def test_a_policy_of_another_type_is_refused():
+    with pytest.raises(InvalidTypeError, match="policy is a int; expected a name"):
+        find_policy(3)
 
 
 def test_a_file_that_raises_is_refused(tmp_path):
