@@ -208,6 +208,7 @@ def test_report_contains_its_settings(trace):
         "max_running": 7,
         "speedup": 1.0,
         "runs": False,
+        "policy": "lru",
         "groups": "full",
         "states": "steps",
         "watermark": 0.0,
