@@ -17,7 +17,7 @@ ROWS = (
             ("contiguous", "runs, compaction"),
             ("events", "publisher, mirror"),
             ("metrics", "block residency"),
-            ("policies", "what to evict"),
+            ("policies", "cache policies"),
             ("storage", "bytes of blocks"),
         ),
     ),

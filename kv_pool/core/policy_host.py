@@ -53,7 +53,7 @@ class PolicyHost(PolicyRunner):
             self.rebuild()
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
         if is_chained and num_before > 0 and table[0].is_null:
-            self.unchain(GroupId(group_id))
+            self.unchain(cast(GroupId, group_id))
             is_chained = False
         self.is_stale = True
         if not has_gaps and not self.is_flat:

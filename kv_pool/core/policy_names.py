@@ -7,8 +7,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
+from kv_pool.core.arguments import refuse_type
 from kv_pool.core.cache_policy import LRU, CachePolicy
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.errors import InvalidArgumentError
 
 POLICY_GROUP: Final = "kv_pool.policies"
 """The entry point group in which installed packages name their policies."""
@@ -46,14 +47,14 @@ def find_policy(policy: Any) -> PolicyChoice:
             Mine                a class derived from `CachePolicy`, or a function that returns a new policy
     Raises:
         InvalidArgumentError: there is none, or it cannot be imported.
+        InvalidTypeError: `policy` is none of these.
     """
     if not isinstance(policy, str):
         if isinstance(policy, PolicyChoice):
             return policy
         if not callable(policy):
-            raise InvalidTypeError(
-                f"policy is a {type(policy).__name__}; expected a name, a class derived from "
-                "CachePolicy, or a function that returns one"
+            refuse_type(
+                "policy", policy, "a name, a class derived from CachePolicy, or a function that makes one"
             )
         return PolicyChoice(getattr(policy, "__qualname__", repr(policy)), policy, False)
     if policy.startswith(FLAT):

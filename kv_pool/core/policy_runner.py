@@ -20,8 +20,8 @@ class PolicyRunner(BandPolicy):
     """A cache policy with its runs and queues; `PolicyHost` connects it to the calls of a pool.
 
     Runs and queues can be rebuilt from the pool. A call that is interrupted leaves `is_stale`, and the next
-    call begins with `rebuild`, which starts the policy again. A policy that raises, names a queue that it
-    does not have, or loses a run, is replaced by `LRU`, and the call raises `CachePolicyError`.
+    call begins with `rebuild`, which restarts the policy. A policy that raises, names a queue that it does
+    not have, or loses a run, is replaced by `LRU`, and the call raises `CachePolicyError`.
 
     Attributes:
         make_policy: returns a new policy.

@@ -94,7 +94,7 @@ def test_a_policy_that_is_not_there_is_refused(policy, match):
 
 
 def test_a_policy_of_another_type_is_refused():
-    with pytest.raises(InvalidTypeError, match="policy is a int; expected a name"):
+    with pytest.raises(InvalidTypeError, match="policy is of type int; expected a name"):
         find_policy(3)
 
 
