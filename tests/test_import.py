@@ -35,6 +35,16 @@ def test_pool_calls_import_nothing_with_the_lock_held():
     assert report.stdout.strip() == "True []"
 
 
+def test_a_pool_reads_no_metadata_of_installed_packages():
+    code = (
+        "import sys; before = set(sys.modules); from kv_pool import BlockPool; "
+        "BlockPool(8, True, 4, policy='s3fifo'); "
+        "print('importlib.metadata' in set(sys.modules) - before)"
+    )
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert report.stdout.strip() == "False"
+
+
 def test_storage_in_host_memory_needs_no_torch():
     code = (
         "import sys; from kv_pool.storage import KVStorage; storage = KVStorage.allocate(4, 4, 2, 2, 8); "

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from kv_pool.core.arguments import refuse_type
@@ -71,6 +70,8 @@ def find_policy(policy: Any) -> PolicyChoice:
         for made in vars(module).values():
             if is_policy(made) and made.__module__ == module.__name__:
                 return PolicyChoice(policy, made, False)
+    from importlib.metadata import entry_points  # 25 ms, which most pools do not need
+
     for entry in entry_points(group=POLICY_GROUP, name=policy):
         try:
             made = entry.load()
