@@ -110,7 +110,10 @@ class CachedRun:
 
     @property
     def key(self) -> Any:
-        """The prefix map's key of the first block; identifies the run's beginning after its eviction."""
+        """The prefix map's key of the first block; identifies the run's beginning after its eviction.
+
+        None if that block lost its content while the run was in use.
+        """
         return self.blocks[0].key
 
     def get_tail_key(self, num_blocks: int) -> Any:

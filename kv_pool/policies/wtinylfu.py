@@ -16,7 +16,7 @@ class WTinyLFU(CachePolicy):
         self.counts, self.num_samples, self.is_full = bytearray(8 * self.capacity + 64), 0, False
 
     def estimate(self, run: CachedRun, change: int = 0) -> int:
-        key = int.from_bytes(run.key[-12:-4], "big") * 0x9E3779B97F4A7C15 % 2**64
+        key = int.from_bytes((run.key or b"")[-12:-4], "big") * 0x9E3779B97F4A7C15 % 2**64
         cells = [((key >> shift) ^ key) % len(self.counts) for shift in (3, 17, 29, 41)]
         for cell in cells:
             self.counts[cell] = min(self.counts[cell] + change, 15)
