@@ -20,6 +20,7 @@ catch them in that situation; `except ValueError` works as before. On the right:
     │   └── PinnedBlockError                                freeing or moving a pinned block
     ├── CorruptedPoolError (AssertionError, RuntimeError)   links or counters that contradict each other
     ├── PinLimitError (ValueError)                          more pinned blocks than the pool allows
+    ├── CachePolicyError (RuntimeError)                     a cache policy that is broken; the pool is intact
     ├── CopyFailedError (RuntimeError)                      a copy of blocks that did not complete
     ├── PlanClosedError (RuntimeError)                      a swap plan that is committed or aborted
     ├── MigrationError (RuntimeError)                       blocks not migrated; the source still has them
@@ -112,6 +113,14 @@ class UnknownDeviceError(InvalidArgumentError):
 
 class CorruptedPoolError(KVPoolError, AssertionError, RuntimeError):
     """The state of the pool is inconsistent: a bug, or other code has changed its links or counters."""
+
+
+class CachePolicyError(KVPoolError, RuntimeError):
+    """A cache policy raised, named a queue that it does not have, or lost a run. The message names it.
+
+    The pool is intact and goes on with LRU. A call that allocates or adds references has changed nothing
+    else; a call that frees or caches blocks has done so. `__cause__` is the policy's exception, if any.
+    """
 
 
 class CopyFailedError(KVPoolError, RuntimeError):

@@ -23,6 +23,7 @@ LAYERS = {
     "events": 2,
     "storage": 2,
     "metrics": 2,
+    "policies": 2,
     "manager": 3,
     "protocol": 3,
     "reports": 3,

@@ -77,10 +77,10 @@ class Allocation:
         if num_blocks > 1 and contiguous != "no":
             if contiguous != "prefer":
                 raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
-            if self._take_run(num_blocks, after, True):
+            if self._pool.policy_host is None and self._take_run(num_blocks, after, True):
                 return
             max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
-            if self._make_run(num_blocks, max_moves, True):
+            if self._pool.policy_host is None and self._make_run(num_blocks, max_moves, True):
                 return
         if after is None:
             self._pool.take_onto(self._holdings.arriving, num_blocks)

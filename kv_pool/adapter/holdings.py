@@ -163,7 +163,7 @@ class Holdings:
 
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
-        if holder.priority != NORMAL:
+        if holder.priority != NORMAL and self._block_pool.policy_host is None:
             cached = [block for block in blocks if block.block_hash is not None]
             if cached:
                 self.open_retention().set_priority(cached, _RETENTION[holder.priority])

@@ -19,6 +19,7 @@ from kv_pool.metrics.latency import LatencyWindow
 from kv_pool.protocol import NORMAL, BlockAllocationRequest, KVPoolProtocol
 
 if TYPE_CHECKING:
+    from kv_pool.core.cache_policy import CachePolicy
     from kv_pool.storage.block_storage import BlockStorage
 
 
@@ -45,6 +46,7 @@ class GPUPoolState(KVPoolProtocol):
         enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        policy: "str | Callable[[], CachePolicy] | None" = None,
     ) -> None:
         # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
@@ -88,6 +90,7 @@ class GPUPoolState(KVPoolProtocol):
             dense_events=True,
             clock=clock,
             placement=placement,
+            policy=policy,
         )
         self.storage = storage
         self._on_moved = on_moved

@@ -32,7 +32,7 @@ from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.simulator import run_replay
 
 _ORDER = """
-trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
+trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
 host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
 timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json requests
@@ -134,12 +134,14 @@ def make_table(report: ReplayReport) -> Table:
     trace = Path(report.provenance.trace).name if report.provenance else ""
     compiled = report.provenance is not None and report.provenance.compiled
     groups = str(report.settings.get("groups", "full"))
+    policy = escape_text(str(report.settings.get("policy", "lru")))
     table = Table(
         title=Text(
             f"{escape_text(trace)} through {report.num_blocks:,} blocks of {report.block_size} tokens"
         ),
         caption=Text(
-            f"clock {report.clock}, {report.convention}, {'' if groups == 'full' else f'{groups}, '}"
+            f"{'' if policy == 'lru' else f'{policy}, '}clock {report.clock}, {report.convention}, "
+            f"{'' if groups == 'full' else f'{groups}, '}"
             f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s"
         ),
         show_header=False,

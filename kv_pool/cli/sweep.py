@@ -28,7 +28,7 @@ _AROUND_BAR = 3
 
 
 _ORDER = """
-trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
+trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
 copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json png overlay jobs
 """

@@ -168,6 +168,8 @@ class RunPoolCore(RunPoolState):
             if self._band_policy is not None:
                 self._band_policy.place(listed)
         except BaseException as error:
+            if self._policy_host is not None:
+                self._policy_host.is_stale = True
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
             self._follow(error, was_stale)
@@ -187,6 +189,8 @@ class RunPoolCore(RunPoolState):
             if self._band_policy is not None:
                 self._band_policy.place(freed)
         except BaseException as error:
+            if self._policy_host is not None:
+                self._policy_host.is_stale = True
             if is_freed:
                 ordered_blocks.clear()
             was_stale = self.run_index.is_stale
@@ -201,8 +205,10 @@ class RunPoolCore(RunPoolState):
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self.block_owner, num_free, True, True)
             if self._band_policy is not None:
-                self._band_policy.place(listed)
+                self._band_policy.place_unpinned(listed)
         except BaseException as error:
+            if self._policy_host is not None:
+                self._policy_host.is_stale = True
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
             self._follow(error, was_stale)

@@ -1,6 +1,7 @@
 """`RunPoolState`: a block pool with the index of its free runs; base of the modules that change both."""
 
 from collections.abc import Callable
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -12,6 +13,7 @@ from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import (
+    CachePolicyError,
     InvalidArgumentError,
     KVPoolError,
 )
@@ -41,6 +43,7 @@ class RunPoolState(BlockPoolCore):
         clock: Callable[[], float] = read_clock,
         early_share: float = DEFAULT_EARLY_SHARE,
         placement: str = "oldest",
+        policy: Any = None,
     ) -> None:
         if placement not in PLACEMENTS:
             raise InvalidArgumentError(f"placement is {placement!r}; it is one of {', '.join(PLACEMENTS)}")
@@ -62,6 +65,8 @@ class RunPoolState(BlockPoolCore):
         self.early_share: float = early_share
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)
         self.rebuild_index()
+        if policy is not None:
+            self.open_policy(policy)
 
     def rebuild_index(self) -> None:
         """Rebuild the index from the free queue, such as after a direct change of the queue. O(blocks)."""
@@ -91,6 +96,7 @@ class RunPoolState(BlockPoolCore):
         """Make the index, which is marked as stale, consistent with the pool after a call that raised."""
         if (
             isinstance(error, KVPoolError)
+            and not isinstance(error, CachePolicyError)
             and not was_stale
             and self.metrics_collector is None
             and self.lower_tiers is None

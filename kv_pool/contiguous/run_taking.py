@@ -17,7 +17,9 @@ def take_in_order(
     index = pool.run_index
     least = 0 if next_id else 1  # a block alone is no run
     try:
-        if pool.early_share and num_blocks > least:
+        if pool._policy_host is not None:
+            pass  # the policy chooses each block
+        elif pool.early_share and num_blocks > least:
             if index.is_stale:
                 pool.rebuild_index()
             in_runs = take_in_runs(pool, index, next_id, num_blocks, onto)

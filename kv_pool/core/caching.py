@@ -151,6 +151,16 @@ class BlockCaching(PrefixCache):
             self.lower_tiers.on_blocks_cached(
                 request, range_blocks, hashes, num_cached_blocks, block_size, kv_cache_group_id
             )
+        if self._policy_host is not None:
+            self._policy_host.note_cached(
+                request,
+                blocks,
+                range_blocks if self.lower_tiers is None else range_blocks.copy(),
+                num_cached_blocks,
+                kv_cache_group_id,
+                block_size,
+                num_skipped > 0,
+            )
 
     def emit_cached_block_events(
         self,

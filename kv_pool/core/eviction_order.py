@@ -29,9 +29,13 @@ class NumberedBlocks:
         stretches: runs of cached blocks. The blocks of a run have the same number, and are adjacent in the
             queue and, apart from blocks without content, in the call's list.
         without_content: the other blocks, at the front of the queue.
+
+    Args:
+        has_all: include the cached blocks without a number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_all: bool = False) -> None:
+        self.has_all: bool = has_all
         self.stretches: list[list[KVCacheBlock]] = []
         self.without_content: list[KVCacheBlock] = []
         self._starts: list[tuple[int, int, int]] = []
@@ -58,7 +62,7 @@ class NumberedBlocks:
         end_back: int = num_back
         end_front: int = num_front
         for start, start_back, start_front in reversed(self._starts):
-            if listed[start].retention_id != 0:
+            if self.has_all or listed[start].retention_id != 0:
                 num_blocks = end_back - start_back
                 if end_front == start_front:
                     self.stretches.append(listed[start : start + num_blocks])
@@ -90,9 +94,11 @@ class BandPolicy:
     Attributes:
         reads_numbers: the policy places only blocks with a `retention_id`, and blocks with the same number
             together. If True, `free_blocks` calls `place_numbered` instead of `place`.
+        places_all: with `reads_numbers`: the policy also places cached blocks without a number.
     """
 
     reads_numbers: bool = False
+    places_all: bool = False
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Move the blocks that became free to their bands, with `BlockPool.move_to_band`.
@@ -104,6 +110,10 @@ class BandPolicy:
             freed: blocks that lost a reference, in the order of the call. Some may still be in use.
         """
         raise NotImplementedError
+
+    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
+        """Like `place`, for blocks of `unpin_blocks`: those without a hash are in the default band, too."""
+        self.place(freed)
 
     def place_numbered(self, freed: NumberedBlocks) -> None:
         """Move these blocks to their bands. Called instead of `place` if `reads_numbers` is True.

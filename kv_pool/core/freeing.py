@@ -40,6 +40,8 @@ def free_all(
     num_done: i64 = 0
     # `retention_id` of the previous block if that went to the back of the queue.
     number: i32 = 0
+    if numbered is not None and numbered.has_all:
+        number = _NO_NUMBER
     is_freed = False
     try:
         for block in listed:
@@ -116,7 +118,7 @@ def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -
     assert policy is not None
     try:
         if policy.reads_numbers:
-            numbered = NumberedBlocks()
+            numbered = NumberedBlocks(policy.places_all)
             free_all(pool, listed, empties, numbered)
             if numbered.stretches or numbered.without_content:
                 policy.place_numbered(numbered)
@@ -125,6 +127,9 @@ def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -
             free_all(pool, listed, empties)
             policy.place(freed)
     except BaseException as error:
+        host = pool._policy_host
+        if host is not None:
+            host.is_stale = True  # before any call, which may be interrupted
         if not isinstance(error, KVPoolError):
             policy.recover()
         raise
@@ -139,8 +144,11 @@ def unpin_and_place(
     assert policy is not None
     try:
         unpin_all(pool, listed, on_reuse)
-        policy.place(listed)
+        policy.place_unpinned(listed)
     except BaseException as error:
+        host = pool._policy_host
+        if host is not None:
+            host.is_stale = True  # before any call, which may be interrupted
         if not isinstance(error, KVPoolError):
             policy.recover()
         raise

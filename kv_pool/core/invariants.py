@@ -12,6 +12,12 @@
     P7  a held block is one of the pool's and not null, and has at least as many references as holds
     P8  the queue contains the end markers of the bands in band order; `append` inserts before the end of the
         default band, or before the tail if the queue has no bands
+    K1  a block's number is n > 0  =>  run n lists it;  a free run lists only blocks with its number
+    K2  the blocks of a run are all free or all in use, as its is_free says
+    K3  run.num_children == number of runs whose parent it is;  a parent has blocks, unless a caller took them
+    K4  a free run is in exactly one queue, in its list or parked; a parked run is in use or has children
+    K5  num_ordered == blocks of free runs == free blocks that are not in the empty band
+    K6  queue.num_blocks == blocks of the runs whose queue it is
     H1  no entry of the map is empty; an entry that is a dict is keyed by its blocks' ids
     H2  a block with a _next_cached_id of 0 or more is the bare entry of its primary key
     H3  the map's key count equals its number of keys
@@ -43,6 +49,7 @@ def check(pool: BlockPool) -> None:
     check_blocks(pool)
     check_holds(pool)
     check_bands(pool)
+    check_runs(pool)
     check_prefix_map(pool)
 
 
@@ -129,6 +136,56 @@ def check_bands(pool: BlockPool) -> None:
         block = block.next_free_block
     if ends != [order._ends[band] for band in sorted(order._ends)] or order._bands != sorted(order._ends):
         raise CorruptedPoolError(f"P8: the queue has {len(ends)} band markers for the bands {order._bands}")
+
+
+def check_runs(pool: BlockPool) -> None:
+    """Check K1 to K6. O(number of blocks). Rebuilds the runs first if an interrupted call left that to do."""
+    host = pool.policy_host
+    if host is None:
+        return
+    if host.is_stale:
+        host.rebuild()
+    runs = host.table.list_runs()
+    for block in pool.blocks:
+        owner = host.table.runs[block.retention_id] if block.retention_id > 0 else None
+        if block.retention_id > 0 and (owner is None or not any(block is other for other in owner.blocks)):
+            raise CorruptedPoolError(f"K1: run {block.retention_id} does not list block {block.block_id}")
+    children: dict[int, int] = {}
+    linked = {run.number: queue for queue in host.policy.queues for run in queue.list_runs()}
+    sizes = [0] * len(host.policy.queues)
+    num_ordered = 0
+    for run in runs:
+        if run.is_free and any(block.retention_id != run.number for block in run.blocks):
+            raise CorruptedPoolError(f"K1: run {run.number} lists a block of another run")
+        if any(
+            (block.ref_cnt == 0) != run.is_free for block in run.blocks if block.retention_id == run.number
+        ):
+            raise CorruptedPoolError(f"K2: run {run.number} has is_free {run.is_free}")
+        if run.parent is not None:
+            children[run.parent.number] = children.get(run.parent.number, 0) + 1
+        if linked.get(run.number) is not (None if run.is_parked else run.queue):
+            raise CorruptedPoolError(f"K4: run {run.number} is not where its queue is")
+        if run.is_free and run.queue is None:
+            raise CorruptedPoolError(f"K4: run {run.number} is free and in no queue")
+        if run.is_parked and run.is_free and run.num_children == 0:
+            raise CorruptedPoolError(f"K4: run {run.number} is parked, although it can be evicted")
+        if run.is_free:
+            num_ordered += len(run.blocks)
+        if run.queue is not None:
+            sizes[run.queue.index] += len(run.blocks)
+    for run in runs:
+        if not run.blocks or run.num_children != children.get(run.number, 0):
+            raise CorruptedPoolError(
+                f"K3: run {run.number} has {len(run.blocks)} blocks and {children.get(run.number, 0)} "
+                f"children, and counts {run.num_children}"
+            )
+    num_above = sum(len(blocks) for _, blocks in pool.eviction_order.list_bands())
+    if not num_ordered == host.num_ordered == num_above:
+        raise CorruptedPoolError(
+            f"K5: {num_ordered} blocks of free runs, {host.num_ordered} counted, {num_above} in the queue"
+        )
+    if sizes != [queue.num_blocks for queue in host.policy.queues]:
+        raise CorruptedPoolError(f"K6: the queues have {sizes} blocks")
 
 
 def check_prefix_map(pool: BlockPool) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -20,6 +20,8 @@ from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
+from kv_pool.core.policy_host import PolicyHost
+from kv_pool.core.policy_names import find_policy
 from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.core.pool_state import EVICTING, NOTHING, RESETTING, finish
 from kv_pool.core.recovery import recover
@@ -49,6 +51,7 @@ class BlockPoolCore(BlockReferences):
         use_int_block_hashes: bool = True,
         dense_events: bool = False,
         clock: Callable[[], float] = read_clock,
+        policy: Any = None,
     ) -> None:
         if not isinstance(num_gpu_blocks, int):
             num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
@@ -73,6 +76,8 @@ class BlockPoolCore(BlockReferences):
             dense_events,
             clock,
         )
+        if policy is not None:
+            self.open_policy(policy)
 
     # ---- freeing ---------------------------------------------------------------------------------
 
@@ -329,10 +334,50 @@ class BlockPoolCore(BlockReferences):
         check_type("policy", policy, BandPolicy)
         if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one"
+                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one: a cache "
+                "policy, or a retention for directives, pins and sessions"
             )
         self.eviction_order.open()
         self._band_policy = policy
+
+    def open_policy(self, policy: Any) -> None:
+        """Let a cache policy choose the blocks to evict, instead of the least recently freed ones.
+
+        Args:
+            policy: what `find_policy` accepts: a name such as "s3fifo", "module:Class", "file.py:Class", or
+                a function without arguments that returns a new `CachePolicy`, such as its class.
+        Raises:
+            InvalidArgumentError: there is no such policy, caching is off, or the pool has a policy already;
+                a pool with a retention cannot have one. Nothing has changed.
+            CachePolicyError: the policy cannot be started. Nothing has changed.
+        Cost: O(blocks of the pool).
+        """
+        choice = find_policy(policy)
+        if not self.enable_caching:
+            raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
+        if self._band_policy is not None:
+            raise InvalidArgumentError(
+                f"the pool already has {self._band_policy!r}, which orders its free blocks; a pool has "
+                "either a cache policy or a retention"
+            )
+        host = PolicyHost(
+            self.block_owner,
+            self.eviction_order,
+            choice.make,
+            choice.name,
+            self.num_gpu_blocks - 1,
+            self.holds.clock,
+            choice.is_flat,
+        )
+        host.is_stale = True
+        self.eviction_order.open()
+        self._band_policy = host
+        self._policy_host = host
+
+    @property
+    def policy_host(self) -> PolicyHost | None:
+        """The host of the cache policy; None without one."""
+        return self._policy_host
 
     def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band of the eviction order, in the given order. O(len(blocks)).

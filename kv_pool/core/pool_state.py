@@ -16,6 +16,7 @@ from kv_pool.core.holds import BlockHolds
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver, LowerTiers
+from kv_pool.core.policy_host import PolicyHost
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId
 
@@ -131,6 +132,7 @@ class PoolState:
         self.holds.open_place_hold("watched until its reuse", partial(get_watched_blocks, self.block_owner))
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
         self._band_policy: BandPolicy | None = None
+        self._policy_host: PolicyHost | None = None  # the band policy, if it runs a cache policy
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
         # (blocks taken before the marker, marker) for each band marker that an allocation passed.

@@ -74,6 +74,8 @@ class PrefixCache(PoolState):
                 if not isinstance(block, KVCacheBlock):
                     block = cache.get_one_block(BlockHashWithGroupId(key))
                     if block is None:
+                        if self._policy_host is not None:
+                            self._policy_host.note_missed(key)
                         return None
                 found.append(block)
             if found:
@@ -123,6 +125,8 @@ class PrefixCache(PoolState):
                         continue
                 block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
                 if block is None:
+                    if self._policy_host is not None:
+                        self._policy_host.note_missed(block_hash + suffix)
                     break
                 found.append(block)
                 next_id = block._next_cached_id

@@ -10,9 +10,16 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_typed
 from kv_pool.core.caching import BlockCaching
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.freeing import free_all
 from kv_pool.core.pool_state import CLEARING_LINKS, NOTHING, UNDO_TAKING_FIRST, UNDO_TOUCHING, PoolState
 from kv_pool.core.taking import evict_taken, notify_watchers_of_next, take_listed
-from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.errors import (
+    CachePolicyError,
+    CorruptedPoolError,
+    InvalidArgumentError,
+    InvalidBlockError,
+    OutOfBlocksError,
+)
 
 MAX_REFERENCES: Final = 2**31 - 1
 """The maximum number of references to one block; the count has 32 bits."""
@@ -60,8 +67,13 @@ class BlockReferences(BlockCaching):
             )
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
+        host = self._policy_host
+        if host is not None:
+            host.order_victims(num_blocks)
         if self.reuse_watchers:
             notify_watchers_of_next(self, num_blocks)
+            if host is not None:
+                host.order_victims(num_blocks)  # a watcher may have taken blocks
         taken: list[KVCacheBlock] = []
         if num_blocks == 0:
             return taken
@@ -205,12 +217,28 @@ class BlockReferences(BlockCaching):
                     if block.next_free_block is not None:
                         block.prev_free_block = None
                         block.next_free_block = None
+            if self._policy_host is not None:
+                self._policy_host.note_touched(listed, is_access)
         except BaseException as error:
             self._unfinished_blocks = listed
             self._unfinished_count = num_done
             self._unfinished = CLEARING_LINKS if is_touched else UNDO_TOUCHING
+            if isinstance(error, CachePolicyError):
+                self._unfinished = NOTHING
+                undo_touch(self, listed, onto)
+            elif is_touched and self._policy_host is not None:
+                self._policy_host.is_stale = True
             self._recover()
             raise_typed(error, listed, "touch()")
+
+
+def undo_touch(pool: PoolState, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
+    """Release the references of a complete touch. Blocks that are free again are the last to be reused."""
+    if onto is not None:
+        del onto[len(onto) - len(listed) :]
+    if pool._policy_host is not None:
+        free_all(pool, listed, False)
+        pool._policy_host.recover()
 
 
 def describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: KVCacheBlock | None) -> str:

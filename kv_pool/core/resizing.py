@@ -45,6 +45,8 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
             block.prev_free_block = None
             block.next_free_block = None
         raise
+    if pool._policy_host is not None:
+        pool._policy_host.note_resized()
 
 
 def remove_last(pool: PoolState, num_blocks: int) -> None:

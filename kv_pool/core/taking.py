@@ -66,7 +66,11 @@ def take_listed(
                 block.prev_free_block = None
                 block.next_free_block = None
                 block.generation += 1
+        if pool._policy_host is not None:
+            pool._policy_host.note_taken(listed)
     except BaseException as error:
+        if is_taken and pool._policy_host is not None:
+            pool._policy_host.is_stale = True
         pool._unfinished_blocks = listed
         pool._unfinished_count = num_done
         pool._unfinished = CLEARING_LINKS_OF_TAKEN if is_taken else UNDO_TAKING_LISTED

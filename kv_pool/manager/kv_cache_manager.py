@@ -1,7 +1,7 @@
 """`KVCacheManager`: block tables for a scheduler's requests."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NoReturn, SupportsIndex, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -62,6 +62,8 @@ class KVCacheManager(ManagerQueries):
         watermark: share of the pool, 0 to 1, that a request without blocks must leave free while other
             requests hold blocks, so that these can grow.
         retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
+        policy: the cache policy that chooses the blocks to evict, instead of a retention; see
+            `BlockPool.open_policy`. None: as the pool has it.
         prefix_rules: which blocks of windows and states are cached, and how hits with drafters end. None:
             all blocks that can serve a hit; no drafter.
 
@@ -84,6 +86,7 @@ class KVCacheManager(ManagerQueries):
         watermark: float = 0.0,
         retention: BlockRetention | None = None,
         prefix_rules: PrefixRules | None = None,
+        policy: Any = None,
     ) -> None:
         check_type("block_pool", block_pool, BlockPoolCore)
         check_number("watermark", watermark)
@@ -101,6 +104,7 @@ class KVCacheManager(ManagerQueries):
             watermark,
             retention,
             prefix_rules,
+            policy,
         )
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import lcm
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -30,7 +31,7 @@ class ManagerState:
 
     Args:
         max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
-        prefix_rules: as for `KVCacheManager`.
+        prefix_rules, policy: as for `KVCacheManager`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ManagerState:
         watermark: float,
         retention: BlockRetention | None,
         prefix_rules: PrefixRules | None,
+        policy: Any = None,
     ) -> None:
         if not 0 <= watermark < 1:
             raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
@@ -94,6 +96,12 @@ class ManagerState:
         self._taken: list[KVCacheBlock] = []
         self._leaving: list[KVCacheBlock] = []
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))
+        if policy is not None:
+            block_pool.open_policy(policy)
+        host = block_pool.policy_host
+        for group in self._groups:
+            if host is not None and group.is_cacheable and not group.is_downward_closed:
+                host.unchain(group.group_id)
         if retention is not None:
             self.attach_retention(retention)
 

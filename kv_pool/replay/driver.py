@@ -37,6 +37,17 @@ class FoundPrefix:
         return self.prefix.num_tokens + self.tier_hit.num_tokens
 
 
+class ReplayTime:
+    """The time of a replay, for cache policies. It never goes backwards."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def read_s(self) -> float:
+        """Return the time in seconds."""
+        return self.now_ms / 1000
+
+
 class ReplayDriver:
     """The manager of one replay, with its tiers, swapping, retention and counts.
 
@@ -46,6 +57,7 @@ class ReplayDriver:
 
     Args:
         tally: counts the calls' results.
+        replay_time: set by `set_time`; None if nothing reads it.
         replay_retention: sets the manager's retention; None if it has none.
         tiers: the lower tiers of the manager's pool; None for none.
         swap: swaps preempted requests out if its rule says so; None to recompute all of them.
@@ -57,6 +69,7 @@ class ReplayDriver:
         manager: KVCacheManager,
         tally: Tally,
         *,
+        replay_time: ReplayTime | None = None,
         replay_retention: ReplayRetention | None = None,
         tiers: ReplayTiers | None = None,
         swap: HostSwap | None = None,
@@ -67,6 +80,7 @@ class ReplayDriver:
         self.tiers = tiers
         self.swap = swap
         self._retention = replay_retention
+        self._time = ReplayTime() if replay_time is None else replay_time
         self._clock_ns = clock_ns
         if tiers is not None:
             tally.report.tiers = tiers.reports
@@ -76,7 +90,8 @@ class ReplayDriver:
         return self.tally.report.num_blocks - self.manager.get_num_free_blocks()
 
     def set_time(self, now_ms: float) -> None:
-        """Set the retention's time. An earlier time than the last one is ignored."""
+        """Set the time of the pool and of the retention. An earlier time than the last one is ignored."""
+        self._time.now_ms = max(self._time.now_ms, now_ms)
         if self._retention is not None:
             self._retention.now_ms = max(self._retention.now_ms, now_ms)
 

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Annotated
 
 from kv_pool.core.block_hash import BlockHasher
+from kv_pool.core.policy_names import find_policy
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.capacity import parse_memory
@@ -131,6 +132,14 @@ class ReplaySettings:
     skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
     seed: Annotated[str, Option("Seed of the block hashes, for traces of token ids.")] = "0"
     runs: Annotated[bool, Option("Prefer runs of consecutive block ids.")] = False
+    policy: Annotated[
+        str,
+        Option(
+            "The cache policy: lru, a name of kv_pool/policies such as s3fifo, an entry point, module:Class "
+            "or file.py:Class. flat:NAME makes each block an object of its own.",
+            metavar="NAME",
+        ),
+    ] = "lru"
     groups: Annotated[
         str,
         Option(
@@ -273,6 +282,12 @@ class ReplaySettings:
             )
         if (self.host_tier or self.disk_tier) and self.clock == "trace" and not self.block_bytes:
             raise InvalidArgumentError("lower tiers need block_bytes, to compute the duration of copies")
+        if self.policy != "lru" and (self.keep_session_s or self.keep_prefix_tokens):
+            raise InvalidArgumentError(
+                f"the cache policy {self.policy} cannot be combined with keep_sessions or keep_prefix, which "
+                "order the free blocks themselves"
+            )
+        find_policy(self.policy)
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(f"limit is {self.limit}; it must be 1 request or more")
 

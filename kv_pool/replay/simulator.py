@@ -10,7 +10,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
-from kv_pool.replay.driver import ReplayDriver
+from kv_pool.replay.driver import ReplayDriver, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
@@ -63,8 +63,16 @@ def run_replay(
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens, at_every_block=settings.states == "blocks")
+    replay_time = ReplayTime()
     pool = pool_class(
-        settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None, dense_events=True
+        settings.num_blocks + 1,
+        True,
+        block_size,
+        enable_kv_cache_events=feed is not None,
+        dense_events=True,
+        clock=replay_time.read_s,
+        # vLLM's order, which needs no policy.
+        policy=None if settings.policy == "lru" else settings.policy,
     )
     replay_retention = None
     if settings.keep_session_s or settings.keep_prefix_tokens:
@@ -99,7 +107,9 @@ def run_replay(
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, manager, report, link)
-    driver = ReplayDriver(manager, tally, replay_retention=replay_retention, tiers=tiers, swap=swap)
+    driver = ReplayDriver(
+        manager, tally, replay_time=replay_time, replay_retention=replay_retention, tiers=tiers, swap=swap
+    )
     source = manager if swap is None else swap.swapper
     trace_clock = TraceClock(driver, settings.rates, steps) if settings.clock == "trace" else None
     next_progress = 0.0

@@ -1,10 +1,12 @@
 """Each invariant is violated by hand, and its check names it."""
 
 import pytest
+from core.policy_pool import make_manager, run, start
 from drawing import GROUP, blocks, hash_of, make_pool
 
 from kv_pool import CorruptedPoolError, KVCacheBlock
 from kv_pool.core import invariants
+from kv_pool.core.cached_runs import RunQueue, unlink
 from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
@@ -203,6 +205,75 @@ def carry_an_unmapped_secondary_key(pool):
 )
 def test_check_detects_each_broken_invariant(damage, broken):
     pool = make_pool(PICTURE)
+    damage(pool)
+    with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
+        invariants.check(pool)
+
+
+def make_policed():
+    """Return a pool with a FIFO: a sequence of 4 blocks of which 2 go on elsewhere, and one block in use."""
+    manager = make_manager(8, "fifo")
+    run(manager, "a", range(16))
+    run(manager, "b", [*range(8), 50, 51, 52, 53])
+    start(manager, "c", [90, 91, 92, 93])
+    return manager.block_pool
+
+
+def get_run(pool, block_id):
+    return pool.policy_host.table.find(pool.blocks[block_id])
+
+
+def list_a_block_twice(pool):
+    get_run(pool, 1).blocks.append(pool.blocks[5])
+
+
+def forget_a_listed_block(pool):
+    get_run(pool, 1).blocks.pop()
+
+
+def say_free_in_use(pool):
+    get_run(pool, 6).is_free = True
+
+
+def count_a_child_too_many(pool):
+    get_run(pool, 4).num_children += 1
+
+
+def park_a_leaf(pool):
+    run = get_run(pool, 4)
+    unlink(run)
+    run.is_parked = True
+
+
+def be_in_another_queue(pool):
+    get_run(pool, 4).queue = RunQueue(0)
+
+
+def count_too_few_ordered(pool):
+    pool.policy_host.num_ordered -= 1
+
+
+def count_too_few_in_a_queue(pool):
+    pool.policy_host.policy.queues[0].num_blocks -= 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "broken"),
+    [
+        (list_a_block_twice, "K1"),
+        (forget_a_listed_block, "K1"),
+        (say_free_in_use, "K2"),
+        (count_a_child_too_many, "K3"),
+        (park_a_leaf, "K4"),
+        (be_in_another_queue, "K4"),
+        (count_too_few_ordered, "K5"),
+        (count_too_few_in_a_queue, "K6"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_check_detects_each_broken_invariant_of_runs(damage, broken):
+    pool = make_policed()
+    invariants.check(pool)
     damage(pool)
     with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
         invariants.check(pool)

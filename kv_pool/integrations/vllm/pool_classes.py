@@ -4,7 +4,9 @@ Only `register` causes its import, since it imports vLLM. The names are those of
 """
 
 import logging
+import os
 from collections.abc import Iterable
+from typing import Final
 
 from vllm import envs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("vllm.kv_pool")
+
+POLICY_VARIABLE: Final = "KV_POOL_VLLM_POLICY"
+"""The environment variable with the cache policy, as `find_policy` accepts it; without it, vLLM's LRU."""
 
 EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=AllBlocksCleared)
 
@@ -60,16 +65,18 @@ class BlockPool(block_pool.BlockPool):
             medium,
             event_types=self.event_types,
             use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
+            policy=(os.environ.get(POLICY_VARIABLE) or None) if enable_caching else None,
         )
         self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]
         # Log here rather than in `register`: a forked engine process inherits the classes without calling
         # `register`, and messages logged before vLLM has read its logging options are lost.
         logger.info(
-            "kv_pool %s (%s) manages %d KV blocks, medium %s",
+            "kv_pool %s (%s) manages %d KV blocks, medium %s%s",
             __version__,
             "compiled" if COMPILED else "plain Python",
             num_gpu_blocks,
             medium,
+            "" if self.policy_host is None else f", cache policy {self.policy_host.name}",
         )
 
     # A list, as in vLLM, whose callers may slice and compare it. For Python callers only: the compiled core

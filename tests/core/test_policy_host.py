@@ -1,0 +1,262 @@
+"""Cache policies in a pool: what they see, what they decide, and what a broken one leaves behind."""
+
+import pytest
+from core.policy_pool import (
+    BLOCK_SIZE,
+    ChoosesAbsentQueue,
+    ChoosesEmptyQueue,
+    LosesRuns,
+    NamesAbsentQueue,
+    ReturnsNothing,
+    look_up_alone,
+    make_manager,
+    raise_in,
+    run,
+    start,
+)
+
+from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager
+from kv_pool.contiguous import invariants as run_invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
+from kv_pool.errors import CachePolicyError
+from kv_pool.manager.retention.block_retention import BlockRetention
+
+
+class Noting(CachePolicy):
+    """First in, first out; notes each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def draw(self, run):
+        return run.position // BLOCK_SIZE, run.num_blocks
+
+    def missed(self, key):
+        self.notes.append("missed")
+
+    def cached(self, run):
+        self.notes.append(("cached", *self.draw(run), run.request_id))
+
+    def hit(self, run):
+        self.notes.append(("hit", *self.draw(run)))
+
+    def freed(self, run):
+        self.notes.append(("freed", *self.draw(run), run.request_id))
+        return 0 if run.queue is None else STAY
+
+    def evicted(self, run, num_blocks):
+        self.notes.append(("evicted", *self.draw(run), num_blocks))
+
+
+def take_notes(manager):
+    policy = manager.block_pool.policy_host.policy
+    notes, policy.notes = policy.notes, []
+    invariants.check(manager.block_pool)
+    return notes
+
+
+def test_a_policy_sees_runs_and_not_blocks():
+    manager = make_manager(10, Noting)
+    run(manager, "a", range(16))
+    assert take_notes(manager) == ["missed", ("cached", 0, 4, "a"), ("freed", 0, 4, "a")]
+    run(manager, "b", [*range(8), *range(50, 58)])
+    assert take_notes(manager) == [
+        "missed",
+        ("hit", 0, 2),
+        ("cached", 2, 2, "b"),
+        ("freed", 2, 2, "b"),
+        ("freed", 0, 2, "b"),
+    ]
+    run(manager, "c", range(100, 124))  # 6 blocks: 4 are free without content
+    assert take_notes(manager) == [
+        "missed",
+        ("evicted", 2, 2, 2),  # of a: the first two blocks are b's, too
+        ("cached", 0, 6, "c"),
+        ("freed", 0, 6, "c"),
+    ]
+
+
+def test_a_run_grows_while_its_request_computes():
+    manager = make_manager(10, Noting)
+    request, _, _ = start(manager, "a", range(8))
+    request.append_output_token_ids(list(range(20, 28)))
+    manager.allocate_slots(request, 8)
+    manager.free(request)
+    assert take_notes(manager) == ["missed", ("cached", 0, 2, "a"), ("freed", 0, 4, "a")]
+
+
+def test_a_run_tells_its_last_request():
+    manager = make_manager(10, Noting)
+    first, _, _ = start(manager, "a", range(8))
+    first.session_id = "s"
+    second, _, _ = start(manager, "b", [*range(8), *range(30, 38)])
+    head = manager.block_pool.policy_host.table.find(manager.block_pool.blocks[1])
+    assert (head.request_id, head.num_hits, head.num_children) == ("b", 1, 1)
+    assert head.cost == pytest.approx(8 * (1 + 4 / 32768))
+    manager.free(second)
+    manager.free(first)
+
+
+def test_no_policy_evicts_a_parent_before_its_children():
+    manager = make_manager(8, Noting)
+    run(manager, "a", range(16))
+    run(manager, "b", [*range(16), *range(20, 28)])
+    take_notes(manager)
+    run(manager, "c", range(50, 70))  # 5 blocks: two are empty, and the oldest run has a child
+    assert [note for note in take_notes(manager) if note[0] == "evicted"] == [
+        ("evicted", 4, 2, 2),
+        ("evicted", 0, 4, 1),
+    ]
+    assert run(manager, "d", range(16)) == 3
+
+
+def test_blocks_in_use_are_passed_over_and_keep_their_place():
+    manager = make_manager(6, Noting)
+    first, _, _ = start(manager, "a", range(8))
+    run(manager, "b", range(100, 108))
+    manager.free(first)
+    request, num_hits, _ = start(manager, "c", range(8))
+    assert num_hits == 1  # the last token has to be computed
+    run(manager, "d", range(200, 216))
+    manager.free(request)
+    invariants.check(manager.block_pool)
+    assert run(manager, "e", range(9)) == 2
+
+
+def test_flat_mode_makes_each_block_an_object_of_its_own():
+    manager = make_manager(10, Noting)
+    pool = BlockPool(5, True, BLOCK_SIZE, policy="flat:lru")
+    assert manager.block_pool.policy_host.is_flat is False
+    assert pool.policy_host.is_flat is True
+    manager = KVCacheManager(pool)
+    run(manager, "a", range(16))
+    assert len(pool.policy_host.table.list_runs()) == 4
+    assert not look_up_alone(pool, b"key")
+    assert look_up_alone(pool, b"key")
+    invariants.check(pool)
+
+
+def test_evicted_and_taken_blocks_leave_their_runs():
+    manager = make_manager(6, LRU)
+    pool = manager.block_pool
+    run(manager, "a", range(20))
+    pool.evict_blocks([3])
+    invariants.check(pool)
+    pool.take_blocks([pool.blocks[2]])
+    invariants.check(pool)
+    assert len(pool.get_new_blocks(5)) == 5
+    invariants.check(pool)
+
+
+def test_a_reset_starts_the_policy_again():
+    manager = make_manager(6, Noting)
+    run(manager, "a", range(20))
+    pool = manager.block_pool
+    assert pool.reset_prefix_cache()
+    invariants.check(pool)
+    assert pool.policy_host.num_ordered == 0
+    assert take_notes(manager) == []
+    assert run(manager, "a", range(20)) == 0
+
+
+def test_resizing_tells_the_policy_the_capacity():
+    pool = make_manager(6, LRU).block_pool
+    pool.add_blocks(4)
+    assert pool.policy_host.policy.capacity == 10
+    pool.remove_last_blocks(2)
+    assert pool.policy_host.policy.capacity == 8
+    invariants.check(pool)
+
+
+def test_groups_that_skip_blocks_have_runs_without_parents():
+    manager = make_manager(10, Noting)
+    host = manager.block_pool.policy_host
+    run(manager, "a", range(16))
+    run(manager, "b", [*range(8), *range(50, 58)])
+    assert any(run.parent is not None for run in host.table.list_runs())
+    host.unchain(0)
+    assert all(run.parent is None for run in host.table.list_runs())
+    invariants.check(manager.block_pool)
+
+
+def test_a_pool_has_a_policy_or_a_retention():
+    pool = BlockPool(5, True, 4, policy="lru")
+    with pytest.raises(InvalidArgumentError, match="already has a band policy"):
+        BlockRetention(pool, clock=lambda: 0.0)
+    other = BlockPool(5, True, 4)
+    BlockRetention(other, clock=lambda: 0.0)
+    with pytest.raises(InvalidArgumentError, match="either a cache policy or a retention"):
+        other.open_policy("lru")
+    with pytest.raises(InvalidArgumentError, match="enable_caching"):
+        BlockPool(5, False, 4, policy="lru")
+
+
+def test_a_policy_takes_over_a_cache_that_is_in_use():
+    manager = make_manager(8, None)
+    pool = manager.block_pool
+    run(manager, "a", range(12))
+    request, _, _ = start(manager, "b", range(50, 58))
+    pool.open_policy("fifo")
+    invariants.check(pool)
+    assert run(manager, "c", range(13)) == 3
+    manager.free(request)
+    invariants.check(pool)
+    run(manager, "d", range(100, 132))
+    invariants.check(pool)
+
+
+BROKEN = [
+    *(raise_in(hook) for hook in ("missed", "cached", "hit", "freed", "choose", "evicted")),
+    NamesAbsentQueue,
+    ChoosesAbsentQueue,
+    ChoosesEmptyQueue,
+    ReturnsNothing,
+    LosesRuns,
+]
+
+
+def run_several(manager):
+    for number in range(6):
+        run(manager, f"a{number}", [*range(8), *range(50 * number, 50 * number + 8)])
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+@pytest.mark.parametrize("policy", BROKEN, ids=lambda policy: policy.__name__)
+def test_a_broken_policy_is_named_and_the_pool_intact(policy, pool_type):
+    manager = make_manager(6, policy, pool_type)
+    pool = manager.block_pool
+    with pytest.raises(CachePolicyError, match=f"cache policy {policy.__name__} is broken"):
+        run_several(manager)
+    (run_invariants if pool_type is RunBlockPool else invariants).check(pool)
+    assert manager.get_num_free_blocks() == 6, "blocks were lost"
+    assert pool.policy_host.name == "lru"
+    assert isinstance(pool.policy_host.failure, CachePolicyError)
+    for number in range(5):
+        run(manager, f"b{number}", range(100 * number, 100 * number + 16))
+        (run_invariants if pool_type is RunBlockPool else invariants).check(pool)
+
+
+def test_a_broken_hit_undoes_a_touch():
+    pool = BlockPool(4, True, 4, policy=raise_in("hit"))
+    look_up_alone(pool, b"key")
+    found = pool.get_cached_block(b"key", [0])
+    with pytest.raises(CachePolicyError, match="BrokenError: in hit"):
+        pool.touch(found)
+    assert found[0].ref_cnt == 0
+    invariants.check(pool)
+
+
+def test_a_policy_that_cannot_start_is_not_opened():
+    pool = BlockPool(5, True, 4)
+    for policy in (raise_in("start"), raise_in("__init__")):
+        with pytest.raises(CachePolicyError, match="BrokenError: in"):
+            pool.open_policy(policy)
+        assert pool.policy_host is None
+    with pytest.raises(InvalidArgumentError, match="derive it from CachePolicy"):
+        pool.open_policy(lambda: 3)
+    with pytest.raises(InvalidArgumentError, match="num_queues"):
+        pool.open_policy(type("Many", (CachePolicy,), {"num_queues": 0}))
+    invariants.check(pool)

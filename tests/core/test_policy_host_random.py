@@ -1,0 +1,360 @@
+"""Random requests on pools with cache policies: LRU as before, closure, and slow models of flat policies."""
+
+import random
+from collections import OrderedDict
+from contextlib import suppress
+
+import pytest
+from core.policy_pool import BLOCK_SIZE, HASHER, look_up_alone, make_manager, start
+from drawing import ids
+
+from kv_pool import BlockPool, OutOfBlocksError
+from kv_pool.contiguous import invariants as run_invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.core.cache_policy import STAY, CachePolicy
+from kv_pool.core.policy_names import list_policies
+
+NUM_STEPS = 300
+SALT = 0
+
+
+class AtRandom(CachePolicy):
+    """Chooses at random, moves runs between its queues at random, and keeps no promise but those it must."""
+
+    num_queues = 3
+
+    def start(self):
+        self.rng = random.Random(self.capacity + 1000 * SALT)
+
+    def cached(self, run):
+        if self.rng.random() < 0.2:
+            self.queues[self.rng.randrange(3)].append(run)
+
+    def hit(self, run):
+        if self.rng.random() < 0.2:
+            self.queues[self.rng.randrange(3)].prepend(run)
+
+    def freed(self, run):
+        return STAY if run.queue is not None and self.rng.random() < 0.5 else self.rng.randrange(3)
+
+    def choose(self):
+        filled = [queue for queue in self.queues if queue.first is not None]
+        queue = self.rng.choice(filled)
+        if self.rng.random() < 0.3:
+            self.rng.choice(self.queues).append(queue.first)
+            filled = [queue for queue in self.queues if queue.first is not None]
+        return self.rng.choice(filled).index
+
+
+class Life:
+    """A manager, and the requests that hold blocks of it."""
+
+    def __init__(self, seed, policy, pool_type=BlockPool, num_blocks=None):
+        self.rng = random.Random(seed)
+        num_blocks = num_blocks or self.rng.randrange(6, 40)
+        options = {"early_share": 0.0} if pool_type is RunBlockPool else {}
+        options["clock"] = lambda: float(self.num_requests)
+        self.manager = make_manager(num_blocks, policy, pool_type, **options)
+        self.pool = self.manager.block_pool
+        self.prompts = [[self.rng.randrange(3) for _ in range(60)] for _ in range(6)]
+        self.running = []
+        self.holds = []
+        self.num_requests = 0
+        self.parents = {}  # hash -> the hash of the block before it, None for the first
+
+    def step(self):
+        name = self.rng.choices(list(STEPS), list(STEPS.values()))[0]
+        result = getattr(self, name)()
+        self.manager.take_block_copies()  # of forks; their blocks are held until then
+        return name, result
+
+    def start(self):
+        self.num_requests += 1
+        length = self.rng.randrange(2, 60)
+        tokens = self.rng.choice(self.prompts)[:length]
+        tokens += [self.rng.randrange(3) for _ in range(self.rng.randrange(9))]
+        started = start(self.manager, f"request {self.num_requests}", tokens)
+        if started is None:
+            return None
+        request, num_hits, added = started
+        self.note_hashes(request)
+        self.running.append(request)
+        return num_hits, added
+
+    def note_hashes(self, request):
+        for before, after in zip([None, *request.block_hashes], request.block_hashes, strict=False):
+            self.parents[after] = before
+
+    def grow(self):
+        if not self.running:
+            return None
+        request = self.rng.choice(self.running)
+        count = self.rng.randrange(1, 6)
+        request.append_output_token_ids([self.rng.randrange(3) for _ in range(count)])
+        added = self.manager.allocate_slots(request, count)
+        if added is None:
+            return self.end(request)
+        request.num_computed_tokens = request.num_tokens
+        self.note_hashes(request)
+        return ids(added[0])
+
+    def end(self, request=None):
+        if self.running:
+            request = request or self.rng.choice(self.running)
+            self.running.remove(request)
+            self.manager.free(request)
+
+    def fork(self):
+        if self.running:
+            parent = self.rng.choice(self.running)
+            self.num_requests += 1
+            child = type(parent)(f"fork {self.num_requests}", parent.all_token_ids, HASHER)
+            child.num_computed_tokens = parent.num_computed_tokens
+            self.manager.fork(parent, child)
+            self.running.append(child)
+
+    def hold(self):
+        cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        if cached and len(self.holds) < 2:
+            self.holds.append(self.pool.hold([self.rng.choice(cached)], "held by a test"))
+
+    def release(self):
+        if self.holds:
+            self.holds.pop().release()
+
+    def take(self):
+        """Take free blocks by id, as compaction and migrations do."""
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        some = self.rng.sample(free, min(len(free), self.rng.randrange(3)))
+        self.pool.take_blocks(some)
+        self.pool.free_blocks(some)
+
+    def evict(self):
+        self.pool.evict_blocks([self.rng.randrange(self.pool.num_gpu_blocks) for _ in range(2)])
+
+    def swap(self):
+        first, second = self.rng.sample(range(1, self.pool.num_gpu_blocks), 2)
+        if {first, second}.isdisjoint(self.pool.holds.list_immovable_ids()):
+            self.pool.swap_block_ids([(first, second)])
+
+    def watch(self):
+        with suppress(OutOfBlocksError):
+            taken = self.pool.get_new_blocks(1)
+            self.pool.unpin_blocks(taken, lambda block: None)
+
+    def resize(self):
+        free = {block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()}
+        if self.rng.random() < 0.5:
+            self.pool.add_blocks(2)
+        elif {self.pool.num_gpu_blocks - 1, self.pool.num_gpu_blocks - 2} <= free and len(free) > 8:
+            self.pool.remove_last_blocks(2)
+
+    def reset(self):
+        while self.holds:
+            self.release()
+        while self.running:
+            self.end()
+        assert self.pool.reset_prefix_cache()
+
+    def check(self):
+        (run_invariants if isinstance(self.pool, RunBlockPool) else invariants).check(self.pool)
+
+    def list_cached(self):
+        return {key[:-4] for key in self.pool.cached_block_hash_to_block.entries}
+
+
+REQUESTS = {"start": 8, "grow": 4, "end": 6}
+STEPS = {
+    **REQUESTS,
+    "fork": 1,
+    "hold": 1,
+    "release": 1,
+    "take": 0.5,
+    "evict": 0.5,
+    "swap": 1,
+    "watch": 0.5,
+    "resize": 0.5,
+    "reset": 0.2,
+}
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+@pytest.mark.parametrize("seed", range(20))
+def test_lru_as_a_policy_takes_the_blocks_of_the_free_queue(seed, pool_type, monkeypatch):
+    for name in set(STEPS) - set(REQUESTS) - {"fork", "reset"}:
+        monkeypatch.delitem(STEPS, name)
+    plain, policed = Life(seed, None, pool_type), Life(seed, "lru", pool_type)
+    for _ in range(NUM_STEPS):
+        assert policed.step() == plain.step()
+        policed.check()
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+@pytest.mark.parametrize("policy", [AtRandom, "lru", *list_policies()], ids=str)
+def test_any_policy_keeps_the_invariants_in_any_schedule(policy, pool_type):
+    for seed in range(6):
+        life = Life(seed, policy, pool_type)
+        for _ in range(NUM_STEPS):
+            life.step()
+            life.check()
+        assert life.pool.policy_host.failure is None
+
+
+@pytest.mark.parametrize("policy", [AtRandom, *list_policies()], ids=str)
+def test_no_policy_evicts_a_parent_before_its_children(policy, monkeypatch):
+    for name in set(STEPS) - set(REQUESTS):
+        monkeypatch.delitem(STEPS, name)
+    num_evicted = 0
+    for seed in range(8):
+        life = Life(seed, policy, num_blocks=24)
+        for _ in range(NUM_STEPS):
+            life.step()
+            cached = life.list_cached()
+            assert all(life.parents[known] is None or life.parents[known] in cached for known in cached)
+        num_evicted += life.pool.num_evictions
+    assert num_evicted > 100
+
+
+@pytest.mark.parametrize("policy", list_policies())
+def test_a_policy_evicts_the_same_blocks_again(policy, monkeypatch):
+    lives = [Life(3, policy), Life(3, policy)]
+    for _ in range(NUM_STEPS):
+        assert lives[0].step() == lives[1].step()
+
+
+# ---- slow models of flat policies ------------------------------------------------------------------
+
+
+def model_fifo(keys, capacity):
+    cached = []
+    for key in keys:
+        yield key in cached
+        if key not in cached:
+            cached = [*cached, key][-capacity:]
+
+
+def model_lru(keys, capacity):
+    cached = []
+    for key in keys:
+        yield key in cached
+        cached = [*(other for other in cached if other != key), key][-capacity:]
+
+
+def model_sieve(keys, capacity):
+    cached, visited, hand = [], set(), None  # newest first
+    for key in keys:
+        yield key in cached
+        if key in cached:
+            visited.add(key)
+            continue
+        if len(cached) == capacity:
+            hand = hand or cached[-1]
+            while hand in visited:
+                visited.discard(hand)
+                hand = cached[cached.index(hand) - 1]  # the newest is followed by the oldest
+            position = cached.index(hand)
+            cached.remove(hand)
+            hand = cached[position - 1] if position > 0 else None
+        cached.insert(0, key)
+
+
+def model_twoq(keys, capacity):
+    first, again, ghosts = [], OrderedDict(), []
+    for key in keys:
+        is_hit = key in first or key in again
+        yield is_hit
+        if is_hit:
+            if key in again:
+                again.move_to_end(key)
+            continue
+        was_ghost = key in ghosts
+        if was_ghost:
+            ghosts.remove(key)
+        if len(first) + len(again) == capacity:
+            if len(first) > capacity // 4 or not again:
+                ghosts = [*ghosts, first.pop(0)][-(capacity // 2) :]
+            else:
+                again.popitem(last=False)
+        if was_ghost:
+            again[key] = None
+        else:
+            first.append(key)
+
+
+def model_arc(keys, capacity):
+    """Return hits as in figure 4 of the paper, with lists, oldest first."""
+    once, again, once_ghosts, again_ghosts = [], [], [], []
+    target = 0.0
+
+    def replace(is_again_ghost):
+        if (once and (len(once) > target or (is_again_ghost and len(once) == target))) or not again:
+            once_ghosts.append(once.pop(0))
+        else:
+            again_ghosts.append(again.pop(0))
+
+    for key in keys:
+        is_hit = key in once or key in again
+        yield is_hit
+        if is_hit:
+            (once if key in once else again).remove(key)
+            again.append(key)
+        elif key in once_ghosts:
+            target = min(capacity, target + max(len(again_ghosts) / len(once_ghosts), 1))
+            replace(False)
+            once_ghosts.remove(key)
+            again.append(key)
+        elif key in again_ghosts:
+            target = max(0, target - max(len(once_ghosts) / len(again_ghosts), 1))
+            replace(True)
+            again_ghosts.remove(key)
+            again.append(key)
+        else:
+            if len(once) + len(once_ghosts) == capacity:
+                if len(once) < capacity:
+                    once_ghosts.pop(0)
+                    replace(False)
+                else:
+                    once.pop(0)
+            elif len(once) + len(again) + len(once_ghosts) + len(again_ghosts) >= capacity:
+                if len(once) + len(again) + len(once_ghosts) + len(again_ghosts) == 2 * capacity:
+                    again_ghosts.pop(0)
+                replace(False)
+            once.append(key)
+
+
+def model_lfu(keys, capacity):
+    """Return hits of LFU with dynamic ageing; ties go to the older use."""
+    cached, age = {}, 0  # key -> value, time of the last use, uses
+    for now, key in enumerate(keys):
+        yield key in cached
+        if key not in cached and len(cached) == capacity:
+            victim = min(cached, key=lambda other: cached[other][:2])
+            age = cached.pop(victim)[0]
+        uses = cached[key][2] + 1 if key in cached else 1
+        cached[key] = (age + uses, now, uses)
+
+
+MODELS = {
+    "fifo": model_fifo,
+    "lru": model_lru,
+    "sieve": model_sieve,
+    "twoq": model_twoq,
+    "arc": model_arc,
+    "lfu": model_lfu,
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("policy", MODELS)
+def test_flat_policies_agree_with_slow_models(policy, seed):
+    rng = random.Random(seed)
+    capacity = rng.randrange(4, 40)
+    keys = [b"%08d" % min(int(rng.expovariate(0.04)), 200) for _ in range(1500)]
+    for start_at in range(0, 1500, 300):  # and a scan
+        keys[start_at : start_at + 30] = [b"%08d" % (1000 + start_at + number) for number in range(30)]
+    pool = BlockPool(capacity + 1, True, BLOCK_SIZE, policy=f"flat:{policy}")
+    hits = [look_up_alone(pool, key) for key in keys]
+    assert hits == list(MODELS[policy](keys, capacity))
+    assert 100 < sum(hits) < 1400
+    invariants.check(pool)

@@ -1,0 +1,47 @@
+"""Flat policies have libCacheSim's hit counts, to the integer; see `record_libcachesim.py`."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from core.policy_pool import look_up_alone
+
+from kv_pool import BlockPool
+from kv_pool.replay.trace import Trace
+
+DATA = Path(__file__).parent / "data" / "libcachesim_hits.json"
+RECORDED = json.loads(DATA.read_text())
+AGENTIC = Path(__file__).parent.parent / "replay" / "data" / "agentic_coding_a.jsonl.xz"
+
+
+def list_cases():
+    cases = []
+    for key, (hits, num_keys) in RECORDED["hits"].items():
+        trace, limit, policy, capacity = key.split()
+        marks = []
+        if limit == "all":
+            marks = [pytest.mark.slow if trace.startswith("mooncake") else pytest.mark.night]
+        cases.append(pytest.param(trace, limit, policy, int(capacity), hits, num_keys, marks=marks, id=key))
+    return cases
+
+
+def read_keys(trace, limit):
+    requests = Trace(str(AGENTIC) if trace.startswith("agentic") else trace)
+    for request in islice(requests, None if limit == "all" else int(limit)):
+        for block_id in request.hash_ids:
+            yield b"%08d" % block_id
+
+
+@pytest.mark.parametrize(("trace", "limit", "policy", "capacity", "hits", "num_keys"), list_cases())
+def test_flat_policies_have_the_hits_of_libcachesim(trace, limit, policy, capacity, hits, num_keys):
+    pool = BlockPool(capacity + 1, True, 4, policy=f"flat:{policy}")
+    found = [look_up_alone(pool, key) for key in read_keys(trace, limit)]
+    assert (len(found), sum(found)) == (num_keys, hits)
+
+
+def test_four_capacities_of_each_trace_are_recorded():
+    cases = [key.split() for key in RECORDED["hits"]]
+    for policy in RECORDED["policies"]:
+        for trace in ("mooncake_conversation", "agentic_coding_a"):
+            assert len({case[3] for case in cases if case[:3] == [trace, "all", policy]}) == 4

@@ -1,0 +1,129 @@
+"""Cache policies in replays: LRU as a policy gives the reference counts; the others evict as they do live."""
+
+import random
+from itertools import islice
+
+import pytest
+from replay.made_trace import make_random_records, record, write_trace
+from replay.test_instant_clock import DATA, REFERENCE, assert_reference
+
+from kv_pool import BlockPool, BlockRemoved, InvalidArgumentError, KVCacheManager
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.core.policy_names import list_policies
+from kv_pool.events.event_publisher import NullEventPublisher
+from kv_pool.protocol import BlockAllocationRequest
+from kv_pool.replay.event_feed import EventFeed
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
+
+LRU_AS_POLICY = "kv_pool.core.cache_policy:LRU"
+
+
+class Removed(NullEventPublisher):
+    """Keeps the hashes that are removed, in order."""
+
+    def __init__(self):
+        self.hashes = []
+
+    def publish(self, events):
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                self.hashes += event.block_hashes
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    return str(write_trace(path, make_random_records(random.Random(2), 150, 8, partial_ids=False)))
+
+
+def list_removed(settings):
+    publisher = Removed()
+    run_replay(settings, feed=EventFeed(publisher))
+    return publisher.hashes
+
+
+@pytest.mark.parametrize("capacity", ["1000", "10000", "30000"])
+@pytest.mark.parametrize("convention", ["full_blocks_cap", "ids_as_blocks_cap"])
+def test_lru_as_a_policy_gives_the_reference_counts(convention, capacity):
+    settings = ReplaySettings(
+        "mooncake_conversation", int(capacity), convention=convention, policy=LRU_AS_POLICY
+    )
+    report = run_replay(settings)
+    assert_reference(report, REFERENCE["mooncake_conversation"]["conventions"][convention][capacity])
+    assert report.settings["policy"] == LRU_AS_POLICY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", ["1000", "10000", "30000"])
+def test_lru_as_a_policy_gives_the_agentic_counts(capacity):
+    path = str(DATA / "agentic_coding_a.jsonl.xz")
+    report = run_replay(ReplaySettings(path, int(capacity), policy=LRU_AS_POLICY))
+    assert_reference(report, REFERENCE["agentic_coding_a"]["conventions"]["full_blocks_cap"][capacity])
+
+
+@pytest.mark.parametrize("clock", ["instant", "trace"])
+def test_lru_as_a_policy_evicts_the_blocks_of_the_free_queue(trace, clock):
+    settings = [ReplaySettings(trace, 40, clock=clock, policy=policy) for policy in ("lru", LRU_AS_POLICY)]
+    removed = [list_removed(each) for each in settings]
+    assert removed[0] == removed[1]
+    assert len(removed[0]) > 100
+
+
+def read_requests(trace, limit=None):
+    settings = ReplaySettings(trace, 40)
+    opened = settings.open_trace()
+    return list(islice(settings.read_requests(opened, 8), limit))
+
+
+@pytest.mark.parametrize("policy", list_policies())
+def test_a_policy_evicts_the_same_blocks_in_the_replay_and_live(trace, policy):
+    seconds = 0.0
+    requests = read_requests(trace)
+    pool = BlockPool(41, True, 8, enable_kv_cache_events=True, clock=lambda: seconds, policy=policy)
+    manager = KVCacheManager(pool)
+    for request in requests:
+        seconds = max(seconds, request.arrival_ms / 1000)
+        prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
+        assert manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix) is not None
+        request.num_computed_tokens = request.num_tokens
+        manager.free(request)
+    live = [event.block_hashes[0] for event in pool.take_events() if isinstance(event, BlockRemoved)]
+    assert list_removed(ReplaySettings(trace, 40, policy=policy)) == live
+    assert len(live) > 100
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "slru", "flat:sieve"])
+def test_a_policy_runs_in_a_pool_of_sequences(trace, policy):
+    pool = GPUKVPool(40, 8, policy=policy)
+    num_hits = 0
+    for number, request in enumerate(read_requests(trace), 1):
+        num_blocks = -(-request.num_tokens // 8)
+        shared = pool.claim_prefix(number, request.block_hashes)
+        num_hits += len(shared)
+        if num_blocks > len(shared):
+            pool.allocate(BlockAllocationRequest(num_blocks=num_blocks - len(shared), sequence_id=number))
+        pool.cache_prefix(number, request.block_hashes)
+        pool.free_sequence(number)
+    assert num_hits > 20
+    assert pool.block_pool.policy_host.failure is None
+
+
+def test_another_policy_gives_other_counts(tmp_path):
+    """Two prompts that return, and a scan between them that LRU lets through."""
+    records = [record(16, [1, 2], 0, 0), record(16, [1, 2], 0, 1), record(16, [1, 2], 0, 2)]
+    records += [record(16, [10 + number, 50 + number], 0, 3 + number) for number in range(6)]
+    records += [record(24, [1, 2, 3], 0, 20)]
+    path = str(write_trace(tmp_path / "scan.jsonl", records))
+    hits = {
+        policy: run_replay(ReplaySettings(path, 8, policy=policy, convention="ids_as_blocks")).blocks_hit
+        for policy in ("lru", "fifo", "slru", "sieve")
+    }
+    assert hits == {"lru": 4, "fifo": 4, "slru": 6, "sieve": 6}
+
+
+def test_policies_that_cannot_run_are_refused(trace):
+    with pytest.raises(InvalidArgumentError, match="no cache policy 'mru': known are lru"):
+        run_replay(ReplaySettings(trace, 40, policy="mru"))
+    with pytest.raises(InvalidArgumentError, match="fifo cannot be combined with keep_sessions"):
+        run_replay(ReplaySettings(trace, 40, policy="fifo", keep_prefix_tokens=8))
