@@ -124,13 +124,13 @@ def test_random_capacities_equal_a_replay(convention):
 
 
 @pytest.mark.night
-@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("name", PATHS)
-def test_twenty_capacities_equal_a_replay(name, convention):
+def test_twenty_capacities_equal_a_replay(name, convention, part):
     reuse = read_reuse(ReplaySettings(PATHS[name], 1, convention=convention))
     curve = LruCurve(reuse)
-    for capacity in draw_capacities(reuse.num_distinct, 20):
+    for capacity in draw_capacities(reuse.num_distinct, 20)[part::5]:
         report = run_replay(ReplaySettings(PATHS[name], capacity, convention=convention))
         assert curve.count_hits(capacity) == (report.blocks_hit, report.tokens_hit), capacity
 
