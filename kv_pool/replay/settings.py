@@ -20,6 +20,9 @@ CLOCKS = ("instant", "trace")
 PREEMPTIONS = ("cost", "swap", "recompute")
 """The rules for preempted requests: swap or recompute, whichever is faster; always swap; never swap."""
 
+OPTIMUM = "optimum"
+"""The cache policy that knows the trace; of replays only."""
+
 TIER_WRITES = ("back", "through")
 
 DEFAULT_BLOCK_SIZE = 16
@@ -136,7 +139,8 @@ class ReplaySettings:
         str,
         Option(
             "The cache policy: lru, a name of kv_pool/policies such as s3fifo, an entry point, module:Class "
-            "or file.py:Class. flat:NAME makes each block an object of its own.",
+            "or file.py:Class. flat:NAME makes each block an object of its own. optimum knows the trace, and "
+            "needs the instant clock, full attention and no lower tiers.",
             metavar="NAME",
         ),
     ] = "lru"
@@ -287,7 +291,13 @@ class ReplaySettings:
                 f"the cache policy {self.policy} cannot be combined with keep_sessions or keep_prefix, which "
                 "order the free blocks themselves"
             )
-        find_policy(self.policy)
+        if self.policy != OPTIMUM:
+            find_policy(self.policy)
+        elif self.clock != "instant" or self.groups != "full" or self.host_tier or self.disk_tier:
+            raise InvalidArgumentError(
+                f"the cache policy {OPTIMUM} is optimal for the instant clock, full attention and no "
+                "lower tiers only; leave their defaults, or choose another policy"
+            )
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(f"limit is {self.limit}; it must be 1 request or more")
 

@@ -6,6 +6,7 @@ from time import monotonic
 
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.policy_names import PolicyChoice
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
@@ -16,12 +17,13 @@ from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
 from kv_pool.replay.link import CopyLink
+from kv_pool.replay.optimum_policy import find_optimum
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_retention import ReplayRetention
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
-from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
 from kv_pool.replay.states import make_prefix_rules
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock
@@ -71,8 +73,7 @@ def run_replay(
         enable_kv_cache_events=feed is not None,
         dense_events=True,
         clock=replay_time.read_s,
-        # vLLM's order, which needs no policy.
-        policy=None if settings.policy == "lru" else settings.policy,
+        policy=_find_policy(settings, block_size),
     )
     replay_retention = None
     if settings.keep_session_s or settings.keep_prefix_tokens:
@@ -151,6 +152,13 @@ def run_replay(
     report.settings = settings.describe()
     report.provenance = make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
     return report
+
+
+def _find_policy(settings: ReplaySettings, block_size: int) -> str | PolicyChoice | None:
+    if settings.policy == OPTIMUM:
+        requests = settings.read_requests(settings.open_trace(), block_size)
+        return find_optimum(requests, block_size, settings.num_blocks)
+    return None if settings.policy == "lru" else settings.policy  # LRU is vLLM's order, without a policy
 
 
 def _make_swap(

@@ -1,21 +1,23 @@
-"""Tests of optimal replacement: exhaustive search, a replay block by block, and LRU below it."""
+"""Tests of optimal replacement: exhaustive search, a slow model, replays in the pool, and LRU below it."""
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 from replay.curves.made_reuse import make_repeating_records, read_prompts, read_reuse
+from replay.curves.slow_optimum import replay_optimum
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
-from kv_pool.replay.curves.optimum_replay import replay_optimum
 from kv_pool.replay.curves.reuse import record_reuse
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
 
 SIZE = 4
 
@@ -171,6 +173,33 @@ def test_lru_is_below_and_both_rise_to_the_infinite_cache(tmp_path, convention, 
     assert optimum.bound_tokens(capacities[-1]) == bound.tokens_hit
 
 
-def test_replayed_optimum_needs_a_block():
-    with pytest.raises(InvalidArgumentError, match="capacity is 0; a pool has at least 1 usable block"):
-        replay_optimum([], 0, SIZE, 8)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_optimum_in_the_pool_equals_the_curve(tmp_path, convention, seed):
+    records = make_random_records(random.Random(seed), 70, SIZE, partial_ids=True)
+    if seed % 2:
+        records = make_repeating_records(seed, 70, SIZE)
+    path = write_trace(tmp_path / "trace.jsonl", records)
+    settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention, policy="optimum")
+    reuse = read_reuse(replace(settings, policy="lru"))
+    curve = OptimumCurve(reuse)
+    for capacity in random.Random(seed).sample(range(min(reuse.num_blocks), reuse.num_distinct + 4), 5):
+        report = run_replay(replace(settings, num_blocks=capacity))
+        assert (report.blocks_hit, report.tokens_hit) == curve.count_hits(capacity)
+
+
+@pytest.mark.parametrize("setting", [{"clock": "trace"}, {"groups": "full,window:9"}, {"disk_tier": 5}])
+def test_optimum_is_refused_where_it_is_none(setting):
+    settings = ReplaySettings("mooncake_conversation", 500, policy="optimum", **setting)
+    with pytest.raises(
+        InvalidArgumentError, match="optimal for the instant clock, full attention and no lower"
+    ):
+        run_replay(settings)
+
+
+def test_optimum_of_a_real_trace_equals_the_curve():
+    settings = ReplaySettings("mooncake_conversation", 1234, limit=2000)
+    report = run_replay(replace(settings, policy="optimum"))
+    curve = OptimumCurve(read_reuse(settings))
+    assert (report.blocks_hit, report.tokens_hit) == curve.count_hits(1234)
+    assert report.blocks_hit > run_replay(settings).blocks_hit
