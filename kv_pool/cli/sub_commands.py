@@ -12,6 +12,7 @@ COMMANDS = (
     "sweep",
     "trace",
     "curve",
+    "plan",
     "serve",
     "stats",
     "defrag",
