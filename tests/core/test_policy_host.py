@@ -113,6 +113,25 @@ def test_no_policy_evicts_a_parent_before_its_children():
     assert run(manager, "d", range(16)) == 3
 
 
+@pytest.mark.parametrize("policy", [LRU, None])
+def test_a_parent_with_a_copy_may_go_before_its_children(policy):
+    """A lookup finds the children behind the copy; vLLM's LRU evicts the block, too."""
+    manager = make_manager(8, policy)
+    pool = manager.block_pool
+    run(manager, "a", range(8))
+    request, num_hits, _ = start(manager, "b", range(8))
+    assert num_hits == 1  # so its second block is a copy of a's
+    request.append_output_token_ids([8, 9, 10, 11])
+    manager.allocate_slots(request, 4)
+    request.num_computed_tokens = 12
+    assert run(manager, "c", range(13)) == 3  # the copy of a, and then b's third block
+    manager.free(request)
+    taken = pool.get_new_blocks(5)  # four without content, and the least recently freed
+    invariants.check(pool)
+    pool.free_blocks(taken)
+    assert run(manager, "d", range(13)) == 3
+
+
 def test_blocks_in_use_are_passed_over_and_keep_their_place():
     manager = make_manager(6, Noting)
     first, _, _ = start(manager, "a", range(8))

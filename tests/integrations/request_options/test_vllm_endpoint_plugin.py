@@ -1,4 +1,7 @@
-"""When vLLM's API server loads the check of options, and what it says if not (marker `vllm`)."""
+"""vLLM's API server loads the check of options if `VLLM_PLUGINS` names kv_pool (marker `vllm`).
+
+vLLM logs a warning if the variable is unset.
+"""
 
 import pytest
 
