@@ -28,7 +28,7 @@ def run(command, folder):
 
 
 def is_slow(commands):
-    return any(word in commands for word in (AGENTIC, "compare", "--policy"))
+    return any(word in commands for word in (AGENTIC, "compare", "plan ", "--policy"))
 
 
 def read_words(line):
