@@ -336,10 +336,16 @@ class BlockPoolCore(BlockReferences):
         Cost: O(free blocks without content).
         """
         check_type("policy", policy, BandPolicy)
+        if self._policy_host is not None:
+            raise InvalidArgumentError(
+                f"the pool has the cache policy {self._policy_host.name}, which orders its free blocks; for "
+                "directives, pins and sessions make the pool without a policy, or give the policy hints "
+                "(a request's kv_hints)"
+            )
         if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one: a cache "
-                "policy, or a retention for directives, pins and sessions"
+                f"the pool already has a band policy, {self._band_policy!r}, which orders its free blocks; "
+                "use that one, or make another pool"
             )
         self.eviction_order.open()
         self._band_policy = policy
@@ -361,8 +367,8 @@ class BlockPoolCore(BlockReferences):
             raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
         if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool already has {self._band_policy!r}, which orders its free blocks; a pool has "
-                "either a cache policy or a retention"
+                f"the pool already has {self._band_policy!r}, which orders its free blocks; for the cache "
+                f"policy {choice.name} make a pool without retention and without another policy"
             )
         host = PolicyHost(
             self.block_owner,
