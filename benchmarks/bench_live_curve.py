@@ -63,7 +63,7 @@ def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -
     for salt in range(options.samples):
         pool = make_pool(options, True)
         curve = LiveCurve(
-            options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt << 50
+            options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt << 42
         )
         pool._live_curve = curve  # noqa: SLF001 (pools have no option for the sample)
         run(requests, pool)
@@ -90,7 +90,7 @@ def measure_bytes(options: argparse.Namespace) -> int:
     curve = LiveCurve(options.blocks, options.block_size, time.monotonic)
     stack = curve.stack
     parent: Any = None
-    for number in range(stack.limit):
+    for number in range(int(stack.limit)):
         key = number.to_bytes(36, "big")  # as long as a SHA-256 hash with its group
         parent = stack.append(parent if number % 50 else None, key, number & 7)
     curve.counts = [float(number) + 0.5 for number in range(len(curve.counts))]
