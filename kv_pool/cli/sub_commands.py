@@ -10,6 +10,7 @@ from rich.markup import escape
 COMMANDS = (
     "replay",
     "sweep",
+    "compare",
     "trace",
     "curve",
     "plan",

@@ -337,6 +337,8 @@ class PolicyHost(PolicyRunner):
             hints = getattr(request, "kv_hints", None)
             if not isinstance(hints, dict):
                 hints = None
+            elif session_id is None:
+                session_id = hints.get("session_id")
         run.is_chained = len(self.unchained) == 0 or group_id not in self.unchained
         run.request_id = request_id
         run.session_id = session_id

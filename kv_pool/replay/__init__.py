@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_pool.errors import DrawingError, TraceError, WorkerLostError
     from kv_pool.replay.capacity import ModelKV, find_model
+    from kv_pool.replay.compare.compare import compare_policies
+    from kv_pool.replay.compare.compare_plot import draw_comparison
+    from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
+    from kv_pool.replay.compare.comparison import Comparison
     from kv_pool.replay.curves.curve_plot import draw_curves
     from kv_pool.replay.curves.curve_report import CurveReport
     from kv_pool.replay.curves.measure import measure_curves
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from kv_pool.replay.trace import Trace, TraceRequest, find_trace
     from kv_pool.replay.trace_info import TraceInfo, describe_trace
     from kv_pool.replay.trace_writer import open_trace_writer
+    from kv_pool.replay.worker_processes import WorkerProcesses
     from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
     from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
     from kv_pool.replay.workloads.distributions import Distribution
@@ -45,6 +50,14 @@ else:
                 "ModelKV",
                 "find_model",
             ),
+            "kv_pool.replay.compare.compare": ("compare_policies",),
+            "kv_pool.replay.compare.compare_plot": ("draw_comparison",),
+            "kv_pool.replay.compare.compare_settings": (
+                "CompareSettings",
+                "ComparedTrace",
+            ),
+            "kv_pool.replay.compare.comparison": ("Comparison",),
+            "kv_pool.replay.worker_processes": ("WorkerProcesses",),
             "kv_pool.replay.curves.curve_plot": ("draw_curves",),
             "kv_pool.replay.curves.curve_report": ("CurveReport",),
             "kv_pool.replay.curves.measure": ("measure_curves",),
@@ -115,6 +128,11 @@ __all__ = [
     "Prices",
     "CapacityPlan",
     "describe_plan",
+    "compare_policies",
+    "CompareSettings",
+    "ComparedTrace",
+    "Comparison",
+    "WorkerProcesses",
     "Trace",
     "TraceRequest",
     "find_trace",
@@ -139,6 +157,7 @@ __all__ = [
     "draw_breakdowns",
     "draw_curves",
     "draw_plan",
+    "draw_comparison",
     "read_reports",
     "write_json",
     "TraceError",

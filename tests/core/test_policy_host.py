@@ -3,6 +3,7 @@
 import pytest
 from core.policy_pool import (
     BLOCK_SIZE,
+    HASHER,
     ChoosesAbsentQueue,
     ChoosesEmptyQueue,
     LosesRuns,
@@ -15,7 +16,7 @@ from core.policy_pool import (
     start,
 )
 
-from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager
+from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager, Request
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -98,6 +99,23 @@ def test_a_run_tells_its_last_request():
     assert head.cost == pytest.approx(8 * (1 + 4 / 32768))
     manager.free(second)
     manager.free(first)
+
+
+def test_a_run_tells_the_hints_of_its_last_request():
+    class Reading(CachePolicy):
+        needs = "kv_hints"
+
+    manager = make_manager(10, Reading)
+    host = manager.block_pool.policy_host
+    run(manager, "a", range(8))
+    request = Request("b", [*range(8), *range(30, 38)], HASHER)
+    request.kv_hints = {"ttl_s": 20, "session_id": "s"}
+    prefix = manager.get_computed_blocks(request)
+    manager.allocate_slots(request, 16 - prefix.num_tokens, prefix)
+    manager.free(request)
+    assert [(one.hints, one.session_id) for one in host.table.list_runs()] == [(request.kv_hints, "s")] * 2
+    run(manager, "c", [*range(8), *range(50, 54)])
+    assert [one.hints for one in host.table.list_runs()] == [None, request.kv_hints, None]
 
 
 def test_no_policy_evicts_a_parent_before_its_children():
@@ -203,11 +221,11 @@ def test_groups_that_skip_blocks_have_runs_without_parents():
 
 def test_a_pool_has_a_policy_or_a_retention():
     pool = BlockPool(5, True, 4, policy="lru")
-    with pytest.raises(InvalidArgumentError, match="already has a band policy"):
+    with pytest.raises(InvalidArgumentError, match="make the pool without a policy"):
         BlockRetention(pool, clock=lambda: 0.0)
     other = BlockPool(5, True, 4)
     BlockRetention(other, clock=lambda: 0.0)
-    with pytest.raises(InvalidArgumentError, match="either a cache policy or a retention"):
+    with pytest.raises(InvalidArgumentError, match="the cache policy lru make a pool without retention"):
         other.open_policy("lru")
     with pytest.raises(InvalidArgumentError, match="enable_caching"):
         BlockPool(5, False, 4, policy="lru")
