@@ -17,7 +17,7 @@ _COLUMNS = (
     "token hits",
     "block hits",
     "gap closed",
-    "over LRU",
+    "points over LRU",
     "hits",
     "misses",
     "evictions",
@@ -93,7 +93,7 @@ def _make_cells(row: ComparisonRow, found: TraceComparison) -> list[Text]:
         _show(row.token_hit_rate, None, None, "{:.2f}", "%"),
         _show(row.block_hit_rate, None, None, "{:.2f}", "%"),
         _show(row.gap_closed, row.gap_closed_low, row.gap_closed_high, "{:.1f}", "%"),
-        _show(row.above_lru, row.above_lru_low, row.above_lru_high, "{:+.2f}", " points"),
+        _show(row.above_lru, row.above_lru_low, row.above_lru_high, "{:+.2f}", ""),
         *("" if count is None else f"{count:,}" for count in counts),
         "" if row.seconds is None else f"{row.seconds:.2f}",
     ]

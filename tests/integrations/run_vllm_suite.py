@@ -27,54 +27,20 @@ MODELS = HERE / "data" / "vllm_models.json"
 EXCEPTIONS = HERE / "data" / "vllm_suite_exceptions.json"
 
 # Tests that use the pool, its blocks or a scheduler, and do not all need a GPU.
-CONNECTORS = "tests/v1/kv_connector/unit/"
 TESTS = [
     "tests/v1/core",
-    *(
-        CONNECTORS + name
-        for name in (
-            "offloading_connector/test_events.py",
-            "offloading_connector/test_scheduler.py",
-            "test_bidirectional_kv_transfer.py",
-            "test_cache_pollution_prevention.py",
-            "test_decode_bench_connector.py",
-            "test_error_propagation.py",
-            "test_hidden_states_connector.py",
-            "test_hisparse_connector.py",
-            "test_hma_auto_config.py",
-            "test_invalid_blocks_correctness.py",
-            "test_kv_connector_lifecycle.py",
-            "test_kv_load_failure_recovery.py",
-            "test_mooncake_store_connector.py",
-            "test_mooncake_store_coordinator.py",
-            "test_mooncake_store_hma_e2e.py",
-            "test_mooncake_store_scheduler.py",
-            "test_moriio_connector.py",
-            "test_moriio_hma_scheduler.py",
-            "test_multi_connector.py",
-            "test_nixl_connector_hma.py",
-            "test_nixl_push_connector.py",
-            "test_nixl_simple_cpu_offload.py",
-            "test_remote_decode_lifecycle.py",
-            "test_remote_prefill_lifecycle.py",
-            "test_scheduler_kv_connector_override.py",
-            "test_simple_cpu_offload_connector.py",
-            "test_simple_cpu_offload_metrics.py",
-            "test_umbp_async_lookup.py",
-            "test_umbp_core.py",
-            "test_umbp_events.py",
-            "test_umbp_hybrid.py",
-        )
-    ),
+    "tests/v1/kv_connector/unit",
     "tests/v1/simple_kv_offload",
     "tests/v1/ec_connector/unit/test_ec_transfer_params.py",
     "tests/v1/streaming_input/test_scheduler_streaming.py",
+    "tests/v1/spec_decode/test_dflash_lookahead.py",
     "tests/v1/spec_decode/test_dynamic_sd.py",
     "tests/v1/engine/test_kv_cache_group_metadata.py",
     "tests/v1/test_kv_cache_spec_registry.py",
     "tests/distributed/aux_output_connector",
 ]
-# Those that touch the pool and the manager most; half an hour instead of hours.
+# Those that touch the pool and the manager most; minutes instead of half an hour.
+CONNECTORS = "tests/v1/kv_connector/unit/"
 POOL_TESTS = [
     "tests/v1/core/test_kv_cache_metrics.py",
     "tests/v1/core/test_kv_cache_utils.py",
@@ -139,6 +105,7 @@ def run_in_folder(source, tests, folder, with_ours, options):
         **os.environ,
         "HF_HOME": str(folder),
         "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",  # tests read vLLM's log
         "KV_POOL_VLLM": options.level,
         "CLASSES_UNDER_TEST": "kv_pool" if with_ours else "vllm",
         "PYTEST_PLUGINS": "vllm_suite_plugin",

@@ -131,7 +131,7 @@ def test_broken_policy_fails_its_own_runs_only(traces, mine):
     assert sum(note.error is not None for note in notes) == 4
 
 
-def test_capacity_that_no_request_fits_into_is_an_error_of_its_runs(tmp_path):
+def test_capacity_that_fits_no_request_fails_its_runs(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3]), record(24, [1, 2, 3])])
     found = compare_policies(make_settings([path], ["sieve"], [2, 3]), CountingExecutor())
     errors = {(row.policy, row.num_blocks) for row in found.traces[0].rows if row.error is not None}
