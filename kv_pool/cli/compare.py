@@ -23,11 +23,11 @@ from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
 from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
 from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
+from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot import check_can_draw
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
-from kv_pool.replay.worker_processes import WorkerProcesses
 
 _FINISHED = ".runs"
 
@@ -35,7 +35,7 @@ _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
 copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed resamples json csv png
-jobs again
+jobs on again
 """
 
 
@@ -99,6 +99,14 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run on a cluster: dask://HOST:PORT or ray://HOST:PORT. Its workers need kv_pool in this "
+            "version, and each trace under the same path; policies from files are sent.",
+        ),
+    ] = None,
     again: Annotated[
         str | None,
         typer.Option(
@@ -122,6 +130,8 @@ def compare(
         options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
         compared = []
         for trace in traces:
+            if on is not None and os.path.isfile(trace):
+                trace = os.path.abspath(trace)  # workers have other current folders
             of_trace = replace(settings, trace=trace)
             capacities, block_bytes = options.find_capacities(
                 of_trace.open_trace(), settings.block_size, blocks, memory, kv, settings.groups
@@ -135,7 +145,7 @@ def compare(
     for path in (json, csv):
         if path is not None:
             check_can_write(path)
-    comparison = _run(wanted, jobs, None if json is None else f"{json}{_FINISHED}")
+    comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
     if json is not None:
         write_report(comparison, json)
     if csv is not None:
@@ -154,7 +164,7 @@ def _read_seed(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def _run(wanted: CompareSettings, jobs: int, finished: str | None) -> Comparison:
+def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:
     with make_progress_bar("comparing", MofNCompleteColumn()) as bar:
         task = bar.add_task("compare", total=None, live="")
 
@@ -164,7 +174,7 @@ def _run(wanted: CompareSettings, jobs: int, finished: str | None) -> Comparison
                 task, total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80]
             )
 
-        with WorkerProcesses(jobs or os.cpu_count() or 1) as executor:
+        with open_executor(on, jobs or os.cpu_count() or 1) as executor:
             return compare_policies(wanted, executor, finished, show)
 
 
