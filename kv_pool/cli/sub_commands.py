@@ -13,6 +13,7 @@ COMMANDS = (
     "compare",
     "trace",
     "curve",
+    "plan",
     "serve",
     "stats",
     "defrag",

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from kv_pool.replay.curves.measure import measure_curves
     from kv_pool.replay.formats.convert import ConvertSettings, convert_trace
     from kv_pool.replay.merge import merge_traces
+    from kv_pool.replay.plan.goals import PlanGoal, Prices
+    from kv_pool.replay.plan.make_plan import plan_capacity
+    from kv_pool.replay.plan.plan_plot import draw_plan
+    from kv_pool.replay.plan.plan_report import CapacityPlan
+    from kv_pool.replay.plan.plan_words import describe_plan
     from kv_pool.replay.plot import draw_hit_rates
     from kv_pool.replay.plot_breakdown import draw_breakdowns
     from kv_pool.replay.report import ReplayReport, read_reports, write_json
@@ -56,6 +61,14 @@ else:
             "kv_pool.replay.curves.curve_plot": ("draw_curves",),
             "kv_pool.replay.curves.curve_report": ("CurveReport",),
             "kv_pool.replay.curves.measure": ("measure_curves",),
+            "kv_pool.replay.plan.goals": (
+                "PlanGoal",
+                "Prices",
+            ),
+            "kv_pool.replay.plan.make_plan": ("plan_capacity",),
+            "kv_pool.replay.plan.plan_plot": ("draw_plan",),
+            "kv_pool.replay.plan.plan_report": ("CapacityPlan",),
+            "kv_pool.replay.plan.plan_words": ("describe_plan",),
             "kv_pool.replay.plot": ("draw_hit_rates",),
             "kv_pool.replay.report": (
                 "ReplayReport",
@@ -110,6 +123,11 @@ __all__ = [
     "run_sweep",
     "measure_curves",
     "CurveReport",
+    "plan_capacity",
+    "PlanGoal",
+    "Prices",
+    "CapacityPlan",
+    "describe_plan",
     "compare_policies",
     "CompareSettings",
     "ComparedTrace",
@@ -138,6 +156,7 @@ __all__ = [
     "draw_hit_rates",
     "draw_breakdowns",
     "draw_curves",
+    "draw_plan",
     "draw_comparison",
     "read_reports",
     "write_json",
