@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
@@ -130,8 +131,6 @@ def compare(
         options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
         compared = []
         for trace in traces:
-            if on is not None and os.path.isfile(trace):
-                trace = os.path.abspath(trace)  # workers have other current folders
             of_trace = replace(settings, trace=trace)
             capacities, block_bytes = options.find_capacities(
                 of_trace.open_trace(), settings.block_size, blocks, memory, kv, settings.groups
@@ -140,6 +139,8 @@ def compare(
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
         names = tuple(name.strip() for name in policies.split(",") if name.strip())
         wanted = CompareSettings(tuple(compared), names, resamples, _read_seed(settings.seed))
+    if on is not None:
+        wanted = _find_files(wanted)
     picture = find_unused("compare.png") if png is None else png
     check_can_draw(picture)
     for path in (json, csv):
@@ -157,6 +158,16 @@ def compare(
     if has_failed:
         sys.stdout.flush()
         raise typer.Exit(2)
+
+
+def _find_files(wanted: CompareSettings) -> CompareSettings:
+    """Return the settings with absolute paths of traces: workers of a cluster have other current folders."""
+    traces = []
+    for compared in wanted.traces:
+        trace = compared.settings.trace
+        path = os.path.abspath(trace) if os.path.isfile(trace) else trace  # a bundled trace has a name
+        traces.append(ComparedTrace(replace(compared.settings, trace=path), compared.capacities))
+    return msgspec.structs.replace(wanted, traces=tuple(traces))
 
 
 def _read_seed(text: str) -> int:

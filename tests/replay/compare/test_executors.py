@@ -77,9 +77,9 @@ def folder(tmp_path, monkeypatch):
 
 def compare(folder, *options):
     """Run the comparison. Return its exit status and the rows in its JSON, without durations."""
-    names = "sieve,mine.py:Mine,mine.py:Broken"
-    command = [sys.executable, "-m", "kv_pool", "compare", "trace.jsonl", "--policies", names]
-    command += "--blocks 12,30 --trace-block-size 8 --json c.json --png c.png".split() + list(options)
+    text = "-m kv_pool compare trace.jsonl --policies sieve,mine.py:Mine,mine.py:Broken --blocks 12,30"
+    text += " --trace-block-size 8 --json c.json --png c.png"
+    command = [sys.executable, *text.split(), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S)
     assert "mine.py:Broken is broken: freed() raised ValueError" in done.stderr, done.stderr
     found = json.loads((folder / "c.json").read_text())
