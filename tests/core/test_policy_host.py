@@ -221,11 +221,11 @@ def test_groups_that_skip_blocks_have_runs_without_parents():
 
 def test_a_pool_has_a_policy_or_a_retention():
     pool = BlockPool(5, True, 4, policy="lru")
-    with pytest.raises(InvalidArgumentError, match="already has a band policy"):
+    with pytest.raises(InvalidArgumentError, match="make the pool without a policy"):
         BlockRetention(pool, clock=lambda: 0.0)
     other = BlockPool(5, True, 4)
     BlockRetention(other, clock=lambda: 0.0)
-    with pytest.raises(InvalidArgumentError, match="either a cache policy or a retention"):
+    with pytest.raises(InvalidArgumentError, match="the cache policy lru make a pool without retention"):
         other.open_policy("lru")
     with pytest.raises(InvalidArgumentError, match="enable_caching"):
         BlockPool(5, False, 4, policy="lru")
