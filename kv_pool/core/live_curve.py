@@ -3,13 +3,13 @@
 The sample is that of SHARDS (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST, 2015): a
 block is in it if the hash of its key is below a bound, so all its uses are seen or none. The stack of the
 sample is bounded, hence also the memory. A key stands for its whole prefix, so the sampled blocks before it
-are always the same: a hit is found by its deepest sampled block, without a look at the others.
+are always the same: a hit is found by its deepest sampled block, without a look at the others. The hash is
+Python's, which differs from process to process.
 """
 
 from collections.abc import Callable
 from math import ceil
 from typing import Any, Final
-from zlib import crc32
 
 from mypy_extensions import i64
 
@@ -23,7 +23,8 @@ NUM_STEPS: Final = 256
 NUM_REPLICAS: Final = 8
 ROW: Final = 258
 """The counters of a replica: steps 0 to `NUM_STEPS`, and those beyond."""
-MAX_SAMPLES: Final = 4096
+MAX_SAMPLES: Final = 2048
+MAX_RATE: Final = 0.25
 HALF_LIFE: Final = 32
 _PERIODS_PER_HALF_LIFE: Final = 16
 _GROWTH: Final = 2.0 ** (1 / 16)
@@ -43,6 +44,7 @@ class LiveCurve:
         clock: returns the time in seconds.
         max_samples: maximum number of blocks in the sample.
         half_life: number of look-ups after which a look-up counts half; None for 32 times the capacity.
+        max_rate: maximum share of the blocks in the sample; 1 for exact distances in small pools.
         salt: chooses another sample.
 
     Attributes:
@@ -63,11 +65,13 @@ class LiveCurve:
         clock: Callable[[], float],
         max_samples: int = MAX_SAMPLES,
         half_life: int | None = None,
+        max_rate: float = MAX_RATE,
         salt: int = 0,
     ) -> None:
         self.capacity: int = capacity
         self.block_size: int = block_size
         self.max_samples: int = max_samples
+        self.max_rate: float = max_rate
         self._clock: Callable[[], float] = clock
         self._half_life: int | None = half_life
         self._salt: i64 = salt
@@ -100,7 +104,7 @@ class LiveCurve:
         """Start with an empty stack and without counts."""
         self.is_stale = True
         capacity = max(1, self.capacity)
-        self.rate = min(1.0, self.max_samples / (MAX_MULTIPLE * capacity))
+        self.rate = min(self.max_rate, self.max_samples / (MAX_MULTIPLE * capacity))
         self._bound = int(self.rate * 4294967296)
         limit = ceil(MAX_MULTIPLE * capacity * self.rate)
         self._max_above = limit // _OPEN_SHARE
@@ -165,6 +169,8 @@ class LiveCurve:
         num_known: i64 = 0  # blocks of the sample, `last` and before it, that are not counted yet
         is_reached = False  # `last` is where the next block is appended
         num_lookups: i64 = num_counted
+        salt = self._salt
+        bound = self._bound
         index: i64 = -1
         for block in blocks:
             index += 1
@@ -175,9 +181,9 @@ class LiveCurve:
             key: Any = block.key
             if not isinstance(key, bytes):
                 continue
-            mixed: i64 = crc32(key)
-            mixed = self._mix(mixed)
-            if mixed >= self._bound:
+            mixed: i64 = hash(key)  # already known, since the pool has just mapped the key
+            mixed = ((mixed ^ salt) >> 16) & 0xFFFFFFFF
+            if mixed >= bound:
                 continue
             found = self.stack.blocks.get(key)
             if found is not None:
@@ -218,12 +224,6 @@ class LiveCurve:
         self.capacity = capacity
 
     # ---- steps of these calls ----------------------------------------------------------------------
-
-    def _mix(self, mixed: i64) -> i64:
-        """Return 32 bits that do not depend linearly on those of the key, as the CRC does."""
-        mixed = (mixed ^ self._salt ^ (mixed >> 16)) * 0x45D9F3B & 0xFFFFFFFF
-        mixed = (mixed ^ (mixed >> 16)) * 0x45D9F3B & 0xFFFFFFFF
-        return mixed ^ (mixed >> 16)
 
     def _note_touched_singly(self, listed: list[KVCacheBlock]) -> i64:
         """Handle hits that do not need the blocks before them. Return their number."""

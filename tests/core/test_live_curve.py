@@ -10,6 +10,7 @@ from interrupting import interrupt_everywhere, interrupt_twice_at_random
 from kv_pool import BlockPool, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.live_curve import NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve
 
 KINDS = {"plain": BlockPool, "runs": RunBlockPool}
@@ -41,6 +42,13 @@ class SlowCurve:
         self.order = [*chain, *[key for key in self.order if key not in chain]]
 
 
+def make_sampled(num_blocks):
+    """Return a manager whose live curve has all blocks in its sample."""
+    manager = make_manager(num_blocks, None, live_curve=True)
+    manager.block_pool._live_curve = LiveCurve(num_blocks, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
+    return manager
+
+
 def make_prompts(rng, num_requests, max_blocks):
     """Yield the tokens of requests that continue each other's prefixes, with a partial block at the end."""
     chains = [[]]
@@ -61,12 +69,12 @@ def test_a_sample_of_all_blocks_has_exact_stack_distances(kind, seed):
     options = {"early_share": 0.0} if kind == "runs" else {}
     manager = make_manager(capacity, None, KINDS[kind], live_curve=True, **options)
     pool = manager.block_pool
+    curve = pool._live_curve = LiveCurve(capacity, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
     slow = SlowCurve(capacity)
     for number, tokens in enumerate(make_prompts(rng, 300, 12)):
         num_hits = run(manager, str(number), tokens)
         slow.look_up(Request("r", tokens, HASHER).block_hashes, num_hits)
         invariants.check(pool)
-    curve = pool.live_curve
     assert curve.rate == 1.0
     assert [sum(curve.counts[step::ROW]) for step in range(ROW)] == pytest.approx(slow.steps)
     assert (curve.looked_up_blocks, curve.hit_blocks) == pytest.approx((slow.looked_up, slow.hit))
@@ -81,7 +89,7 @@ def test_a_sample_of_all_blocks_has_exact_stack_distances(kind, seed):
 
 def make_blocks(*keys):
     """Return blocks that look like cached ones; no key for a null block."""
-    return [SimpleNamespace(key=key, is_null=key is None) for key in keys]
+    return [KVCacheBlock(1, 1, key, is_null=key is None) for key in keys]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,7 +97,9 @@ def test_the_stack_is_sound_after_any_calls(seed):
     """Calls as hybrid models, long generations, resets and resizes make them, on a small sample."""
     rng = random.Random(seed)
     pool = BlockPool(rng.choice([9, 40, 200]), True, 4, live_curve=True)
-    curve = LiveCurve(pool.num_gpu_blocks - 1, 4, lambda: 0.0, max_samples=rng.choice([1, 3, 16, 60]))
+    curve = LiveCurve(
+        pool.num_gpu_blocks - 1, 4, lambda: 0.0, max_samples=rng.choice([1, 3, 16, 60]), max_rate=1.0
+    )
     pool._live_curve = curve
     chains = [[]]
     for number in range(600):
@@ -118,7 +128,7 @@ def test_the_stack_is_sound_after_any_calls(seed):
 
 
 def test_generated_blocks_are_used_but_not_looked_up():
-    manager = make_manager(30, None, live_curve=True)
+    manager = make_sampled(30)
     request, _, _ = start(manager, "a", range(9))
     for token in range(100, 110):
         request.append_output_token_ids([token])
@@ -134,7 +144,7 @@ def test_generated_blocks_are_used_but_not_looked_up():
 
 
 def test_a_reset_forgets_blocks_and_keeps_counts():
-    manager = make_manager(30, None, live_curve=True)
+    manager = make_sampled(30)
     run(manager, "a", range(21))
     curve = manager.block_pool.live_curve
     assert manager.block_pool.reset_prefix_cache()
@@ -158,7 +168,7 @@ def test_a_resized_pool_starts_its_curve_again():
 
 
 def test_weights_stay_finite():
-    curve = LiveCurve(10, 4, lambda: 0.0, half_life=16)
+    curve = LiveCurve(10, 4, lambda: 0.0, half_life=16, max_rate=1.0)
     blocks = make_blocks(b"a", b"b")
     curve.note_cached(None, blocks, blocks, 0, 4, False)
     for _ in range(10_000):
@@ -170,7 +180,7 @@ def test_weights_stay_finite():
 
 
 def make_full():
-    manager = make_manager(16, None, live_curve=True)
+    manager = make_sampled(16)
     run(manager, "a", range(20))
     run(manager, "b", [*range(12), *range(50, 58)])
     start(manager, "c", [*range(9), *range(70, 80)])

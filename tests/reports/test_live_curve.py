@@ -27,7 +27,7 @@ def exact(settings):
 @pytest.fixture(scope="module")
 def curves(settings):
     """Return curves of the same pool by their maximum number of samples."""
-    made = {size: LiveCurve(CAPACITY, 512, lambda: 0.0, size, NEVER, 7) for size in (1024, 4096, 8000)}
+    made = {size: LiveCurve(CAPACITY, 512, lambda: 0.0, size, NEVER, 1.0) for size in (1024, 4096, 8000)}
     trace = settings.open_trace()
     for curve in made.values():
         manager = KVCacheManager(BlockPool(CAPACITY + 1, True, 512, live_curve=True))
