@@ -41,7 +41,7 @@ class LiveCurveReport(msgspec.Struct, frozen=True):
         sample_rate: share of the blocks that is in the sample.
         looked_up_blocks: number of look-ups behind the rates, earlier ones counted in part.
         half_life_blocks: number of look-ups after which a look-up counts half.
-        half_life_seconds: the time of so many look-ups at the present rate; None before the first ones.
+        half_life_seconds: the time of a half-life at the present rate of look-ups; None before the first one.
         block_hit_rate, token_hit_rate: the pool's own hits, measured, over the same look-ups.
         estimated_block_hit_rate, estimated_error: the same by the sample alone, with its standard error.
         points: by capacity; empty until the sample has 100 look-ups.

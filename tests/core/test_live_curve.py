@@ -7,11 +7,12 @@ import pytest
 from core.policy_pool import BLOCK_SIZE, HASHER, make_manager, run, start
 from interrupting import interrupt_everywhere, interrupt_twice_at_random
 
-from kv_pool import BlockPool, Request
+from kv_pool import BlockPool, CorruptedPoolError, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.live_curve import NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve
+from kv_pool.core.sampled_stack import SampledBlock
 
 KINDS = {"plain": BlockPool, "runs": RunBlockPool}
 
@@ -216,3 +217,31 @@ def test_a_curve_is_sound_after_an_interrupt_at_any_moment(name):
 def test_a_curve_is_sound_after_an_interrupted_recovery(name):
     tried, broken = interrupt_twice_at_random(make_full, CALLS[name], check, random.Random(name), 40)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+def spoil_count(stack):
+    stack._add(0, 1)
+
+
+def spoil_chain(stack):
+    stack._deepest[0] = stack._deepest[0].parent
+
+
+def spoil_parent(stack):
+    stack._deepest[0].parent = SampledBlock(b"gone", None, 0, 0)
+
+
+def spoil_limit(stack):
+    stack.limit = 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"), [(spoil_count, "D1"), (spoil_chain, "D2"), (spoil_parent, "D3"), (spoil_limit, "D4")]
+)
+def test_a_spoilt_stack_violates_an_invariant(spoil, number):
+    manager = make_sampled(30)
+    run(manager, "a", range(21))
+    stack = manager.block_pool.live_curve.stack
+    spoil(stack)
+    with pytest.raises(CorruptedPoolError, match=f"^{number}: "):
+        invariants.check(manager.block_pool)
