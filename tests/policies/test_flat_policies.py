@@ -29,6 +29,7 @@ def list_cases():
         marks = []
         if limit == "all":
             marks = [pytest.mark.slow if trace.startswith("mooncake") else pytest.mark.night]
+            marks.append(pytest.mark.timeout(3600))  # the agentic trace has 8 million block ids
         if trace in SHIPPED:
             needed = "KV_POOL_LIBCACHESIM_DATA: the folder with libCacheSim's traces"
             marks.append(pytest.mark.skipif(SHIPPED_FOLDER is None, reason=f"needs {needed}"))
