@@ -19,6 +19,7 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
+from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.policy_host import PolicyHost
 from kv_pool.core.policy_names import find_policy
@@ -52,11 +53,13 @@ class BlockPoolCore(BlockReferences):
         dense_events: bool = False,
         clock: Callable[[], float] = read_clock,
         policy: Any = None,
+        live_curve: bool = False,
     ) -> None:
         if not isinstance(num_gpu_blocks, int):
             num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
         check_type("enable_caching", enable_caching, bool)
         check_type("medium", medium, str)
+        check_type("live_curve", live_curve, bool)
         if num_gpu_blocks < 1:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
@@ -75,6 +78,7 @@ class BlockPoolCore(BlockReferences):
             use_int_block_hashes,
             dense_events,
             clock,
+            live_curve,
         )
         if policy is not None:
             self.open_policy(policy)
@@ -384,6 +388,11 @@ class BlockPoolCore(BlockReferences):
     def policy_host(self) -> PolicyHost | None:
         """The host of the cache policy; None without one."""
         return self._policy_host
+
+    @property
+    def live_curve(self) -> LiveCurve | None:
+        """The sample behind the curve that `read_live_curve` returns; None without `live_curve=True`."""
+        return self._live_curve
 
     def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band of the eviction order, in the given order. O(len(blocks)).

@@ -55,7 +55,7 @@ class TokenRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenRangeRetention(TokenRange, frozen=True, forbid_unknown_fields=True):
-    """How long to retain the blocks of a range of tokens; a `RetentionDirective` in JSON.
+    """A `RetentionDirective` in JSON: how long the blocks of a range of tokens are retained.
 
     `duration_ms` counts from the moment at which no request uses the block any more. A pin needs an end and a
     duration, so that a client that has gone cannot keep blocks for ever.

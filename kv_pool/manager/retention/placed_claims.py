@@ -230,7 +230,7 @@ class PlacedClaims(BandPolicy):
                 self.records.drop(block)
             elif is_pin(claims):
                 pinned.add(block)
-        self.pins.rebuild(pinned)
+        self.pins.blocks = pinned
         others = [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
         records = self.records.list_records()
         for record in records:

@@ -85,6 +85,8 @@ class Bench:
         invariants.check(self.pool)
         check_leases(self.leases)
         check_manager(self.manager, self.requests.values())
+        retention = self.retention
+        assert not retention._sessions.list_lost(retention._records, self.pool.blocks, self.clock.now)
         for name in self.retention._directives.by_request:
             assert self.manager.holds_blocks(name), f"{name} is gone, and its directives count"
         assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases()) + 1  # the hold of the pins
@@ -154,6 +156,56 @@ CALLS = {**RETENTION_CALLS, **MANAGER_CALLS, **LEASE_CALLS}
 def test_an_interrupt_leaves_each_block_in_one_state(name, pool):
     tried, broken = interrupt_everywhere(lambda: Bench(POOLS[pool]), CALLS[name], Bench.check)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+def make_pinning(*directives):
+    """Return a retention with two pins, its manager, and a running request of two blocks, "a"."""
+    pool = BlockPool(12, True, 4)
+    retention = BlockRetention(pool, lambda: 0.0, max_pinned_blocks=2)
+    manager = KVCacheManager(pool, retention=retention)
+    request = Request("a", range(8), HASHER)
+    retention.set_directives("a", directives)
+    manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 8
+    return retention, manager, request
+
+
+PIN = RetentionDirective(0, 8, pin=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), (PIN,)), ((PIN,), ()), ((PIN,), (RetentionDirective(0, 4, pin=True),))]
+)
+def test_interrupted_directives_are_set_or_unchanged(before, after):
+    counts = [sum(-(-one.end // 4) for one in directives) for directives in (before, after)]
+
+    def check(made):
+        retention, manager, request = made
+        assert retention.num_pins in counts
+        num_promised = retention.num_pins
+        manager.free(request)
+        assert (retention.num_pinned, retention.num_pins) == (num_promised, num_promised)
+
+    tried, broken = interrupt_everywhere(
+        lambda: make_pinning(*before), lambda made: made[0].set_directives("a", after), check
+    )
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
+
+
+def test_blocks_being_pinned_are_counted_once():
+    def label(made):
+        retention, manager, _ = made
+        retention.label_table("a", 0, 0, manager.get_table("a").blocks)
+
+    def check(made):
+        retention, manager, request = made
+        assert retention.num_pins == 2
+        check_retention(retention)
+        manager.free(request)
+        assert (retention.num_pinned, retention.num_pins) == (2, 2)
+
+    tried, broken = interrupt_everywhere(lambda: make_pinning(PIN), label, check)
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
 @pytest.mark.parametrize("pool", ["blocks", pytest.param("runs", marks=pytest.mark.slow)])
