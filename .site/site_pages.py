@@ -105,11 +105,6 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "trace and report formats, clocks, sweeps, curves",
         ),
         Page(
-            "kv_pool/replay/published.md",
-            "Published hit rates",
-            "figures of others over capacity beside ours, with commands; what cannot be reproduced here",
-        ),
-        Page(
             "kv_pool/policies/README.md",
             "Cache policies",
             "write a policy in ten minutes; the included ones, their papers and hints",

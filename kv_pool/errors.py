@@ -198,7 +198,10 @@ class TraceError(KVPoolError, ValueError):
 
 
 class WorkerLostError(KVPoolError, RuntimeError):
-    """A worker process ended before its work was done. It may have been killed for lack of memory."""
+    """A worker process ended before its work was done, or a cluster of workers does not answer.
+
+    The process may have been killed for lack of memory.
+    """
 
 
 class EventStreamError(KVPoolError, ValueError):

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
@@ -23,11 +24,11 @@ from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
 from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
 from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
+from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot import check_can_draw
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
-from kv_pool.replay.worker_processes import WorkerProcesses
 
 _FINISHED = ".runs"
 
@@ -35,7 +36,7 @@ _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
 copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed resamples json csv png
-jobs again
+jobs on again
 """
 
 
@@ -99,6 +100,14 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run on a cluster: dask://HOST:PORT or ray://HOST:PORT. Its workers need kv_pool in this "
+            "version, and each trace under the same path; policies from files are sent.",
+        ),
+    ] = None,
     again: Annotated[
         str | None,
         typer.Option(
@@ -130,12 +139,14 @@ def compare(
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
         names = tuple(name.strip() for name in policies.split(",") if name.strip())
         wanted = CompareSettings(tuple(compared), names, resamples, _read_seed(settings.seed))
+    if on is not None:
+        wanted = _find_files(wanted)
     picture = find_unused("compare.png") if png is None else png
     check_can_draw(picture)
     for path in (json, csv):
         if path is not None:
             check_can_write(path)
-    comparison = _run(wanted, jobs, None if json is None else f"{json}{_FINISHED}")
+    comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
     if json is not None:
         write_report(comparison, json)
     if csv is not None:
@@ -149,12 +160,22 @@ def compare(
         raise typer.Exit(2)
 
 
+def _find_files(wanted: CompareSettings) -> CompareSettings:
+    """Return the settings with absolute paths of traces: workers of a cluster have other current folders."""
+    traces = []
+    for compared in wanted.traces:
+        trace = compared.settings.trace
+        path = os.path.abspath(trace) if os.path.isfile(trace) else trace  # a bundled trace has a name
+        traces.append(ComparedTrace(replace(compared.settings, trace=path), compared.capacities))
+    return msgspec.structs.replace(wanted, traces=tuple(traces))
+
+
 def _read_seed(text: str) -> int:
     """Return the seed of the samples: the number in `--seed`, or 0 for a text."""
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def _run(wanted: CompareSettings, jobs: int, finished: str | None) -> Comparison:
+def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:
     with make_progress_bar("comparing", MofNCompleteColumn()) as bar:
         task = bar.add_task("compare", total=None, live="")
 
@@ -164,7 +185,7 @@ def _run(wanted: CompareSettings, jobs: int, finished: str | None) -> Comparison
                 task, total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80]
             )
 
-        with WorkerProcesses(jobs or os.cpu_count() or 1) as executor:
+        with open_executor(on, jobs or os.cpu_count() or 1) as executor:
             return compare_policies(wanted, executor, finished, show)
 
 

@@ -106,6 +106,7 @@ def test_broken_policy_is_named_and_others_go_on(folder):
         ("a.jsonl --policies sieve", "pass the capacity either as --blocks or as --memory"),
         ("a.jsonl --policies nothing --blocks 12", "there is no cache policy 'nothing'"),
         ("a.jsonl nowhere --policies sieve --blocks 12", "nowhere: no such file"),
+        ("a.jsonl --policies sieve --blocks 12 --on slurm://a:1", "'slurm://a:1' is not an address such as"),
         ("a.jsonl --again a.jsonl", "--again takes traces, policies and capacities from its file"),
         ("--again a.jsonl", "a.jsonl: not the JSON of a comparison"),
         ("a.jsonl --policies sieve --blocks 12 --csv no/c.csv", "no/c.csv: cannot write the report"),

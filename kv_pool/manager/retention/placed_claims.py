@@ -221,6 +221,8 @@ class PlacedClaims(BandPolicy):
         pool.touch([])  # completes an interrupted call of the pool
         if self._run_pool is not None:
             self._run_pool.rebuild_index()
+        self._is_moving = True
+        pool.holds.settle()  # completes an interrupted release of pinned blocks
         self._is_moving = False
         self.records.rebuild(pool.blocks)
         pinned: set[KVCacheBlock] = set()

@@ -14,7 +14,7 @@ from kv_pool.replay.compare.compare_settings import CompareSettings
 from kv_pool.replay.compare.comparison import Comparison, PolicyRecord
 from kv_pool.replay.compare.finished_runs import FinishedRuns, open_finished_runs
 from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
-from kv_pool.replay.compare.policy_run import Failure, PolicyRun, make_failure, run_policy
+from kv_pool.replay.compare.policy_run import Failure, Origin, PolicyRun, make_failure, run_policy
 from kv_pool.replay.compare.policy_source import PolicySource, read_source
 from kv_pool.replay.compare.references import measure_references
 from kv_pool.version import __version__
@@ -120,14 +120,15 @@ def _list_jobs(settings: CompareSettings, sources: list[PolicySource], digests: 
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         key = _make_key(_REFERENCES, digest, replace(compared.settings, trace=""), compared.capacities)
         label = f"{_REFERENCES}, {compared.settings.trace}"
-        yield _Job((number, _REFERENCES, 0), label, key, measure_references, (compared, digest))
+        yield _Job((number, _REFERENCES, 0), label, key, measure_references, (compared, Origin(digest)))
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         for num_blocks in compared.capacities:
             at = replace(compared.settings, num_blocks=num_blocks)
             for source in sources:
                 key = _make_key(source.name, digest, replace(at, trace=""), source.sha256)
                 label = f"{source.name} at {num_blocks:,} blocks, {compared.settings.trace}"
-                yield _Job((number, source.name, num_blocks), label, key, run_policy, (at, source, digest))
+                arguments = (at, source, Origin(digest))
+                yield _Job((number, source.name, num_blocks), label, key, run_policy, arguments)
 
 
 def _make_key(*parts: object) -> str:

@@ -6,13 +6,14 @@ from dataclasses import replace
 import msgspec
 
 from kv_pool.core.mode import COMPILED
-from kv_pool.errors import KVPoolError, TraceError
+from kv_pool.errors import InvalidArgumentError, KVPoolError, TraceError
 from kv_pool.replay.compare.compare_settings import LRU
 from kv_pool.replay.compare.packed_counts import pack
 from kv_pool.replay.compare.policy_source import PolicySource
 from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
+from kv_pool.version import __version__
 
 
 class PolicyRun(msgspec.Struct, frozen=True, tag="run"):
@@ -41,6 +42,34 @@ class PolicyRun(msgspec.Struct, frozen=True, tag="run"):
     hits: bytes
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """What a worker must have in common with the process that started the comparison.
+
+    Attributes:
+        trace_sha256: SHA-256 of the trace.
+        kv_pool: version of kv_pool.
+    """
+
+    trace_sha256: str
+    kv_pool: str = __version__
+
+    def check_version(self) -> None:
+        """Raise InvalidArgumentError if this process has another version of kv_pool."""
+        if self.kv_pool != __version__:
+            raise InvalidArgumentError(
+                f"this worker has kv_pool {__version__}, the comparison was started with {self.kv_pool}; "
+                "install the same version on all workers"
+            )
+
+    def check_trace(self, path: str, sha256: str) -> None:
+        """Raise TraceError if the trace in this process has another SHA-256."""
+        if self.trace_sha256 != sha256:
+            raise TraceError(
+                f"{path}: the SHA-256 of the trace is {sha256} in this process and {self.trace_sha256} where "
+                "the comparison started; the file has changed, or the worker has another file of this name"
+            )
+
+
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """An error that ended a run.
 
@@ -67,21 +96,22 @@ def make_failure(error: Exception) -> Failure:
     return Failure(name, str(error), "".join(traceback.format_exception(error)))
 
 
-def run_policy(settings: ReplaySettings, source: PolicySource, trace_sha256: str) -> PolicyRun | Failure:
+def run_policy(settings: ReplaySettings, source: PolicySource, origin: Origin) -> PolicyRun | Failure:
     """Replay a trace with one policy. Any error is a `Failure`, so that it reaches the caller unchanged.
 
     Args:
         settings: with the capacity.
         source: the policy.
-        trace_sha256: SHA-256 of the trace.
+        origin: what this process must have in common with the caller.
     """
     try:
-        return _run(settings, source, trace_sha256)
+        return _run(settings, source, origin)
     except Exception as error:
         return make_failure(error)
 
 
-def _run(settings: ReplaySettings, source: PolicySource, trace_sha256: str) -> PolicyRun:
+def _run(settings: ReplaySettings, source: PolicySource, origin: Origin) -> PolicyRun:
+    origin.check_version()
     outcomes: list[tuple[int, int, int]] = []
     admitted = 0
 
@@ -94,7 +124,7 @@ def _run(settings: ReplaySettings, source: PolicySource, trace_sha256: str) -> P
     policy = None if source.name == LRU else source.load()
     report = run_replay(replace(settings, policy=LRU), on_outcome=note, policy=policy)
     assert report.provenance is not None
-    check_trace(settings.trace, report.provenance.trace_sha256, trace_sha256)
+    origin.check_trace(settings.trace, report.provenance.trace_sha256)
     outcomes.sort()  # requests end in another order than they arrive (trace clock)
     return PolicyRun(
         requests=report.requests,
@@ -109,12 +139,3 @@ def _run(settings: ReplaySettings, source: PolicySource, trace_sha256: str) -> P
         compiled=COMPILED,
         hits=pack([(num_blocks, num_tokens) for _, num_blocks, num_tokens in outcomes]),
     )
-
-
-def check_trace(path: str, found: str, wanted: str) -> None:
-    """Raise TraceError if a worker has another trace than the process that started the comparison."""
-    if found != wanted:
-        raise TraceError(
-            f"{path}: the SHA-256 of the trace is {found} in this process and {wanted} where the comparison "
-            "started; the file has changed, or the worker has another file of this name"
-        )

@@ -8,7 +8,7 @@ import numpy as np
 from kv_pool.errors import TraceError
 from kv_pool.replay.compare.compare_settings import ComparedTrace
 from kv_pool.replay.compare.packed_counts import pack
-from kv_pool.replay.compare.policy_run import Failure, check_trace, make_failure
+from kv_pool.replay.compare.policy_run import Failure, Origin, make_failure
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
 from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
@@ -69,10 +69,10 @@ class References(msgspec.Struct, frozen=True, tag="references"):
     points: tuple[OptimumPoint, ...]
 
 
-def measure_references(compared: ComparedTrace, trace_sha256: str) -> References | Failure:
+def measure_references(compared: ComparedTrace, origin: Origin) -> References | Failure:
     """Read a trace once, and compute the curves. Any error is a `Failure`."""
     try:
-        return _measure(compared, trace_sha256)
+        return _measure(compared, origin)
     except Exception as error:
         return make_failure(error)
 
@@ -90,10 +90,11 @@ def find_obstacle(settings: ReplaySettings) -> str | None:
     return None
 
 
-def _measure(compared: ComparedTrace, trace_sha256: str) -> References:
+def _measure(compared: ComparedTrace, origin: Origin) -> References:
+    origin.check_version()
     settings = compared.settings
     trace = settings.open_trace()
-    check_trace(settings.trace, trace.digest(), trace_sha256)
+    origin.check_trace(settings.trace, trace.digest())
     block_size = find_block_size(settings.block_size, trace)
     finder = UnitFinder(settings, trace, block_size)
     recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))

@@ -123,7 +123,9 @@ class _Planner:
         demand, replayed = self._measure_demand()
         num_blocks = goal_blocks
         if demand is not None and goal.memory_bytes is None:
-            num_blocks = max(num_blocks, demand.p99_blocks)
+            if goal.prices is not None:
+                goal_blocks = sizing.find_goal(goal, demand.p99_blocks)
+            num_blocks = max(goal_blocks, demand.p99_blocks)
         self._check("pool", self._block_size, curve, num_blocks)
         tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes)
         compared, best = self._compare_block_sizes(num_blocks, block_sizes)

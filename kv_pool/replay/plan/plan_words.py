@@ -33,7 +33,8 @@ def _describe_goal(plan: CapacityPlan) -> list[str]:
     elif plan.goal == "memory":
         lines = [f"{size} {has} a hit rate of {found.token_hit_rate:.2%}."]
     elif plan.goal == "price":
-        lines = [f"{size} is where savings minus costs are largest: more memory costs more than it saves."]
+        where = "" if plan.demand is None else ", among those that hold running requests 99% of the time"
+        lines = [f"{size} is where savings minus costs are largest{where}."]
     elif plan.knee is None:
         lines = [f"The curve has no knee; {size} is the least capacity with all hits."]
     else:
@@ -99,8 +100,8 @@ def _describe_block_sizes(plan: CapacityPlan) -> list[str]:
     tokens_per_id = plan.provenance.trace_block_size
     if plan.best_block_size is None:
         return [
-            f"Block sizes are not compared: hash ids for {tokens_per_id} tokens do not tell where prompts "
-            "differ within them."
+            f"No other block size is compared: hash ids for {tokens_per_id} tokens allow multiples of "
+            f"{tokens_per_id} only."
         ] * (tokens_per_id is not None)
     by_size = {one.block_size: one for one in plan.block_sizes}
     best = by_size[plan.best_block_size]

@@ -38,9 +38,11 @@ class Sizing:
         self.knee = locate_knee(self.capacities, [curve.find_rate(capacity) for capacity in self.capacities])
         self._model = model
 
-    def find_goal(self, goal: PlanGoal) -> int:
+    def find_goal(self, goal: PlanGoal, least: int = 0) -> int:
         """Return the capacity in blocks for a goal. Without a knee, it is the one that has all hits.
 
+        Args:
+            least: the smallest capacity among which prices choose.
         Raises:
             InvalidArgumentError: no capacity has the hit rate, the memory is too small for the largest
                 request, or the trace has no arrival times, which prices need.
@@ -66,7 +68,11 @@ class Sizing:
                 )
             prices = goal.prices
             return self._maximize(
-                self.capacities, prices, prices.gpu, self.measure_pool, self.curve.count_tokens
+                sorted({max(capacity, least) for capacity in self.capacities}),
+                prices,
+                prices.gpu,
+                self.measure_pool,
+                curve.count_tokens,
             )
         return self.knee or curve.full_capacity
 

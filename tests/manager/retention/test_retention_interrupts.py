@@ -1,10 +1,11 @@
 """Calls of a `BlockRetention` that a signal handler interrupts: each block is kept, in use or free."""
 
 import contextlib
+import itertools
 import random
 
 import pytest
-from interrupting import interrupt_everywhere, interrupt_twice_at_random
+from interrupting import interrupt_at_both, interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool import BlockHasher, BlockPool, BlockRetention, KVCacheManager, Request, RetentionDirective
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -208,16 +209,28 @@ def test_blocks_being_pinned_are_counted_once():
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
+def check_later(bench):
+    """Check after calls that complete an interrupted recovery."""
+    with contextlib.suppress(KVPoolError):
+        bench.manager.allocate_slots(bench.requests["running"], 0)
+    bench.leases.expire()
+    bench.check()
+
+
+@pytest.mark.parametrize("name", ["directives taken off", "all released", "a request forgotten"])
+def test_a_recovery_may_be_interrupted_at_its_start(name):
+    for moment in itertools.count(1):
+        bench = Bench()
+        num_left, _ = interrupt_at_both(moment, 1, lambda bench=bench: CALLS[name](bench))
+        check_later(bench)
+        if num_left > 0:
+            break
+
+
 @pytest.mark.parametrize("pool", ["blocks", pytest.param("runs", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_recovery_leaves_each_block_in_one_state(name, pool):
-    def check(bench):
-        with contextlib.suppress(KVPoolError):
-            bench.manager.allocate_slots(bench.requests["running"], 0)
-        bench.leases.expire()
-        bench.check()
-
     rng = random.Random(f"{name} {pool}")
-    tried, broken = interrupt_twice_at_random(lambda: Bench(POOLS[pool]), CALLS[name], check, rng, 20)
+    tried, broken = interrupt_twice_at_random(lambda: Bench(POOLS[pool]), CALLS[name], check_later, rng, 20)
     assert tried > 0 or COMPILED
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"

@@ -1,23 +1,32 @@
 """Tests of gaps and intervals: against numbers computed by hand, and against a slow bootstrap."""
 
 import csv
+import json
 import random
 
 import msgspec
 import numpy as np
 import pytest
 from replay.compare.made_comparison import CountingExecutor, make_settings, write_random_trace
+from replay.test_schemas import validator
 
 from kv_pool import TraceError
 from kv_pool.replay.compare.compare import compare_policies
-from kv_pool.replay.compare.comparison import Comparison, write_csv
+from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
+from kv_pool.replay.compare.comparison import (
+    Comparison,
+    ComparisonRow,
+    PolicyRecord,
+    TraceComparison,
+    write_csv,
+)
 from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
 from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
 from kv_pool.replay.compare.packed_counts import pack, unpack
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun
 from kv_pool.replay.compare.references import OptimumPoint, References
 from kv_pool.replay.compare.resampling import Resampler, find_interval, sum_by_unit
-from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.report import InfiniteCache, Provenance
 
 SIZE = 10  # tokens per block
 
@@ -211,6 +220,30 @@ def test_csv_has_the_rows_of_the_comparison(comparison, tmp_path):
             assert row[name] == ("" if value is None else str(value))
     with pytest.raises(TraceError, match="cannot write the comparison"):
         write_csv(comparison, str(tmp_path))
+
+
+def test_json_matches_the_schema(comparison):
+    schema = validator("compare")
+    found = json.loads(msgspec.json.encode(comparison))
+    schema.validate(found)
+    structs = {
+        "comparison": Comparison,
+        "compare_settings": CompareSettings,
+        "compared_trace": ComparedTrace,
+        "policy_record": PolicyRecord,
+        "trace_comparison": TraceComparison,
+        "comparison_row": ComparisonRow,
+        "infinite_cache": InfiniteCache,
+        "provenance": Provenance,
+    }
+    parts = schema.schema["$defs"]
+    assert set(parts) == set(structs)
+    for name, struct in structs.items():
+        shape = parts[name]
+        assert list(shape["properties"]) == shape["required"] == list(struct.__struct_fields__)
+        assert all(field.get("description") for field in shape["properties"].values())
+    found["traces"][0]["rows"][0]["blocks_hit"] = "1"
+    assert not schema.is_valid(found)
 
 
 def test_differences_are_named(comparison):

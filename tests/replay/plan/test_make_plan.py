@@ -150,6 +150,23 @@ def test_prices_choose_where_more_costs_more_than_it_saves(tmp_path):
     assert plan.checks[1].replayed == 0.8
 
 
+def test_prices_choose_among_capacities_for_running_requests(tmp_path):
+    settings = make_settings(tmp_path, make_conversations(random.Random(4), 300))
+    dear = plan_capacity(settings, MODEL, PlanGoal(prices=Prices(gpu=2.0**30, prefill=1.0)))
+    assert dear.demand is not None
+    assert dear.goal_blocks == dear.recommended.num_blocks == dear.demand.p99_blocks > dear.largest_request
+    # Of the points of the curve that are large enough, none saves more.
+    cheap = plan_capacity(settings, MODEL, PlanGoal(prices=Prices(gpu=100_000.0, prefill=1.0)))
+    per_rate = cheap.saved_per_hour / cheap.recommended.token_hit_rate
+    net = {
+        point.num_blocks: point.token_hit_rate * per_rate - point.memory_bytes / 2**30 * 100_000
+        for point in cheap.points
+        if point.num_blocks >= cheap.demand.p99_blocks
+    }
+    assert cheap.saved_per_hour - cheap.cost_per_hour == pytest.approx(max(net.values()))
+    assert cheap.recommended.num_blocks == max(net, key=net.get) > cheap.demand.p99_blocks
+
+
 def test_prices_need_arrival_times(tmp_path):
     settings = make_settings(tmp_path, [record(32, [1, 2, 3, 4]) for _ in range(3)], clock="instant")
     with pytest.raises(InvalidArgumentError, match="all requests of the trace arrive at the same time"):

@@ -64,9 +64,7 @@ def test_difference_above_the_tolerance_is_said(tmp_path):
 def test_prices_and_tiers_have_their_sentences(tmp_path):
     prices = Prices(gpu=0.1 * 2**24, prefill=1.0, host=0.001 * 2**24)
     lines = describe(tmp_path, TURNS, PlanGoal(prices=prices), clock="instant", convention="full_blocks")
-    assert lines[0].endswith(
-        "is where savings minus costs are largest: more memory costs more than it saves."
-    )
+    assert lines[0].endswith("(4 blocks) is where savings minus costs are largest.")
     assert lines[2] == "It costs 0.5 an hour, and its hits save 0."
     assert any(line.startswith("A host tier of 0.0 MiB adds 80.00 points") for line in lines)
 

@@ -1,0 +1,164 @@
+"""`ReturnTimes`: how soon freed blocks are used again, by class and age, and what keeping them is worth."""
+
+from bisect import bisect_right
+from math import expm1
+from typing import Final
+
+NUM_AGES: Final = 13
+NUM_COHORTS: Final = 48
+
+_FIRST_AGE: Final = 1 / 64
+_HALF_LIFE: Final = 8.0  # in scales
+_PRIOR_RATE: Final = 0.1  # returns per block and age, before any is seen
+
+
+class ReturnTimes:
+    """The rate at which blocks return, by class and age, from what was seen so far.
+
+    Blocks enter when they are freed, and leave when they return, cached or evicted, or are forgotten. Blocks
+    that entered one after the other form a cohort. Old neighbouring cohorts are merged, so that the length of
+    a cohort grows with its age. Rates are returns per block and unit of time, with a half-life.
+
+    Args:
+        capacity: number of blocks of the pool.
+        num_classes: number of classes.
+
+    Attributes:
+        bounds: the least age of each of `NUM_AGES` ages, in octaves around the scale. Empty before
+            `set_scale`.
+        values: for each class and age, class by class: the most returns per block and time that keeping a
+            block can give (Gittins index).
+    """
+
+    def __init__(self, capacity: int, num_classes: int) -> None:
+        self.num_classes: int = num_classes
+        self.cohort_blocks: int = max(1, capacity // 32)
+        self.prior_blocks: float = max(1.0, capacity / 8)
+        self.bounds: list[float] = []
+        self.widths: list[float] = []
+        self.scale: float = 0.0
+        self.time: float = 0.0
+        self.num_entered: int = 0
+        self.values: list[float] = [0.0] * (num_classes * NUM_AGES)
+        self.num_returned: list[float] = [0.0] * (num_classes * NUM_AGES)
+        self.exposures: list[float] = [0.0] * (num_classes * NUM_AGES)
+        # Cohorts, oldest first: number of blocks that entered before, time of the first, and of those that
+        # entered and have not left the number in all and by class.
+        self.starts: list[int] = []
+        self.times: list[float] = []
+        self.totals: list[int] = []
+        self.counts: list[list[int]] = []
+
+    def set_scale(self, scale: float) -> None:
+        """Set the time in which the pool is filled. Rates are counted from now on."""
+        self.scale = scale
+        steps = [scale * _FIRST_AGE * 2.0**age for age in range(NUM_AGES)]
+        self.bounds = [0.0, *steps[:-1]]
+        self.widths = [steps[age] - self.bounds[age] for age in range(NUM_AGES)]
+        self.update_values()
+
+    def find_age(self, seconds: float) -> int:
+        """Return the number of an age, 0 to NUM_AGES - 1. O(log NUM_AGES)."""
+        return max(0, bisect_right(self.bounds, seconds) - 1)
+
+    def enter(self, now: float, kind: int, num_blocks: int) -> int:
+        """Handle freed blocks of a class. Return their stamp, above 0."""
+        if not self.starts or self.num_entered - self.starts[-1] >= self.cohort_blocks:
+            self._add_cohort(now)
+        self.totals[-1] += num_blocks
+        self.counts[-1][kind] += num_blocks
+        self.num_entered += num_blocks
+        return self.num_entered
+
+    def leave(self, stamp: int, kind: int, num_blocks: int) -> int:
+        """Handle blocks that return or are forgotten. Return the number of blocks that entered after them.
+
+        Blocks that have left again are not counted. O(NUM_COHORTS).
+        """
+        place = max(0, bisect_right(self.starts, stamp - 1) - 1)
+        self.totals[place] -= num_blocks
+        self.counts[place][kind] -= num_blocks
+        num_after = self.totals[place] // 2
+        for other in range(place + 1, len(self.totals)):
+            num_after += self.totals[other]
+        return num_after
+
+    def note_return(self, kind: int, seconds: float, num_blocks: int) -> None:
+        """Handle the return of blocks of a class at an age."""
+        if self.bounds:
+            self.num_returned[kind * NUM_AGES + self.find_age(seconds)] += num_blocks
+
+    def _add_cohort(self, now: float) -> None:
+        """Count the time since the last cohort for all blocks, and begin another."""
+        if self.bounds and now > self.time:
+            self._count_time(now)
+        self.time = now
+        if len(self.starts) >= NUM_COHORTS:
+            self._merge(now)
+        self.starts.append(self.num_entered)
+        self.times.append(now)
+        self.totals.append(0)
+        self.counts.append([0] * self.num_classes)
+
+    def _count_time(self, now: float) -> None:
+        seconds = now - self.time
+        share = 0.5 ** (seconds / (_HALF_LIFE * self.scale))
+        for place in range(len(self.exposures)):
+            self.exposures[place] *= share
+            self.num_returned[place] *= share
+        middle = self.time + seconds / 2
+        for cohort in range(len(self.starts)):
+            if self.totals[cohort] > 0:
+                is_last = cohort + 1 == len(self.starts)  # it has entered in this time, half of it on average
+                end = self.time if is_last else self.times[cohort + 1]
+                age = self.find_age(middle - (self.times[cohort] + end) / 2)
+                for kind, count in enumerate(self.counts[cohort]):
+                    self.exposures[kind * NUM_AGES + age] += count * (seconds / 2 if is_last else seconds)
+
+    def _merge(self, now: float) -> None:
+        """Merge the two neighbouring cohorts that are shortest for their age; not the last ones."""
+        best, place = 2.0, 0
+        for cohort in range(len(self.starts) - 3):
+            entered = self.num_entered - self.starts[cohort]
+            ratio = (self.starts[cohort + 2] - self.starts[cohort]) / entered
+            if ratio < best:
+                best, place = ratio, cohort
+        after = place + 1
+        self.totals[place] += self.totals[after]
+        for kind in range(self.num_classes):
+            self.counts[place][kind] += self.counts[after][kind]
+        del self.starts[after], self.times[after], self.totals[after], self.counts[after]
+
+    def update_values(self) -> None:
+        """Compute `values`. O(classes * NUM_AGES ** 2)."""
+        rates = [0.0] * NUM_AGES
+        common = [0.0] * NUM_AGES
+        for age in range(NUM_AGES):
+            prior = self.prior_blocks * self.widths[age]
+            returned, exposure = 0.0, 0.0
+            for kind in range(self.num_classes):
+                returned += self.num_returned[kind * NUM_AGES + age]
+                exposure += self.exposures[kind * NUM_AGES + age]
+            guess = _PRIOR_RATE / (self.bounds[age] + self.widths[age] / 2)
+            common[age] = (returned + guess * prior) / (exposure + prior)
+        for kind in range(self.num_classes):
+            for age in range(NUM_AGES):
+                prior = self.prior_blocks * self.widths[age]
+                place = kind * NUM_AGES + age
+                rates[age] = (self.num_returned[place] + common[age] * prior) / (
+                    self.exposures[place] + prior
+                )
+            for age in range(NUM_AGES):
+                self.values[kind * NUM_AGES + age] = self._find_value(rates, age)
+
+    def _find_value(self, rates: list[float], age: int) -> float:
+        """Return the largest share that returns until some age, per block and time until then."""
+        left, time, best = 1.0, 0.0, 0.0
+        while age < NUM_AGES:
+            rate, width = rates[age], self.widths[age]
+            share = -expm1(-rate * width)
+            time += left * share / rate
+            left -= left * share
+            best = max(best, (1.0 - left) / time)
+            age += 1
+        return best
