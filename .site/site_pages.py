@@ -95,9 +95,14 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
     ),
     "Researchers": (
         Page(
+            "kv_pool/replay/research.md",
+            "From a question to a figure",
+            "ten minutes to a figure, how hits are counted, what is modelled, published claims reproduced",
+        ),
+        Page(
             "kv_pool/replay/README.md",
             "Replaying traces",
-            "trace and report formats, counting conventions, clocks, sweeps",
+            "trace and report formats, clocks, sweeps, curves",
         ),
         Page(
             "kv_pool/policies/README.md",

@@ -34,7 +34,7 @@ catch them in that situation; `except ValueError` works as before. On the right:
     ├── TierError (OSError)                                 a tier's folder or file that cannot be used
     ├── PoolDumpError (ValueError)                          a pool dump that cannot be loaded
     ├── TraceError (ValueError)                             an unreadable trace; names file and line
-    ├── WorkerLostError (RuntimeError)                      a worker process of a sweep that ended early
+    ├── WorkerLostError (RuntimeError)                      a worker process of replays that ended early
     ├── EventStreamError (ValueError)                       bytes that are no event batch or number
     ├── EndpointError (OSError)                             an address that cannot be used
     ├── PublisherClosedError (RuntimeError)                 events for a publisher that is closed
@@ -198,7 +198,10 @@ class TraceError(KVPoolError, ValueError):
 
 
 class WorkerLostError(KVPoolError, RuntimeError):
-    """A worker process ended before its work was done. It may have been killed for lack of memory."""
+    """A worker process ended before its work was done, or a cluster of workers does not answer.
+
+    The process may have been killed for lack of memory.
+    """
 
 
 class EventStreamError(KVPoolError, ValueError):

@@ -9,7 +9,7 @@ from kv_pool.errors import KVPoolError
 from kv_pool.ids import BlockId, SequenceId
 
 Contiguity = Literal["require", "prefer", "no"]
-"""Whether block ids must be consecutive: required, preferred, or ignored."""
+"""The demand for consecutive block ids: required, preferred, or ignored."""
 
 NORMAL, HIGH, URGENT = 0, 1, 2
 """Priorities of an allocation request."""

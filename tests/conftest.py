@@ -63,6 +63,14 @@ def can_import_dynamo():
     return importlib.util.find_spec("dynamo") is not None
 
 
+def can_import_dask():
+    return importlib.util.find_spec("distributed") is not None
+
+
+def can_import_ray():
+    return all(importlib.util.find_spec(name) is not None for name in ("ray", "grpc"))
+
+
 def can_import_smg():
     return all(
         importlib.util.find_spec(name) is not None for name in ("smg_grpc_servicer", "smg_grpc_proto", "grpc")
@@ -81,6 +89,8 @@ NEEDS = {
     "gpu": has_gpu,
     "nixl": can_import_nixl,
     "dynamo": can_import_dynamo,
+    "dask": can_import_dask,
+    "ray": can_import_ray,
     "smg": can_import_smg,
     "router": can_import_router,
 }

@@ -200,7 +200,7 @@ def interrupt_twice(make, call, check, watch, step=1, second_step=1):
     return None
 
 
-def _interrupt_at_both(moment, second_moment, call):
+def interrupt_at_both(moment, second_moment, call):
     """Run `call()`; raise at its `moment`-th point, then at the `second_moment`-th in frames entered since.
 
     Returns:
@@ -238,7 +238,7 @@ def interrupt_twice_at_random(make, call, check, rng: random.Random, num_pairs):
 
     def run(moment, second_moment):
         subject = make()
-        left, second_left = _interrupt_at_both(moment, second_moment, lambda: call(subject))
+        left, second_left = interrupt_at_both(moment, second_moment, lambda: call(subject))
         return subject, far - left, far - second_left
 
     _, num_moments, _ = run(far, far)

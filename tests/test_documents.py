@@ -200,7 +200,7 @@ def test_event_guide_publisher_configuration_is_valid(tmp_path):
 
 
 def test_links_in_the_documents_resolve():
-    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "kv_pool").rglob("README.md")]
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "kv_pool").rglob("*.md")]
     for document in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             if not target.startswith("http"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEFINITION = re.compile(r"^(?:    ([A-Z]\d{1,2}) +|([A-Z]\d{1,2})  +)\S", re.MULTILINE)
-NUMBER = re.compile(r"\b[A-Z]\d{1,2}\b")
+NUMBER = re.compile(r"\b[A-Z]\d{1,2}\b(?!-FIFO)")  # S3-FIFO is a policy
 KEPT_OTHERWISE = re.compile(r"\b([A-Z]\d{1,2}) is kept by\b")
 
 # Files in which a letter with digits has another meaning: path -> letter, meaning.
@@ -19,6 +19,7 @@ OTHER_MEANINGS = {
     "kv_pool/README.md": ("L", "layers"),
     "kv_pool/events/curve_keys.py": ("Z", "Z85, an encoding"),
     "kv_pool/events/subscriber_sockets.py": ("Z", "Z85, an encoding"),
+    "kv_pool/replay/research.md": ("P", "percentiles"),
     "tests/core/test_kv_events.py": ("V", "recorded vectors"),
     "tests/events/test_batch.py": ("V", "recorded vectors"),
     "tests/events/test_continuity.py": ("S", "snapshots"),

@@ -26,4 +26,4 @@ def test_every_peer_has_marked_tests(peer):
 def test_unknown_peer_is_refused_before_any_setup(peer):
     done = subprocess.run([SCRIPT, "nixl", peer], capture_output=True, encoding="utf-8", timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("known are: parity vllm dynamo smg router nixl\n")
+    assert done.stderr.endswith("known are: parity vllm dynamo smg router nixl dask ray\n")

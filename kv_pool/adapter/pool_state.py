@@ -47,6 +47,7 @@ class GPUPoolState(KVPoolProtocol):
         enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
         policy: "str | Callable[[], CachePolicy] | None" = None,
+        live_curve: bool = False,
     ) -> None:
         # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
@@ -91,6 +92,7 @@ class GPUPoolState(KVPoolProtocol):
             clock=clock,
             placement=placement,
             policy=policy,
+            live_curve=live_curve,
         )
         self.storage = storage
         self._on_moved = on_moved

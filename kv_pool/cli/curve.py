@@ -41,14 +41,7 @@ def curve(
             "request to the least capacity at which LRU has all hits.",
         ),
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log9.",
-            rich_help_panel=options.MODEL_PANEL,
-        ),
-    ] = None,
+    memory: options.MemoryList = None,
     model: options.Model = None,
     num_layers: options.NumLayers = 0,
     num_kv_heads: options.NumKVHeads = 0,

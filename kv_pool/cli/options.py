@@ -29,6 +29,14 @@ Memory = Annotated[
         help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=MODEL_PANEL
     ),
 ]
+MemoryList = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log5.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 Model = Annotated[str | None, typer.Option(help=f"One of: {', '.join(MODELS)}.", rich_help_panel=MODEL_PANEL)]
 NumLayers = Annotated[
     int, typer.Option(help="Number of layers, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)

@@ -186,6 +186,8 @@ def make_table(report: ReplayReport) -> Table:
         f"{report.mean_blocks_in_use:,.0f}",
         f"{report.mean_blocks_in_use / report.num_blocks:.1%} of the pool, over {over}",
     )
+    if report.clock == "trace":
+        table.add_row("blocks in use, p99", f"{report.p99_blocks_in_use:,}", "not exceeded 99% of the time")
     table.add_row("blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table")
     table.add_section()
     for tier in report.tiers:

@@ -11,7 +11,7 @@ from kv_pool.cli.console import encode_json_line
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.metrics.latency import CallLatency
-from kv_pool.reports import PoolStatistics
+from kv_pool.reports import LiveCurvePoint, LiveCurveReport, PoolStatistics
 
 
 def stats(
@@ -56,6 +56,8 @@ def describe(statistics: PoolStatistics) -> list[str]:
         f"Moved Blocks: {s.moved_blocks}, epoch {s.epoch}",
         f"Prefix Cache: {_describe_hits(s)}{s.evicted_blocks} evicted",
     ]
+    if s.live_curve is not None:
+        lines += _describe_curve(s.live_curve)
     if s.queued_events or s.taken_events is not None:
         taken = "".join(f", {count} {kind}" for kind, count in sorted((s.taken_events or {}).items()))
         lines.append(f"Events: {s.queued_events} queued{taken}")
@@ -72,6 +74,29 @@ def _describe_hits(statistics: PoolStatistics) -> str:
         return ""
     share = f" ({hit / looked_up:.1%})" if looked_up else ""
     return f"{hit} of {looked_up} blocks hit{share}, "
+
+
+def _describe_curve(curve: LiveCurveReport) -> list[str]:
+    """Return the changes for more and fewer blocks as lines that fit into 80 columns."""
+    more, fewer = curve.get_point(1.2), curve.get_point(0.8)
+    if more is None or fewer is None:
+        return [f"Live Curve: not known yet, {curve.looked_up_blocks:.0f} blocks looked up"]
+    lines = [f"Live Curve: {_describe_change('20% more', more, curve)}"]
+    lines.append(f"  {_describe_change('20% fewer', fewer, curve)}")
+    lines.append(
+        f"  hits of blocks: {curve.block_hit_rate:.1%} measured, {curve.estimated_block_hit_rate:.1%} "
+        f"(± {100 * curve.estimated_error:.1f}) by the sample"
+    )
+    seconds = curve.half_life_seconds
+    time = "" if seconds is None else f", {seconds:,.0f} s at this rate"
+    lines.append(f"  look-ups count half after {curve.half_life_blocks:,} others{time}")
+    return lines
+
+
+def _describe_change(what: str, point: LiveCurvePoint, curve: LiveCurveReport) -> str:
+    change = 100 * abs(point.token_hit_rate - curve.token_hit_rate)
+    kind = "more" if point.multiple > 1 else "fewer"
+    return f"{what} blocks would give {change:.1f} points {kind} (± {100 * point.token_rate_error:.1f})"
 
 
 def _describe_latency(title: str, latency: CallLatency) -> list[str]:

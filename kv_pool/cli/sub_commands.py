@@ -10,8 +10,10 @@ from rich.markup import escape
 COMMANDS = (
     "replay",
     "sweep",
+    "compare",
     "trace",
     "curve",
+    "plan",
     "serve",
     "stats",
     "defrag",

@@ -44,6 +44,7 @@ class RunPoolState(BlockPoolCore):
         early_share: float = DEFAULT_EARLY_SHARE,
         placement: str = "oldest",
         policy: Any = None,
+        live_curve: bool = False,
     ) -> None:
         if placement not in PLACEMENTS:
             raise InvalidArgumentError(f"placement is {placement!r}; it is one of {', '.join(PLACEMENTS)}")
@@ -61,6 +62,7 @@ class RunPoolState(BlockPoolCore):
             use_int_block_hashes=use_int_block_hashes,
             dense_events=dense_events,
             clock=clock,
+            live_curve=live_curve,
         )
         self.early_share: float = early_share
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)

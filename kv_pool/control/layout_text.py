@@ -42,7 +42,7 @@ _MIN_LINES, _LINES_IN_FILES = 8, 32
 
 
 class Look(Enum):
-    """How cells are drawn: by colours with two rows per line, by signs, or by ASCII signs."""
+    """The way in which cells are drawn: by colours with two rows per line, by signs, or by ASCII signs."""
 
     PAINTED = "painted"
     SIGNS = "signs"

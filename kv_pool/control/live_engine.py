@@ -147,6 +147,7 @@ class ManagerEngine:
             settings.block_size,
             enable_kv_cache_events=enable_events,
             dense_events=True,
+            live_curve=settings.live_curve,
         )
         self.manager = KVCacheManager(pool)
         self.block_pool: BlockPoolCore = pool

@@ -39,6 +39,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     manager: Annotated[
         bool, Option("Serve a KVCacheManager, which engines with a scheduler use, not a GPUKVPool.")
     ] = False
+    live_curve: Annotated[
+        bool, Option("Estimate the hit rates of larger and smaller pools, for kv-pool stats.")
+    ] = False
     run_length: Annotated[_Count, Option("Length in blocks of the runs that fragmentation counts.")] = (
         DEFAULT_RUN_LENGTH
     )

@@ -33,7 +33,7 @@ def open_pool(config: str, **options: Any) -> tuple[GPUKVPool, Defragmenter]:
 
 def make_pool(settings: ServeSettings, **options: Any) -> GPUKVPool:
     """Return a pool with these settings; see `open_pool`."""
-    named: dict[str, Any] = {"run_length": settings.run_length}
+    named: dict[str, Any] = {"run_length": settings.run_length, "live_curve": settings.live_curve}
     return GPUKVPool(settings.blocks, settings.block_size, **(named | options))
 
 

@@ -39,6 +39,9 @@ class BlockPool(BlockPoolCore):
             blocks split a store into several events; the blocks of one group that a call evicts share one
             `BlockRemoved`. False, as in vLLM: one store whose tokens span the whole range, and one removal
             per block.
+        policy: the cache policy that chooses the blocks to evict; see `open_policy`. None: LRU.
+        live_curve: estimate the hit rates at other capacities while the pool runs; see `read_live_curve` of
+            `kv_pool.reports`. Takes at most 1 MB.
 
     Attributes:
         blocks: all blocks; a block's id is its index.

@@ -32,8 +32,9 @@ class CachedRun:
         group_id: the KV cache group.
         block_size: tokens per block.
         request_id, session_id, hints: of the last request known to use the run: one that has cached a block
-            after it. `hints` is the request's attribute `kv_hints` if that is a dict, else None. Session and
-            hints are set only for a policy that needs them (`CachePolicy.needs`).
+            after it. `hints` is the request's attribute `kv_hints` if that is a dict, else None; without an
+            attribute `session_id` of the request, the session is that of the hints. Both are set only for a
+            policy that needs them (`CachePolicy.needs`).
         num_hits: how often a request has hit the run.
         count, stamp, value, tag: fields for the policy: 0, 0, 0.0 and None at first.
     """

@@ -161,6 +161,10 @@ class BlockCaching(PrefixCache):
                 block_size,
                 num_skipped > 0,
             )
+        if self._live_curve is not None:
+            self._live_curve.note_cached(
+                request, blocks, range_blocks, num_cached_blocks, block_size, num_skipped > 0
+            )
 
     def emit_cached_block_events(
         self,

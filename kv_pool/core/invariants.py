@@ -18,6 +18,10 @@
     K4  a free run is in exactly one queue, in its list or parked; a parked run is in use or has children
     K5  num_ordered == blocks of free runs == free blocks that are not in the empty band
     K6  queue.num_blocks == blocks of the runs whose queue it is
+    D1  the Fenwick tree of a live curve's stack counts, for each access, the sampled blocks with its number
+    D2  the blocks of an access are consecutive in one chain, down to the one that the stack has as deepest
+    D3  a sampled block's parent is in the stack, and was used at the same access or later
+    D4  the stack has at most `limit` blocks, and oldest <= the access of each < next_number
     H1  no entry of the map is empty; an entry that is a dict is keyed by its blocks' ids
     H2  a block with a _next_cached_id of 0 or more is the bare entry of its primary key
     H3  the map's key count equals its number of keys
@@ -30,6 +34,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.sampled_stack import SampledBlock
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockId
 
@@ -50,6 +55,7 @@ def check(pool: BlockPool) -> None:
     check_holds(pool)
     check_bands(pool)
     check_runs(pool)
+    check_live_curve(pool)
     check_prefix_map(pool)
 
 
@@ -186,6 +192,43 @@ def check_runs(pool: BlockPool) -> None:
         )
     if sizes != [queue.num_blocks for queue in host.policy.queues]:
         raise CorruptedPoolError(f"K6: the queues have {sizes} blocks")
+
+
+def check_live_curve(pool: BlockPool) -> None:
+    """Check D1 to D4. O(limit). Restarts the curve first if an interrupted call left that to do."""
+    curve = pool.live_curve
+    if curve is None:
+        return
+    if curve.is_stale:
+        curve.restart()
+    stack = curve.stack
+    by_number: dict[int, list[SampledBlock]] = {}
+    for key, block in stack.blocks.items():
+        by_number.setdefault(block.number, []).append(block)
+        parent = block.parent
+        if parent is not None and (
+            stack.blocks.get(parent.key) is not parent or parent.number < block.number
+        ):
+            raise CorruptedPoolError(f"D3: the parent of {key.hex()} is not in the stack, or is less recent")
+        if block.key != key or not stack.oldest <= block.number < stack.next_number:
+            raise CorruptedPoolError(f"D4: {key.hex()} was last used by access {block.number}")
+    if len(stack.blocks) > stack.limit:
+        raise CorruptedPoolError(f"D4: the stack has {len(stack.blocks)} blocks; its limit is {stack.limit}")
+    num_above = len(stack.blocks)
+    for number in range(stack.next_number):
+        used = by_number.get(number, [])
+        num_above -= len(used)
+        if stack.count_above(number) != num_above:
+            raise CorruptedPoolError(f"D1: {stack.count_above(number)} blocks above access {number}")
+        block_in_chain = stack.get_deepest(number)
+        num_in_chain = 0
+        while block_in_chain is not None and block_in_chain.number == number:
+            num_in_chain += 1
+            block_in_chain = block_in_chain.parent
+        if num_in_chain != len(used):
+            raise CorruptedPoolError(
+                f"D2: {num_in_chain} of {len(used)} blocks of access {number} are a chain"
+            )
 
 
 def check_prefix_map(pool: BlockPool) -> None:

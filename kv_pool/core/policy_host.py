@@ -57,7 +57,7 @@ class PolicyHost(PolicyRunner):
             is_chained = False
         self.is_stale = True
         if not has_gaps and not self.is_flat:
-            last = self._find_parent(table[num_before - 1]) if is_chained and num_before > 0 else None
+            last = self.table.find_ending(table[num_before - 1]) if is_chained and num_before > 0 else None
             self._add_cached(request, blocks, last, group_id, block_size)
             self.is_stale = False
             return
@@ -74,7 +74,7 @@ class PolicyHost(PolicyRunner):
             parent: CachedRun | None = None
             position: i64 = num_before + start
             if is_chained and position > 0:
-                parent = self._find_parent(table[position - 1])
+                parent = self.table.find_ending(table[position - 1])
             self._add_cached(request, blocks[start:end], parent, group_id, block_size)
             start = end
         self.is_stale = False
@@ -312,14 +312,6 @@ class PolicyHost(PolicyRunner):
                 self.table.split(run, first)
             self._free(run)
 
-    def _find_parent(self, before: KVCacheBlock) -> CachedRun | None:
-        """Return the run that ends with this block of a table, after a split if necessary."""
-        run = self.table.find(before)
-        if run is None or run.blocks[-1] is before:
-            return run
-        position = self.table.find_position(run, before)
-        return None if position < 0 else self.table.split(run, position + 1)
-
     def _add_cached(
         self,
         request: Any,
@@ -345,6 +337,8 @@ class PolicyHost(PolicyRunner):
             hints = getattr(request, "kv_hints", None)
             if not isinstance(hints, dict):
                 hints = None
+            elif session_id is None:
+                session_id = hints.get("session_id")
         run.is_chained = len(self.unchained) == 0 or group_id not in self.unchained
         run.request_id = request_id
         run.session_id = session_id

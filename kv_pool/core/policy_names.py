@@ -3,6 +3,8 @@
 import importlib
 import importlib.util
 import os
+import tokenize
+import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
@@ -81,6 +83,23 @@ def find_policy(policy: Any) -> PolicyChoice:
     refuse(policy, f"known are {', '.join(['lru', *list_policies()])}, module:Class and file.py:Class")
 
 
+def find_file(policy: str) -> str | None:
+    """Return the path of a policy `file.py:Class`, flat or not; None for other policies."""
+    place, _, _ = policy.removeprefix(FLAT).rpartition(":")
+    return place if place.endswith(".py") else None
+
+
+def read_policy_text(policy: str, text: str) -> PolicyChoice:
+    """Return the policy `file.py:Class`, flat or not, where `text` is the text of the file.
+
+    Raises:
+        InvalidArgumentError: running the text raises, or it has no such class.
+    """
+    place, _, name = policy.removeprefix(FLAT).rpartition(":")
+    made = find_class(load_text(text, place, policy), name, policy)
+    return PolicyChoice(policy, made, policy.startswith(FLAT))
+
+
 def list_policies() -> list[str]:
     """Return the names of the policies in `kv_pool/policies`, without "lru"."""
     spec = importlib.util.find_spec(POLICY_FOLDER)
@@ -100,12 +119,26 @@ def load_module(name: str, policy: str) -> Any:
 
 def load_file(path: str, policy: str) -> Any:
     """Run a file as a module, or raise InvalidArgumentError."""
-    spec = importlib.util.spec_from_file_location("kv_pool_policy_file", path)
-    if spec is None or spec.loader is None or not os.path.isfile(path):
+    return load_text(read_file(path, policy), path, policy)
+
+
+def read_file(path: str, policy: str) -> str:
+    """Return the text of a file, or raise InvalidArgumentError."""
+    if not os.path.isfile(path):
         refuse(policy, f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with tokenize.open(path) as file:  # in the encoding that the file declares
+            return file.read()
+    except (OSError, SyntaxError, UnicodeError) as error:
+        refuse(policy, f"reading {path} raised {type(error).__name__}: {error}", error)
+
+
+def load_text(text: str, path: str, policy: str) -> Any:
+    """Run the text of a file as a module, or raise InvalidArgumentError."""
+    module = types.ModuleType("kv_pool_policy_file")
+    module.__file__ = path
+    try:
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
     except Exception as error:
         refuse(policy, f"running {path} raised {type(error).__name__}: {error}", error)
     return module

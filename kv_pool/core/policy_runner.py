@@ -180,7 +180,7 @@ class PolicyRunner(BandPolicy):
             assert run is not None
             if run is queue.end:
                 self._replace(f"choose() returned queue {index}, which is empty", None)
-            if run.is_free and run.num_children == 0:
+            if run.is_free and (run.num_children == 0 or self._hand_over(run)):
                 return run
             before = run.before
             after = run.after
@@ -192,6 +192,31 @@ class PolicyRunner(BandPolicy):
             run.before = None
             run.after = None
             run.is_parked = True
+
+    def _hand_over(self, run: CachedRun) -> bool:
+        """Make a copy of a run's last block the parent of its children. Return False if none is cached.
+
+        Lookups find the children behind either copy, so the run may be evicted before them. O(runs) if there
+        is a copy, else O(1).
+        """
+        last = run.blocks[-1]
+        found: Any = self._owner().cached_block_hash_to_block._cache.get(last.key)
+        if not isinstance(found, dict):
+            return False
+        copies: list[KVCacheBlock] = list(found.values())
+        for block in copies:
+            if block is last:
+                continue
+            other = self.table.find_ending(block)
+            if other is None or not other.is_chained:
+                continue
+            for child in self.table.list_runs():
+                if child.parent is run:
+                    child.parent = other
+            other.num_children += run.num_children
+            run.num_children = 0
+            return True
+        return False
 
     def _find_parked(self) -> CachedRun:
         """Return a free run although it has children: all others are in use. O(runs)."""

@@ -19,6 +19,7 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
+from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.policy_host import PolicyHost
 from kv_pool.core.policy_names import find_policy
@@ -52,11 +53,13 @@ class BlockPoolCore(BlockReferences):
         dense_events: bool = False,
         clock: Callable[[], float] = read_clock,
         policy: Any = None,
+        live_curve: bool = False,
     ) -> None:
         if not isinstance(num_gpu_blocks, int):
             num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
         check_type("enable_caching", enable_caching, bool)
         check_type("medium", medium, str)
+        check_type("live_curve", live_curve, bool)
         if num_gpu_blocks < 1:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
@@ -75,6 +78,7 @@ class BlockPoolCore(BlockReferences):
             use_int_block_hashes,
             dense_events,
             clock,
+            live_curve,
         )
         if policy is not None:
             self.open_policy(policy)
@@ -332,10 +336,16 @@ class BlockPoolCore(BlockReferences):
         Cost: O(free blocks without content).
         """
         check_type("policy", policy, BandPolicy)
+        if self._policy_host is not None:
+            raise InvalidArgumentError(
+                f"the pool has the cache policy {self._policy_host.name}, which orders its free blocks; for "
+                "directives, pins and sessions make the pool without a policy, or give the policy hints "
+                "(a request's kv_hints)"
+            )
         if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool already has a band policy, {self._band_policy!r}; a pool has at most one: a cache "
-                "policy, or a retention for directives, pins and sessions"
+                f"the pool already has a band policy, {self._band_policy!r}, which orders its free blocks; "
+                "use that one, or make another pool"
             )
         self.eviction_order.open()
         self._band_policy = policy
@@ -357,8 +367,8 @@ class BlockPoolCore(BlockReferences):
             raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
         if self._band_policy is not None:
             raise InvalidArgumentError(
-                f"the pool already has {self._band_policy!r}, which orders its free blocks; a pool has "
-                "either a cache policy or a retention"
+                f"the pool already has {self._band_policy!r}, which orders its free blocks; for the cache "
+                f"policy {choice.name} make a pool without retention and without another policy"
             )
         host = PolicyHost(
             self.block_owner,
@@ -378,6 +388,11 @@ class BlockPoolCore(BlockReferences):
     def policy_host(self) -> PolicyHost | None:
         """The host of the cache policy; None without one."""
         return self._policy_host
+
+    @property
+    def live_curve(self) -> LiveCurve | None:
+        """The sample behind the curve that `read_live_curve` returns; None without `live_curve=True`."""
+        return self._live_curve
 
     def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band of the eviction order, in the given order. O(len(blocks)).

@@ -14,6 +14,7 @@ from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
+from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver, LowerTiers
 from kv_pool.core.policy_host import PolicyHost
@@ -81,6 +82,7 @@ class PoolState:
         use_int_block_hashes: bool,
         dense_events: bool,
         clock: Callable[[], float],
+        live_curve: bool,
     ) -> None:
         if not isinstance(hash_block_size, int) or hash_block_size < 1:
             raise InvalidArgumentError(
@@ -142,6 +144,9 @@ class PoolState:
         self.epoch: int = 0
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
+        self._live_curve: LiveCurve | None = None
+        if live_curve:
+            self._live_curve = LiveCurve(len(blocks) - 1, hash_block_size, clock)
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:

@@ -101,6 +101,8 @@ def recover(pool: PoolState) -> None:
         pool.eviction_order.note_all_empty()
         if pool._band_policy is not None:
             pool._band_policy.note_reset()
+        if pool._live_curve is not None:
+            pool._live_curve.note_reset()
         cleared = [pool.cleared_type()] if pool.enable_kv_cache_events else []
         events = pool.kv_event_queue
         events += cleared

@@ -219,6 +219,8 @@ class BlockReferences(BlockCaching):
                         block.next_free_block = None
             if self._policy_host is not None:
                 self._policy_host.note_touched(listed, is_access)
+            if self._live_curve is not None and is_access:
+                self._live_curve.note_touched(listed)
         except BaseException as error:
             self._unfinished_blocks = listed
             self._unfinished_count = num_done

@@ -47,6 +47,8 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
         raise
     if pool._policy_host is not None:
         pool._policy_host.note_resized()
+    if pool._live_curve is not None:
+        pool._live_curve.note_resized(pool.num_gpu_blocks - 1)
 
 
 def remove_last(pool: PoolState, num_blocks: int) -> None:
@@ -90,3 +92,5 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
         block.ref_cnt = 0
     if pool._band_policy is not None:
         pool._band_policy.note_removed(removed)
+    if pool._live_curve is not None:
+        pool._live_curve.note_resized(pool.num_gpu_blocks - 1)

@@ -47,6 +47,14 @@ class RunTable:
             return None
         return self.runs[number]
 
+    def find_ending(self, block: KVCacheBlock) -> CachedRun | None:
+        """Return the run that ends with this block, after a split if necessary; None as for `find`."""
+        run = self.find(block)
+        if run is None or run.blocks[-1] is block:
+            return run
+        position = self.find_position(run, block)
+        return None if position < 0 else self.split(run, position + 1)
+
     def extend(self, run: CachedRun, blocks: list[KVCacheBlock]) -> None:
         """Append blocks to an open run. O(len(blocks))."""
         run.blocks += blocks

@@ -44,7 +44,7 @@ TRIM_BYTES = 2**20
 """After sending at least this much, the server returns memory to the system when it is idle."""
 
 NUM_TRIMS = 3
-"""How often it does so, as ZeroMQ frees a reader's messages some time after the connection has ended."""
+"""The number of times it does so: ZeroMQ frees a reader's messages some time after the connection ends."""
 
 END_POSITION = 3
 """Index of the end marker's only non-empty frame, counted from the identity."""

@@ -99,7 +99,7 @@ class SubscriberSockets:
 
     @property
     def reconnect_at(self) -> float | None:
-        """When `reconnect_if_due` will reconnect; None if no reconnection is planned."""
+        """The time at which `reconnect_if_due` will reconnect; None if no reconnection is planned."""
         return self._reconnecting.due_s
 
     def wait(self, wait_s: float | None) -> None:

@@ -5,11 +5,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_pool.errors import DrawingError, TraceError, WorkerLostError
     from kv_pool.replay.capacity import ModelKV, find_model
+    from kv_pool.replay.compare.compare import compare_policies
+    from kv_pool.replay.compare.compare_plot import draw_comparison
+    from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
+    from kv_pool.replay.compare.comparison import Comparison
     from kv_pool.replay.curves.curve_plot import draw_curves
     from kv_pool.replay.curves.curve_report import CurveReport
     from kv_pool.replay.curves.measure import measure_curves
     from kv_pool.replay.formats.convert import ConvertSettings, convert_trace
     from kv_pool.replay.merge import merge_traces
+    from kv_pool.replay.plan.goals import PlanGoal, Prices
+    from kv_pool.replay.plan.make_plan import plan_capacity
+    from kv_pool.replay.plan.plan_plot import draw_plan
+    from kv_pool.replay.plan.plan_report import CapacityPlan
+    from kv_pool.replay.plan.plan_words import describe_plan
     from kv_pool.replay.plot import draw_hit_rates
     from kv_pool.replay.plot_breakdown import draw_breakdowns
     from kv_pool.replay.report import ReplayReport, read_reports, write_json
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
     from kv_pool.replay.trace import Trace, TraceRequest, find_trace
     from kv_pool.replay.trace_info import TraceInfo, describe_trace
     from kv_pool.replay.trace_writer import open_trace_writer
+    from kv_pool.replay.worker_processes import WorkerProcesses
     from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
     from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
     from kv_pool.replay.workloads.distributions import Distribution
@@ -40,9 +50,25 @@ else:
                 "ModelKV",
                 "find_model",
             ),
+            "kv_pool.replay.compare.compare": ("compare_policies",),
+            "kv_pool.replay.compare.compare_plot": ("draw_comparison",),
+            "kv_pool.replay.compare.compare_settings": (
+                "CompareSettings",
+                "ComparedTrace",
+            ),
+            "kv_pool.replay.compare.comparison": ("Comparison",),
+            "kv_pool.replay.worker_processes": ("WorkerProcesses",),
             "kv_pool.replay.curves.curve_plot": ("draw_curves",),
             "kv_pool.replay.curves.curve_report": ("CurveReport",),
             "kv_pool.replay.curves.measure": ("measure_curves",),
+            "kv_pool.replay.plan.goals": (
+                "PlanGoal",
+                "Prices",
+            ),
+            "kv_pool.replay.plan.make_plan": ("plan_capacity",),
+            "kv_pool.replay.plan.plan_plot": ("draw_plan",),
+            "kv_pool.replay.plan.plan_report": ("CapacityPlan",),
+            "kv_pool.replay.plan.plan_words": ("describe_plan",),
             "kv_pool.replay.plot": ("draw_hit_rates",),
             "kv_pool.replay.report": (
                 "ReplayReport",
@@ -97,6 +123,16 @@ __all__ = [
     "run_sweep",
     "measure_curves",
     "CurveReport",
+    "plan_capacity",
+    "PlanGoal",
+    "Prices",
+    "CapacityPlan",
+    "describe_plan",
+    "compare_policies",
+    "CompareSettings",
+    "ComparedTrace",
+    "Comparison",
+    "WorkerProcesses",
     "Trace",
     "TraceRequest",
     "find_trace",
@@ -120,6 +156,8 @@ __all__ = [
     "draw_hit_rates",
     "draw_breakdowns",
     "draw_curves",
+    "draw_plan",
+    "draw_comparison",
     "read_reports",
     "write_json",
     "TraceError",

@@ -6,7 +6,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.request_outcomes import RequestOutcome
 
 BREAKDOWNS = ("session", "turn", "tenant", "minute", "position")
-"""What the requests of a replay can be grouped by.
+"""The properties by which `Breakdown` groups the requests of a replay.
 
     session    the conversation
     turn       1 for the first request of a conversation, 2 for the second, and so on

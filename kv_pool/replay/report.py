@@ -169,6 +169,7 @@ class ReplayReport(msgspec.Struct):
         tiers: the lower tiers, fastest first, with their share of these hits.
         evictions: blocks that lost their hash because they were reused.
         peak_blocks_in_use, mean_blocks_in_use: the mean is over time (trace clock) or requests.
+        p99_blocks_in_use: the least number of blocks not exceeded during 99 % of the time (trace clock).
         blocks_per_run: mean length of the runs of consecutive ids in the block tables.
         peak_running, mean_running: requests that have blocks; the mean is over time (trace clock).
         waiting: waiting times of ended requests: before admission and after preemptions (trace clock).
@@ -206,6 +207,7 @@ class ReplayReport(msgspec.Struct):
     evictions: int = 0
     peak_blocks_in_use: int = 0
     mean_blocks_in_use: float = 0.0
+    p99_blocks_in_use: int = 0
     blocks_per_run: float = 0.0
     peak_running: int = 0
     mean_running: float = 0.0

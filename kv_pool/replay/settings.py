@@ -301,6 +301,11 @@ class ReplaySettings:
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(f"limit is {self.limit}; it must be 1 request or more")
 
+    def list_changed(self) -> list[str]:
+        """Return the names of the settings, the engine's included, that do not have their default."""
+        usual = ReplaySettings(self.trace, self.num_blocks).describe()
+        return [name for name, value in self.describe().items() if value != usual.get(name)]
+
     def open_trace(self) -> Trace:
         """Open the trace. Raises TraceError."""
         return Trace(

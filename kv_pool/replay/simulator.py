@@ -47,6 +47,7 @@ def run_replay(
     feed: EventFeed | None = None,
     on_outcome: OutcomeCallback | None = None,
     clock: Callable[[], float] = monotonic,
+    policy: PolicyChoice | None = None,
 ) -> ReplayReport:
     """Replay a trace through a new pool and manager.
 
@@ -55,9 +56,11 @@ def run_replay(
         feed: publishes the pool's events, after each request and at the end; None turns events off.
         on_outcome: called with the outcome of each request when the request ends.
         clock: time in seconds, for `on_progress`.
+        policy: a cache policy that is already found; None for that of the settings.
     Raises:
         TraceError: the trace cannot be read.
         InvalidArgumentError: the settings are invalid, or no request fits into the pool.
+        CachePolicyError: the cache policy raised, or broke its contract.
     """
     settings.check()
     trace = settings.open_trace()
@@ -73,7 +76,7 @@ def run_replay(
         enable_kv_cache_events=feed is not None,
         dense_events=True,
         clock=replay_time.read_s,
-        policy=_find_policy(settings, block_size),
+        policy=policy or _find_policy(settings, block_size),
     )
     replay_retention = None
     if settings.keep_session_s or settings.keep_prefix_tokens:
@@ -150,6 +153,8 @@ def run_replay(
     report.broken_lines = trace.num_broken
     report.first_broken = trace.first_broken
     report.settings = settings.describe()
+    if policy is not None:
+        report.settings["policy"] = policy.name
     report.provenance = make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
     return report
 

@@ -5,7 +5,7 @@ from typing import Final
 from kv_pool.manager.prefix_rules import PrefixRules
 
 STATES: Final = ("steps", "blocks", "checkpoints", "bounded")
-"""Where states and windows stay cached.
+"""The rules for where states and windows stay cached.
 
     steps        at the end of each step
     blocks       at the end of each block; each step computes one block

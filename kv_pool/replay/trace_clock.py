@@ -47,7 +47,7 @@ class TraceClock:
         self._admissions: dict[RequestId, int] = {}
         self._due: list[tuple[float, int, RequestId, int, int]] = []
         self._sequence = 0
-        self._block_ms = 0.0
+        self._ms_by_blocks: dict[int, float] = {}  # the time with each number of blocks in use
         self._running_ms = 0.0
         self._waited_ms: dict[RequestId, float] = {}  # minus the time of joining the queue, while it waits
         self._num_lost_tokens: dict[RequestId, int] = {}
@@ -91,7 +91,19 @@ class TraceClock:
         simulated_ms = self._now_ms - (self._first_ms or 0.0)
         self.report.simulated_ms = simulated_ms
         self.report.mean_running = self._running_ms / simulated_ms if simulated_ms else 0.0
-        return self.driver.finish(self._block_ms / simulated_ms if simulated_ms else 0.0)
+        self.report.p99_blocks_in_use = self._find_p99_blocks()
+        block_ms = sum(num_blocks * ms for num_blocks, ms in self._ms_by_blocks.items())
+        return self.driver.finish(block_ms / simulated_ms if simulated_ms else 0.0)
+
+    def _find_p99_blocks(self) -> int:
+        """Return the least number of blocks that is not exceeded during 99 % of the time."""
+        num_blocks, above_ms = 0, 0.0
+        limit_ms = sum(self._ms_by_blocks.values()) / 100
+        for num_blocks in sorted(self._ms_by_blocks, reverse=True):
+            above_ms += self._ms_by_blocks[num_blocks]
+            if above_ms > limit_ms:
+                break
+        return num_blocks
 
     def _arrive(self, requests: Iterable[ReplayRequest]) -> Iterator[ReplayRequest]:
         last_ms = 0.0
@@ -106,7 +118,9 @@ class TraceClock:
     def _advance(self, to_ms: float) -> None:
         if self._first_ms is None:
             self._first_ms = to_ms
-        self._block_ms += self.driver.num_blocks_in_use * (to_ms - self._now_ms)
+        elif to_ms > self._now_ms:
+            num_blocks = self.driver.num_blocks_in_use
+            self._ms_by_blocks[num_blocks] = self._ms_by_blocks.get(num_blocks, 0.0) + to_ms - self._now_ms
         self._running_ms += len(self._running) * (to_ms - self._now_ms)
         self._now_ms = to_ms
         self.driver.set_time(to_ms)

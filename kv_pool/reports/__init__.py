@@ -3,6 +3,7 @@
 from kv_pool.reports.block_states import BlockState
 from kv_pool.reports.holds import HoldList, HoldSummary
 from kv_pool.reports.layout import PoolLayout
+from kv_pool.reports.live_curve import LiveCurvePoint, LiveCurveReport, read_live_curve
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics
 
@@ -10,8 +11,11 @@ __all__ = [
     "BlockState",
     "HoldList",
     "HoldSummary",
+    "LiveCurvePoint",
+    "LiveCurveReport",
     "PoolLayout",
     "PoolStatistics",
     "SequenceList",
     "SequenceReport",
+    "read_live_curve",
 ]

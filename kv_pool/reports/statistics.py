@@ -10,6 +10,7 @@ from kv_pool.contiguous.fragmentation import (
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.metrics.latency import CallLatency
 from kv_pool.reports.block_states import BlockState, count_states, list_free_runs, read_states
+from kv_pool.reports.live_curve import LiveCurveReport, read_live_curve
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
         taken_events: number of events taken from the pool so far, by kind.
         allocation: latency of `allocate` and `try_allocate`, waiting included.
         freeing: latency of `free`, `free_many` and `free_sequence`.
+        live_curve: hit rates at other capacities, of a pool with `live_curve=True`.
     """
 
     total_blocks: int
@@ -70,6 +72,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     taken_events: dict[str, int] | None = None
     allocation: CallLatency | None = None
     freeing: CallLatency | None = None
+    live_curve: LiveCurveReport | None = None
 
 
 def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) -> PoolStatistics:
@@ -95,6 +98,7 @@ def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) ->
         epoch=pool.epoch,
         evicted_blocks=pool.num_evictions,
         queued_events=len(pool.kv_event_queue),
+        live_curve=None if pool.live_curve is None else read_live_curve(pool.live_curve),
     )
 
 

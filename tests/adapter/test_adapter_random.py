@@ -22,7 +22,7 @@ NUM_BLOCKS = 24
 NUM_STEPS = 150
 SEEDS = range(40)
 STRENGTHS = (0, 65, 95)
-"""What blocks of sequences of priority 0, 1, 2 are worth as directives count it; 0 for no directive."""
+"""The strengths of directives for blocks of sequences of priority 0, 1, 2; 0 for no directive."""
 NAMES = ["allocate"] * 4 + [
     "free",
     "free_sequence",

@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from cli.running_commands import BOUND_S, list_session, running, wait_for_all, wait_until
 from cli.serving import serving
 from replay.made_trace import record, write_trace
 
 from kv_pool.cli.signals import GRACE_S
 
-BOUND_S = 30
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 SIZES = ("--block-size", "8", "--trace-block-size", "8")
 
@@ -28,58 +27,6 @@ def folder(tmp_path):
     write_trace(tmp_path / "busy.jsonl", busy)
     write_trace(tmp_path / "idle.jsonl", [record(8, [1], 1, 9_000_000)])
     return tmp_path
-
-
-@contextmanager
-def running(folder, *arguments, **options):
-    """Run the command in its own session; kill what remains of the session at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kv_pool", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "XDG_RUNTIME_DIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-        **options,
-    )
-    try:
-        yield process
-    finally:
-        for pid in list_session(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=BOUND_S)
-
-
-def list_session(session):
-    """Return the processes of a session that still run, without zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(path.parent.name))
-    return found
-
-
-def wait_until(is_so, process):
-    """Wait, up to a bound, until a condition holds; fail at once if the process prints an error."""
-    deadline = os.times().elapsed + BOUND_S
-    while not is_so():
-        assert os.times().elapsed < deadline, "the wait was longer than its bound"
-        if process.returncode is None:
-            assert not select.select([process.stderr], [], [], 0.02)[0], process.communicate()[1]
-
-
-def wait_for_all(process):
-    """Wait, up to a bound, until no process of the session runs."""
-    deadline = os.times().elapsed + BOUND_S
-    while left := list_session(process.pid):
-        assert os.times().elapsed < deadline, "a process of the session goes on"
-        with suppress(ProcessLookupError):
-            select.select([os.pidfd_open(left[0])], [], [], BOUND_S)
 
 
 def count_cpu_ticks(pid):

@@ -9,7 +9,9 @@ import pytest
 from adapter.made_pool import make, make_scattered, take
 from cli.kv_pool_command import kv_pool_command
 
+from kv_pool import GPUKVPool
 from kv_pool.control import ControlServer
+from kv_pool.protocol import BlockAllocationRequest
 
 
 @pytest.fixture
@@ -102,3 +104,34 @@ def test_watch_repeats_the_output(tmp_path):
             watching.terminate()
             assert watching.wait(30) == 143
     assert {look["total_blocks"] for look in looks} == {looks[0]["total_blocks"]}
+
+
+def test_a_live_curve_is_described_in_sentences(ask):
+    pool = GPUKVPool(20, 4, live_curve=True)
+    for number in range(400):
+        hashes = [b"%d" % (number % 30), b"%d next" % (number % 30)]
+        hits = pool.claim_prefix(number, hashes)
+        pool.allocate(BlockAllocationRequest(2 - len(hits), number))
+        pool.cache_prefix(number, hashes)
+        pool.free_sequence(number)
+        if number == 20:
+            assert "Live Curve: not known yet, " in ask(pool)
+    for number in range(1000, 1050):
+        pool.claim_prefix(number, hashes)
+        pool.free_sequence(number)
+    lines = ask(pool).splitlines()
+    place = next(index for index, line in enumerate(lines) if "Live Curve" in line)
+    assert re.fullmatch(
+        r"  Live Curve: 20% more blocks would give \d+\.\d points more \(± \d+\.\d\)", lines[place]
+    )
+    assert re.fullmatch(
+        r"    20% fewer blocks would give \d+\.\d points fewer \(± \d+\.\d\)", lines[place + 1]
+    )
+    assert re.match(
+        r"    hits of blocks: \d+\.\d% measured, \d+\.\d% \(± \d+\.\d\) by the sample", lines[place + 2]
+    )
+    assert re.match(r"    look-ups count half after 640 others, [\d,]+ s at this rate", lines[place + 3])
+    assert max(map(len, lines[place : place + 4])) <= 80
+    known = json.loads(ask(pool, "--json"))["live_curve"]
+    assert known["capacity"] == 20
+    assert [point["multiple"] for point in known["points"]][:2] == [0.5, 0.6]

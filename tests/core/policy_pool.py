@@ -54,7 +54,7 @@ def make_one_block_request(key):
 
 
 class BrokenError(Exception):
-    """What a broken policy raises."""
+    """The exception that a broken policy raises."""
 
 
 def raise_in(hook):

@@ -3,6 +3,7 @@
 import pytest
 from core.policy_pool import (
     BLOCK_SIZE,
+    HASHER,
     ChoosesAbsentQueue,
     ChoosesEmptyQueue,
     LosesRuns,
@@ -15,7 +16,7 @@ from core.policy_pool import (
     start,
 )
 
-from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager
+from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager, Request
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -100,6 +101,23 @@ def test_a_run_tells_its_last_request():
     manager.free(first)
 
 
+def test_a_run_tells_the_hints_of_its_last_request():
+    class Reading(CachePolicy):
+        needs = "kv_hints"
+
+    manager = make_manager(10, Reading)
+    host = manager.block_pool.policy_host
+    run(manager, "a", range(8))
+    request = Request("b", [*range(8), *range(30, 38)], HASHER)
+    request.kv_hints = {"ttl_s": 20, "session_id": "s"}
+    prefix = manager.get_computed_blocks(request)
+    manager.allocate_slots(request, 16 - prefix.num_tokens, prefix)
+    manager.free(request)
+    assert [(one.hints, one.session_id) for one in host.table.list_runs()] == [(request.kv_hints, "s")] * 2
+    run(manager, "c", [*range(8), *range(50, 54)])
+    assert [one.hints for one in host.table.list_runs()] == [None, request.kv_hints, None]
+
+
 def test_no_policy_evicts_a_parent_before_its_children():
     manager = make_manager(8, Noting)
     run(manager, "a", range(16))
@@ -111,6 +129,25 @@ def test_no_policy_evicts_a_parent_before_its_children():
         ("evicted", 0, 4, 1),
     ]
     assert run(manager, "d", range(16)) == 3
+
+
+@pytest.mark.parametrize("policy", [LRU, None])
+def test_a_parent_with_a_copy_may_go_before_its_children(policy):
+    """A lookup finds the children behind the copy; vLLM's LRU evicts the block, too."""
+    manager = make_manager(8, policy)
+    pool = manager.block_pool
+    run(manager, "a", range(8))
+    request, num_hits, _ = start(manager, "b", range(8))
+    assert num_hits == 1  # so its second block is a copy of a's
+    request.append_output_token_ids([8, 9, 10, 11])
+    manager.allocate_slots(request, 4)
+    request.num_computed_tokens = 12
+    assert run(manager, "c", range(13)) == 3  # the copy of a, and then b's third block
+    manager.free(request)
+    taken = pool.get_new_blocks(5)  # four without content, and the least recently freed
+    invariants.check(pool)
+    pool.free_blocks(taken)
+    assert run(manager, "d", range(13)) == 3
 
 
 def test_blocks_in_use_are_passed_over_and_keep_their_place():
@@ -184,11 +221,11 @@ def test_groups_that_skip_blocks_have_runs_without_parents():
 
 def test_a_pool_has_a_policy_or_a_retention():
     pool = BlockPool(5, True, 4, policy="lru")
-    with pytest.raises(InvalidArgumentError, match="already has a band policy"):
+    with pytest.raises(InvalidArgumentError, match="make the pool without a policy"):
         BlockRetention(pool, clock=lambda: 0.0)
     other = BlockPool(5, True, 4)
     BlockRetention(other, clock=lambda: 0.0)
-    with pytest.raises(InvalidArgumentError, match="either a cache policy or a retention"):
+    with pytest.raises(InvalidArgumentError, match="the cache policy lru make a pool without retention"):
         other.open_policy("lru")
     with pytest.raises(InvalidArgumentError, match="enable_caching"):
         BlockPool(5, False, 4, policy="lru")

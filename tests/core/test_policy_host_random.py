@@ -71,9 +71,13 @@ class Life:
 
     def start(self):
         self.num_requests += 1
-        length = self.rng.randrange(2, 60)
-        tokens = self.rng.choice(self.prompts)[:length]
-        tokens += [self.rng.randrange(3) for _ in range(self.rng.randrange(9))]
+        tokens = self.rng.choice(self.prompts)
+        length = self.rng.randrange(2, len(tokens) + 1)
+        tokens = tokens[:length]
+        if self.rng.random() < 0.3:  # full blocks, of which the last is computed again
+            tokens = tokens[: max(BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)]
+        else:
+            tokens += [self.rng.randrange(3) for _ in range(self.rng.randrange(9))]
         started = start(self.manager, f"request {self.num_requests}", tokens)
         if started is None:
             return None
@@ -97,6 +101,8 @@ class Life:
             return self.end(request)
         request.num_computed_tokens = request.num_tokens
         self.note_hashes(request)
+        if self.rng.random() < 0.3:  # others continue from what was generated
+            self.prompts[self.rng.randrange(6)] = list(request.all_token_ids)
         return ids(added[0])
 
     def end(self, request=None):

@@ -1,4 +1,4 @@
-"""Where cache policies are found: names, modules, files, classes."""
+"""Cache policies are found by name, in modules, in files, and as classes."""
 
 import sys
 

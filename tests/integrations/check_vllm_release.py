@@ -1,7 +1,7 @@
 """Check whether kv_pool fits a release of vLLM, and if so, add it to `checked_versions.py`.
 
     python tests/integrations/check_vllm_release.py 0.34.0 [--level pool|manager] [--suites pool|all|none]
-        [--source FOLDER]
+        [--source FOLDER] [--theirs FILE]
 
 Run it in the environment that `.ci/peers vllm` makes, which it does not change. It tests the sources of
 kv_pool in this checkout, with the classes of the newest release in `releases.py` that is not newer:
@@ -9,7 +9,8 @@ kv_pool in this checkout, with the classes of the newest release in `releases.py
 1. Downloads the source of the release, or takes it from FOLDER.
 2. Compares the names that vLLM uses with those of our classes.
 3. Runs the random parity tests, and a scheduler and an engine with and without kv_pool.
-4. Runs vLLM's own tests with its classes and with ours.
+4. Runs vLLM's own tests with its classes and with ours. --theirs keeps the outcomes with its classes in a
+   file, which the other level reads.
 
 Lists what does not fit, one line each; the exit status is 1 then.
 """
@@ -95,12 +96,13 @@ def run_parity(tests, environment):
     return failed or [f"pytest ended with status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"]
 
 
-def run_suites(source, level, tests, environment, processes):
+def run_suites(source, level, tests, environment, options):
     """Return the tests of vLLM that pass only with its own classes, without the named exceptions."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, str(HERE / "run_vllm_suite.py"), str(source), *tests]
-        command += ["--level", level, "--json", str(result), "--processes", str(processes)]
+        command += ["--level", level, "--json", str(result), "--processes", str(options.processes)]
+        command += ["--theirs", str(options.theirs)] if options.theirs else []
         done = subprocess.run(command, env=environment)
         if not result.exists():
             return [f"vLLM's tests could not run: status {done.returncode}"]
@@ -135,7 +137,7 @@ def find_differences(source, level, options):
     yield "parity", run_parity(PARITY_TESTS[level], environment)
     if options.suites != "none":
         tests = TESTS if options.suites == "all" else POOL_TESTS
-        yield "vLLM's own tests", run_suites(source, level, tests, environment, options.processes)
+        yield "vLLM's own tests", run_suites(source, level, tests, environment, options)
 
 
 def record(level, version):
@@ -153,6 +155,7 @@ def main():
     parser.add_argument("--source", type=Path, help="the unpacked source, if it need not be downloaded")
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where downloads are kept")
     parser.add_argument("--suites", choices=["pool", "all", "none"], default="pool")
+    parser.add_argument("--theirs", type=Path, help="as for run_vllm_suite.py: one file per release")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     level, name = options.level, f"vLLM {options.version}"

@@ -132,7 +132,7 @@ class SmallScheduler:
         return admitted
 
     def find_room(self, seq):
-        """How many blocks it would hit, as far as one is told beforehand; None if it has to wait."""
+        """Return the number of blocks that it would hit, 0 if it is not known yet; None if it has to wait."""
         if seq.block_table:
             return 0
         answer = self.manager.can_allocate(seq)

@@ -1,4 +1,4 @@
-"""When kv_pool replaces vLLM's classes, and that it replaces all of them.
+"""kv_pool replaces all or none of vLLM's classes, depending on the environment and on vLLM's version.
 
 Uses a fake vLLM: a few files in a folder, imported by a new interpreter.
 """

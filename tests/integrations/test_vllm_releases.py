@@ -1,4 +1,4 @@
-"""Which classes a version of vLLM gets, and that all checked versions are described."""
+"""Each version of vLLM gets its own classes, and all checked versions are described."""
 
 import importlib.util
 

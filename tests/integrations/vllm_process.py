@@ -1,4 +1,4 @@
-"""`run_program`: run a program on vLLM in a new process, with kv_pool installed as far as vLLM can see."""
+"""`run_program`: run a program on vLLM in a new process; vLLM finds the plugins of an installed kv_pool."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import kv_pool
 
-TESTS = Path(__file__).parents[1]
+HERE = Path(__file__).parent
+TESTS = HERE.parent
 MODE = "compiled" if kv_pool.COMPILED else "plain Python"
 VERSION = f"kv_pool {kv_pool.__version__} ({MODE})"
 
 
-def run_program(program, folder, plugins, *arguments, **environment):
-    """Run a program that gets a folder; return its output, which is JSON, and vLLM's log."""
-    # The metadata of an installed kv_pool, in case the tests run on the sources.
+def write_metadata(folder):
+    """Write the metadata of an installed kv_pool into a folder of `sys.path`, for tests of the sources."""
     metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
@@ -24,16 +24,27 @@ def run_program(program, folder, plugins, *arguments, **environment):
     )
     declared = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["entry-points"]
     (metadata / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\nkv_pool = {declared['vllm.general_plugins']['kv_pool']}\n"
+        "".join(f"[{group}]\nkv_pool = {plugins['kv_pool']}\n" for group, plugins in declared.items())
     )
+
+
+def run_program(program, folder, plugins, *arguments, **environment):
+    """Run a program of this folder; return its output, of which the last line is JSON, and vLLM's log.
+
+    Args:
+        program: a path from this folder. The program gets `folder` as its first argument.
+        plugins: the value of VLLM_PLUGINS.
+        environment: more variables.
+    """
+    write_metadata(folder)
     ours = Path(kv_pool.__file__).parent.parent
     told = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / program), str(folder), *arguments],
+        [sys.executable, str(HERE / program), str(folder), *arguments],
         capture_output=True,
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": f"{ours}:{TESTS}:{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": f"{ours}:{TESTS}:{HERE}:{folder}:{os.environ.get('PYTHONPATH', '')}",
             "VLLM_PLUGINS": plugins,
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",

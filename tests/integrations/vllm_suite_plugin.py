@@ -6,6 +6,7 @@ import time
 import types
 
 import pytest
+import vllm.distributed.parallel_state
 import vllm.transformers_utils.repo_utils
 import vllm.v1.core.block_pool
 import vllm.v1.core.kv_cache_manager
@@ -18,6 +19,11 @@ NOT_SKIPPED = "UMBP is only available on ROCm"
 # Without a network, vLLM would wait four seconds in each test that makes a scheduler.
 WITHOUT_SLEEP = vars(time) | {"sleep": lambda seconds: None}
 vllm.transformers_utils.repo_utils.time = types.SimpleNamespace(**WITHOUT_SLEEP)
+
+# vLLM collects garbage after each test: half a second with everything that is imported, unless it is frozen.
+# vLLM unfreezes it first; a process that runs tests keeps its modules.
+STILL_FROZEN = vars(gc) | {"unfreeze": lambda: None}
+vllm.distributed.parallel_state.gc = types.SimpleNamespace(**STILL_FROZEN)
 
 
 def pytest_configure(config):
@@ -32,7 +38,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # vLLM collects garbage after each test: half a second with everything that is imported
+    gc.collect()
+    gc.freeze()
 
 
 def expect_owner(tested, expected):

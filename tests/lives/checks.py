@@ -113,6 +113,9 @@ def check_manager_node(node, movings):
     assert sorted(node.manager.list_request_ids()) == sorted(one.request_id for one in requests)
     plans = [*node.swapper.list_open_plans(), *node.onboarder.list_open_plans()]
     assert {plan.request_id for plan in plans} == {one.name for one in node.planned}
+    directed = node.retention._directives.by_request.keys()
+    here = [*node.waiting, *node.running, *node.loading, *node.swapped, *node.planned, *node.leaving]
+    assert directed <= {one.name for one in here}, f"directives of {directed} are left"
     for sequence in node.running:
         check_sequence(node, sequence, sequence.request.num_computed_tokens)
     for sequence, (_, num_present) in node.loading.items():

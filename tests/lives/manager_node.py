@@ -224,8 +224,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
         block = self.rng.choice([one for one in blocks if one in leased] or blocks)
         block_id = block.block_id
         self.corrupt(block)
-        for opened in self.planned.values():
-            opened.is_void = True  # tiers forget invalid content
+        self.note_evicting()
         report = self.manager.report_invalid_blocks([block_id])
         self.forget_content(report.evicted_blocks)
         for sequence in [*self.running, *self.loading]:
@@ -243,10 +242,14 @@ class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
 
     def evict(self):
         block_ids = self.rng.sample(range(1, len(self.pool.blocks)), 2)
-        for opened in self.planned.values():
-            opened.is_void = True
+        self.note_evicting()
         self.manager.evict_blocks(block_ids)
         return block_ids
+
+    def note_evicting(self):
+        self.pinned_keys = []
+        for opened in self.planned.values():
+            opened.is_void = True
 
     def reset(self):
         num_free = self.manager.get_num_free_blocks() + self.retention.num_pinned

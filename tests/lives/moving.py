@@ -8,6 +8,7 @@ from lives.promises import Promise, Writer
 from lives.source_role import ACKNOWLEDGED, LEASE_S
 from lives.turns import Turns
 
+from kv_pool.errors import InvalidContentError
 from kv_pool.migration.messages import CancelTransfer
 from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
@@ -133,6 +134,8 @@ class Moving:
         if self.phase is not MigrationPhase.DONE:
             tally["broken off"] += 1
             self.world.note_error(pull.record.error)
+            if isinstance(pull.record.error, InvalidContentError):
+                self.target.note_evicting()
             if self.sequence is not None and was_acknowledged:
                 assert self.is_abandoned, "the sequence is at neither node"
                 tally["lost"] += 1

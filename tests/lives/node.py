@@ -274,6 +274,9 @@ class Node(Restarts):
                 if promise.side is self.device:
                     promise.forget(block)
 
+    def note_evicting(self):
+        """Expect that pinned content is evicted, and that tiers forget the content of open plans."""
+
     # ---- promises of plans -----------------------------------------------------------------------
 
     def expect(self, side, blocks, reason, slots=None):

@@ -46,7 +46,7 @@ def test_a_state_that_is_cached_again_is_hit_in_the_next_step(renews):
 
 @pytest.mark.parametrize(("looks_past", "num_hits"), [(True, 16), (False, 0)])
 def test_the_dropped_block_may_lie_behind_the_longest_hit(looks_past, num_hits):
-    """Of 20 tokens at most 19 can be hit; the drafter needs the block that ends with the last one."""
+    """A prompt of 20 tokens can hit at most 19, and the drafter needs the block that ends with the 20th."""
     manager = make(FULL, WINDOW, rules={"eagle_groups": [0]}, looks_past_limit=looks_past)
     a = make_request("a", range(24))
     start(manager, a)

@@ -1,11 +1,16 @@
-"""Flat policies have libCacheSim's hit counts, to the integer; see `record_libcachesim.py`."""
+"""Flat policies have libCacheSim's hit counts, to the integer; see `record_libcachesim.py`.
+
+`KV_POOL_LIBCACHESIM_DATA` names the folder with libCacheSim's own traces, which are not in this repository.
+"""
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from core.policy_pool import look_up_alone
+from policies.record_libcachesim import read_ids
 
 from kv_pool import BlockPool
 from kv_pool.replay.trace import Trace
@@ -13,6 +18,8 @@ from kv_pool.replay.trace import Trace
 DATA = Path(__file__).parent / "data" / "libcachesim_hits.json"
 RECORDED = json.loads(DATA.read_text())
 AGENTIC = Path(__file__).parent.parent / "replay" / "data" / "agentic_coding_a.jsonl.xz"
+SHIPPED = {"cloudPhysicsIO": "cloudPhysicsIO.txt", "twitter_cluster52": "twitter_cluster52.csv"}
+SHIPPED_FOLDER = os.environ.get("KV_POOL_LIBCACHESIM_DATA")
 
 
 def list_cases():
@@ -22,11 +29,20 @@ def list_cases():
         marks = []
         if limit == "all":
             marks = [pytest.mark.slow if trace.startswith("mooncake") else pytest.mark.night]
+            marks.append(pytest.mark.timeout(3600))  # the agentic trace has 8 million block ids
+        if trace in SHIPPED:
+            needed = "KV_POOL_LIBCACHESIM_DATA: the folder with libCacheSim's traces"
+            marks.append(pytest.mark.skipif(SHIPPED_FOLDER is None, reason=f"needs {needed}"))
         cases.append(pytest.param(trace, limit, policy, int(capacity), hits, num_keys, marks=marks, id=key))
     return cases
 
 
 def read_keys(trace, limit):
+    if trace in SHIPPED:
+        numbers = {}
+        for block_id in read_ids(str(Path(SHIPPED_FOLDER) / SHIPPED[trace]), None):
+            yield b"%08d" % numbers.setdefault(block_id, len(numbers))
+        return
     requests = Trace(str(AGENTIC) if trace.startswith("agentic") else trace)
     for request in islice(requests, None if limit == "all" else int(limit)):
         for block_id in request.hash_ids:
@@ -43,5 +59,5 @@ def test_flat_policies_have_the_hits_of_libcachesim(trace, limit, policy, capaci
 def test_four_capacities_of_each_trace_are_recorded():
     cases = [key.split() for key in RECORDED["hits"]]
     for policy in RECORDED["policies"]:
-        for trace in ("mooncake_conversation", "agentic_coding_a"):
+        for trace in ("mooncake_conversation", "agentic_coding_a", *SHIPPED):
             assert len({case[3] for case in cases if case[:3] == [trace, "all", policy]}) == 4

@@ -1,6 +1,7 @@
 """Cache policies in replays: LRU as a policy gives the reference counts; the others evict as they do live."""
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -12,6 +13,7 @@ from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.core.policy_names import list_policies
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.protocol import BlockAllocationRequest
+from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
@@ -127,3 +129,14 @@ def test_policies_that_cannot_run_are_refused(trace):
         run_replay(ReplaySettings(trace, 40, policy="mru"))
     with pytest.raises(InvalidArgumentError, match="fifo cannot be combined with keep_sessions"):
         run_replay(ReplaySettings(trace, 40, policy="fifo", keep_prefix_tokens=8))
+
+
+@pytest.mark.parametrize("policy", ["lru", *list_policies()])
+def test_no_policy_has_more_hits_than_the_optimum(policy):
+    settings = ReplaySettings("mooncake_conversation", 1, limit=400)
+    capacities = [250, 600, 1500, 3000]
+    points = measure_curves(settings, capacities).points
+    for point in points:
+        report = run_replay(replace(settings, num_blocks=point.num_blocks, policy=policy))
+        assert 0 < report.blocks_hit <= point.optimum.blocks_hit
+        assert report.tokens_hit <= point.optimum.tokens_hit

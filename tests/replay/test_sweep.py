@@ -1,6 +1,5 @@
 """Tests of sweeps: equal to single replays, errors, and worker processes."""
 
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from made_threads import call_without_threads, no_new_threads
+from made_threads import no_new_threads
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
@@ -16,7 +15,7 @@ from kv_pool.errors import OutOfThreadsError
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.sweep import _work, run_sweep
+from kv_pool.replay.sweep import run_sweep
 
 TIMES = ("wall_seconds", "look_up", "allocate", "free")
 
@@ -101,18 +100,5 @@ def test_sweep_without_capacities_is_refused(settings):
 
 
 def test_sweep_without_threads_raises_a_typed_error(settings):
-    with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool sweep"):
+    with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool replays"):
         run_sweep(settings, [20], 1)
-
-
-def test_worker_without_threads_reports_a_typed_error():
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=call_without_threads, args=(_work, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    with ours:
-        assert ours.poll(60)
-        assert isinstance(ours.recv(), OutOfThreadsError)
-    process.join(60)
-    assert process.exitcode == 1

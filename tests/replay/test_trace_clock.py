@@ -81,6 +81,15 @@ def test_overlapping_requests_have_blocks_together():
     assert report.peak_blocks_in_use == 6
     assert report.simulated_ms == 112
     assert report.mean_blocks_in_use == (10 * 2 + 6 * 4 + 16 * 5 + 64 * 6 + 16 * 3) / 112
+    assert report.p99_blocks_in_use == 6
+
+
+def test_peak_of_less_than_a_hundredth_is_above_the_p99():
+    #   0 .. 16 prefill in 2 blocks, 16 .. 8016 decode of 800 tokens in up to 102, then in 103 for 10 ms
+    report = run([(1000, 16, 801, [1, 2])], 200)
+    assert report.peak_blocks_in_use == 103
+    assert report.p99_blocks_in_use == 102
+    assert report.simulated_ms == 16 + 8010
 
 
 def test_separate_requests_never_have_blocks_together():

@@ -37,6 +37,9 @@ logger = logging.getLogger("vllm.kv_pool")
 POLICY_VARIABLE: Final = "KV_POOL_VLLM_POLICY"
 """The environment variable with the cache policy, as `find_policy` accepts it; without it, vLLM's LRU."""
 
+LIVE_CURVE_VARIABLE: Final = "KV_POOL_VLLM_LIVE_CURVE"
+"""The environment variable that, if it is 1, switches the live curve on: `BlockPool(live_curve=True)`."""
+
 EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=AllBlocksCleared)
 
 
@@ -66,6 +69,7 @@ class BlockPool(block_pool.BlockPool):
             event_types=self.event_types,
             use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
             policy=(os.environ.get(POLICY_VARIABLE) or None) if enable_caching else None,
+            live_curve=enable_caching and os.environ.get(LIVE_CURVE_VARIABLE) == "1",
         )
         self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]
         # Log here rather than in `register`: a forked engine process inherits the classes without calling

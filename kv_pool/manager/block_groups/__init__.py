@@ -1,1 +1,1 @@
-"""How each kind of attention uses blocks: what it keeps, what a hit needs, what to cache."""
+"""The kinds of attention: the blocks that each keeps, needs for a hit, and caches."""

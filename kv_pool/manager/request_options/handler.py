@@ -93,8 +93,9 @@ class RequestOptionsHandler:
     def receive(self, request: SchedulableRequest, value: Any) -> None:
         """Read the options of a request that has arrived, and apply them.
 
-        Changes to cached blocks are made now. Directives apply when the request frees its blocks. If one part
-        is refused, no part has an effect. A second call for the same request does nothing.
+        Changes to cached blocks are made now. Directives apply when the request frees its blocks. Hints
+        become its attribute `kv_hints`, which the pool's cache policy reads. If one part is refused, no part
+        has an effect. A second call for the same request does nothing.
 
         Args:
             value: the `kv_pool` object, as `read_options` takes it.
@@ -110,6 +111,9 @@ class RequestOptionsHandler:
             self._check_session(request, options)
             self._check_caching()
             self._apply(request, options, directives, report)
+            if options.hints is not None:
+                hinted: Any = request
+                hinted.kv_hints = options.hints
             kept = OpenOptions(options, directives, report)
         except KVPoolError as error:
             self._refuse(request_id, report, error)

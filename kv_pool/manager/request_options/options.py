@@ -24,12 +24,21 @@ MAX_DURATION_MS: Final = 7 * 24 * 3600 * 1000
 MAX_TEXT: Final = 65_536
 """Characters of an object that is sent as text."""
 
+MAX_HINTS: Final = 16
+"""Names in the hints of an object."""
+
+MAX_HINT: Final = 2**53
+"""The largest number in a hint."""
+
 _MAX_MESSAGE: Final = 400
 
 Token = Annotated[int, Meta(ge=0, le=MAX_TOKEN)]
 Priority = Annotated[int, Meta(ge=0, le=MAX_PRIORITY)]
 DurationMs = Annotated[int, Meta(ge=1, le=MAX_DURATION_MS)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=256)]
+HintName = Annotated[str, Meta(min_length=1, max_length=64)]
+HintText = Annotated[str, Meta(max_length=256)]
+Hint = bool | int | float | HintText
 
 
 class TokenRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +55,7 @@ class TokenRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenRangeRetention(TokenRange, frozen=True, forbid_unknown_fields=True):
-    """How long to retain the blocks of a range of tokens; a `RetentionDirective` in JSON.
+    """A `RetentionDirective` in JSON: how long the blocks of a range of tokens are retained.
 
     `duration_ms` counts from the moment at which no request uses the block any more. A pin needs an end and a
     duration, so that a client that has gone cannot keep blocks for ever.
@@ -89,6 +98,24 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _check_text("id", self.id)
 
 
+class KnownHints(msgspec.Struct, frozen=True):
+    """The hints that the included cache policies read, with their types and bounds.
+
+    Attributes:
+        session_id: the conversation, if the request has no `session_id`.
+        tenant, category: of the workload, such as the application.
+        ttl_s: seconds until the next turn is expected, such as a tool's answer.
+        budget_tokens: tokens that the next turn may recompute.
+    """
+
+    session_id: SessionId | None = None
+    tenant: SessionId | None = None
+    category: SessionId | None = None
+    ttl_s: Annotated[float, Meta(ge=0, le=MAX_DURATION_MS / 1000)] = 0.0
+    budget_tokens: Token = 0
+
+
+Hints = Annotated[dict[HintName, Hint], Meta(min_length=1, max_length=MAX_HINTS)]
 Ranges = Annotated[list[TokenRange], Meta(min_length=1, max_length=MAX_RANGES)]
 Retentions = Annotated[list[TokenRangeRetention], Meta(min_length=1, max_length=MAX_RANGES)]
 
@@ -106,6 +133,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             request's own from its end on; true: of all its tokens.
         release: remove the directives and pins of these ranges; true: of the whole prompt.
         end_session: end this session now.
+        hints: for the cache policy, see `KnownHints`; a policy may read others.
     """
 
     token_range_retention_configs: Retentions | None = None
@@ -116,8 +144,11 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     demote: bool | Ranges = False
     release: bool | Ranges = False
     end_session: SessionId | None = None
+    hints: Hints | None = None
 
     def __post_init__(self) -> None:
+        if self.hints is not None:
+            _check_hints(self.hints)
         if self.end_session is not None:
             _check_text("end_session", self.end_session)
         if self.decode_duration_ms is not None and self.decode_retention_priority is None:
@@ -189,6 +220,20 @@ def _list_ranges(ranges: bool | list[TokenRange]) -> list[TokenRange]:
     if isinstance(ranges, bool):
         return [TokenRange()] if ranges else []
     return ranges
+
+
+def _check_hints(hints: dict[str, bool | int | float | str]) -> None:
+    """Refuse known hints of a wrong type, and values that a policy cannot compute with."""
+    try:
+        msgspec.convert(hints, KnownHints)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"hints: {error}") from None
+    for name, value in hints.items():
+        _check_text("hints", name)
+        if isinstance(value, str):
+            _check_text(name, value)
+        elif not abs(value) <= MAX_HINT:
+            raise ValueError(f"hints: {name} is beyond {MAX_HINT}")
 
 
 def _check_text(field: str, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 from kv_pool.core.arguments import as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
@@ -97,6 +97,7 @@ class Request:
 
     Attributes:
         num_computed_tokens: tokens whose KV is in the blocks. The scheduler sets it.
+        kv_hints: for the pool's cache policy, by name; see `kv_pool/policies/README.md`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Request:
         self.mm_features = mm_features
         self.cache_salt = cache_salt
         self.session_id = session_id
+        self.kv_hints: dict[str, Any] | None = None
         self.num_computed_tokens = 0
         self.block_hashes: list[BlockHash] = []
         self._hasher = hasher

@@ -88,6 +88,7 @@ class BlockRetention:
         self._pins: PinLedger = self._placed.pins
         self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size, self._pins)
         self._tables: dict[RequestId, list[BlockTable]] = {}
+        self._is_unsettled: bool = False  # an interrupted call is not completed yet
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
@@ -165,14 +166,13 @@ class BlockRetention:
         if not isinstance(request_id, str):
             refuse_type("request_id", request_id, "str")
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        if self._placed.is_marked:
+        if self._is_unsettled or self._placed.is_marked:
             self._recover()
         ranges, pins = self._directives.read(listed)
         if pins:
             self.expire()
-            self._placed.check_pins(len(pins), self._pins.count_promised(request_id))
+            self._placed.check_pins(len(pins), self._directives.count_promised(request_id))
         try:
-            self._directives.forget(request_id)
             self._directives.set(request_id, ranges, pins)
         except BaseException:
             self._recover()
@@ -342,7 +342,7 @@ class BlockRetention:
 
     def expire(self) -> None:
         """Handle expired timers. Safe to call at any time; O(1) if none has expired."""
-        if self._placed.is_marked:
+        if self._is_unsettled or self._placed.is_marked:
             self._recover()
         if not self._deadlines.entries:
             return
@@ -383,9 +383,9 @@ class BlockRetention:
                 if not is_pin(claims):
                     self._placed.add(labelled, claims)
                     continue
-                promised = self._pins.list_promised(request_id, group_id, first + low, labelled)
+                promised = self._directives.begin_pinning(request_id, group_id, first + low, labelled)
                 self._placed.add(promised, claims)
-                self._pins.fulfil(request_id, group_id, first + low, labelled)
+                self._directives.end_pinning()
         except BaseException:
             self._recover()
             raise
@@ -437,12 +437,14 @@ class BlockRetention:
     # ---- claims ------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Complete an interrupted call."""
+        """Complete an interrupted call. Safe to call again if interrupted."""
+        self._is_unsettled = True
         self._placed.recover()
+        self._directives.recover()
         for session in self._sessions.by_id.values():
             session.changes_at = session.claim.until
             self._deadlines.push(session)
         lost = self._sessions.list_lost(self._records, self.block_pool.blocks, self._clock())
         if lost:
-            blocks = [block for block, _ in lost]
-            self._placed.change(blocks, [claims for _, claims in lost], False)
+            self._placed.change([block for block, _ in lost], [claims for _, claims in lost], False)
+        self._is_unsettled = False

@@ -82,7 +82,7 @@ def _check_pins(retention: BlockRetention) -> None:
     for block in retention._placed.held.blocks:
         if block not in pinned and _is_valid(retention, block):
             raise CorruptedPoolError(f"R4: block {block.block_id} is held, but not pinned")
-    num_promised = sum(len(promised) for promised in pins.promised.values())
+    num_promised = sum(len(request.promised) for request in retention._directives.by_request.values())
     if num_promised != pins.num_promised:
         raise CorruptedPoolError(f"R5: {num_promised} pins are promised, but {pins.num_promised} are counted")
     if retention.num_pins > retention.max_pinned_blocks:

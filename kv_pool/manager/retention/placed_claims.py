@@ -221,6 +221,8 @@ class PlacedClaims(BandPolicy):
         pool.touch([])  # completes an interrupted call of the pool
         if self._run_pool is not None:
             self._run_pool.rebuild_index()
+        self._is_moving = True
+        pool.holds.settle()  # completes an interrupted release of pinned blocks
         self._is_moving = False
         self.records.rebuild(pool.blocks)
         pinned: set[KVCacheBlock] = set()
@@ -230,7 +232,7 @@ class PlacedClaims(BandPolicy):
                 self.records.drop(block)
             elif is_pin(claims):
                 pinned.add(block)
-        self.pins.rebuild(pinned)
+        self.pins.blocks = pinned
         others = [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
         records = self.records.list_records()
         for record in records:

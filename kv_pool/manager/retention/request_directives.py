@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.retention.claim import PINNED, Claim
@@ -11,29 +12,48 @@ from kv_pool.manager.retention.segments import cut_into_segments
 
 Range = tuple[int, int | None, Claim]
 """First token, end (exclusive) or None, and the claim on the blocks that hold these tokens."""
+Place = tuple[GroupId, int]
+"""A group, and the index of a block in a request's table of this group."""
+
+
+class DirectedRequest:
+    """The directives of one request.
+
+    Attributes:
+        ranges: the tokens of each directive, with its claim.
+        promised: the places of the blocks that they may still pin. These pins count against the limit.
+    """
+
+    __slots__ = ("promised", "ranges")
+
+    def __init__(self, ranges: list[Range], promised: set[Place]) -> None:
+        self.ranges: list[Range] = ranges
+        self.promised: set[Place] = promised
 
 
 class RequestDirectives:
     """The directives of each request, and the pins that they promise.
 
     Attributes:
-        by_request: ranges of tokens with their claims, by request id.
+        by_request: the directives of each request that has some.
         block_sizes: tokens per block of each group; 0 for a group that is not cached.
     """
 
     def __init__(self, block_size: int, pins: PinLedger) -> None:
-        self.by_request: dict[RequestId, list[Range]] = {}
+        self.by_request: dict[RequestId, DirectedRequest] = {}
         self.block_sizes: tuple[int, ...] = (block_size,)
         self._pins: PinLedger = pins
         self._claims: dict[tuple[int, float], Claim] = {}
         # The directive that was read last, and its claim: most requests have the same.
         self._last_directive: RetentionDirective | None = None
         self._last_claim: Claim | None = None
+        # Blocks that are getting the pins that are promised for them, and the table index of the first.
+        self._pinning: tuple[DirectedRequest, GroupId, int, list[KVCacheBlock]] | None = None
 
-    def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[tuple[GroupId, int]]]:
-        """Return the ranges of these directives, and the (group, table index) pairs of the blocks to pin."""
+    def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[Place]]:
+        """Return the ranges of these directives, and the places of the blocks to pin."""
         ranges: list[Range] = []
-        pins: set[tuple[GroupId, int]] = set()
+        pins: set[Place] = set()
         for directive in directives:
             if directive.is_none:
                 continue
@@ -46,38 +66,82 @@ class RequestDirectives:
                         pins.add((GroupId(group_id), index))
         return ranges, pins
 
-    def set(self, request_id: RequestId, ranges: list[Range], pins: set[tuple[GroupId, int]]) -> None:
-        """Set the directives and promised pins of a request that has none."""
-        if pins:
-            self._pins.promise(request_id, pins)
+    def set(self, request_id: RequestId, ranges: list[Range], pins: set[Place]) -> None:
+        """Replace the directives of a request and its promised pins; without ranges it has none."""
+        num_replaced = self.count_promised(request_id)
         if ranges:
-            self.by_request[request_id] = ranges
+            self.by_request[request_id] = DirectedRequest(ranges, pins)
+        else:
+            self.by_request.pop(request_id, None)
+        self._pins.num_promised += len(pins) - num_replaced
 
     def forget(self, request_id: RequestId) -> None:
         """Remove the directives of a request, and its promised pins."""
-        if request_id in self.by_request:
-            del self.by_request[request_id]
-        if self._pins.promised:
-            self._pins.forget_request(request_id)
+        request = self.by_request.pop(request_id, None)
+        if request is not None:
+            self._pins.num_promised -= len(request.promised)
 
     def cut(
         self, request_id: RequestId, group_id: GroupId, first: int, num_blocks: int
     ) -> list[tuple[int, int, tuple[Claim, ...]]]:
         """Return the claims on the blocks `[first, first + num_blocks)`; [] without directives."""
-        ranges = self.by_request.get(request_id)
+        request = self.by_request.get(request_id)
         block_size = self.block_sizes[group_id]
-        if ranges is None or block_size == 0:
+        if request is None or block_size == 0:
             return []
-        return cut_into_segments(ranges, first, num_blocks, block_size)
+        return cut_into_segments(request.ranges, first, num_blocks, block_size)
 
     def pins(self, request_id: RequestId, group_id: GroupId, index: int) -> bool:
         """Return True if a directive pins the block at this place of the request's table."""
+        request = self.by_request.get(request_id)
+        if request is None or (group_id, index) not in request.promised:
+            return False
         block_size = self.block_sizes[group_id]
-        for start, end, claim in self.by_request.get(request_id, []):
+        for start, end, claim in request.ranges:
             is_in = start // block_size <= index and (end is None or index * block_size < end)
             if is_in and claim.strength == PINNED:
-                return self._pins.is_promised(request_id, group_id, index)
+                return True
         return False
+
+    def count_promised(self, request_id: RequestId) -> int:
+        """Return the number of pins that are promised to this request."""
+        request = self.by_request.get(request_id)
+        return 0 if request is None else len(request.promised)
+
+    def begin_pinning(
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+    ) -> list[KVCacheBlock]:
+        """Return those of these blocks that the request may pin. Then pin them and call `end_pinning`.
+
+        Args:
+            first: the table index of the first block.
+        """
+        request = self.by_request.get(request_id)
+        if request is None:
+            return []
+        self._pinning = request, group_id, first, blocks
+        promised = request.promised
+        return [block for index, block in enumerate(blocks, first) if (group_id, index) in promised]
+
+    def end_pinning(self) -> None:
+        """End the promises for those of the blocks that are pinned; the request releases the blocks.
+
+        The other promises stay: the request may pin these blocks when it returns after a swap.
+        """
+        if self._pinning is None:
+            return
+        request, group_id, first, blocks = self._pinning
+        num_before = len(request.promised)
+        for index, block in enumerate(blocks, first):
+            if block in self._pins.blocks:
+                request.promised.discard((group_id, index))
+        self._pins.num_promised -= num_before - len(request.promised)
+        self._pinning = None
+
+    def recover(self) -> None:
+        """Complete an interrupted call, after the pinned blocks are known. O(requests)."""
+        self.end_pinning()
+        self._pins.num_promised = sum([len(request.promised) for request in self.by_request.values()])
 
     def make_claim(self, directive: RetentionDirective) -> Claim:
         """Return the claim of a directive; equal directives get the same object."""

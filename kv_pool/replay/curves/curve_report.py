@@ -1,6 +1,7 @@
 """`CurveReport`: hit rates of LRU and of optimal replacement over capacity; JSON and CSV."""
 
 import csv
+from collections.abc import Sequence
 from math import log
 
 import msgspec
@@ -101,21 +102,29 @@ class CurveReport(msgspec.Struct):
 
 
 def find_knee(points: list[CurvePoint]) -> int | None:
-    """Return the capacity of the knee of the LRU curve, as described in `CurveReport`.
+    """Return the capacity of the knee of the LRU curve, as described in `CurveReport`."""
+    return locate_knee([point.num_blocks for point in points], [point.lru.token_hit_rate for point in points])
+
+
+def locate_knee(capacities: Sequence[int], rates: Sequence[float]) -> int | None:
+    """Return the capacity whose rate is farthest above a straight line over the logarithm of the capacity.
+
+    Args:
+        capacities: in ascending order. The line is from the first to the last.
+    Returns:
+        None if no rate is above the line.
 
     Source: Satopää et al., "Finding a 'kneedle' in a haystack", ICDCS workshops, 2011; without smoothing.
     """
-    if len(points) < 3:
+    if len(capacities) < 3:
         return None
-    first, last = points[0], points[-1]
-    width = log(last.num_blocks / first.num_blocks)
-    height = last.lru.token_hit_rate - first.lru.token_hit_rate
+    width = log(capacities[-1] / capacities[0])
+    height = rates[-1] - rates[0]
     knee, most = None, 0.0
-    for point in points[1:-1]:
-        share = log(point.num_blocks / first.num_blocks) / width
-        above = point.lru.token_hit_rate - first.lru.token_hit_rate - share * height
+    for capacity, rate in zip(capacities[1:-1], rates[1:-1], strict=True):
+        above = rate - rates[0] - log(capacity / capacities[0]) / width * height
         if above > most:
-            knee, most = point.num_blocks, above
+            knee, most = capacity, above
     return knee
 
 

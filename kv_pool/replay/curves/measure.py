@@ -72,7 +72,7 @@ def measure_curves(
     estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
     largest = max(read.num_blocks, default=1)
     if capacities is None:
-        capacities = _choose_capacities(largest, estimates.lru.find_least_full_capacity())
+        capacities = choose_capacities(largest, estimates.lru.find_least_full_capacity())
     capacities = sorted(set(capacities))
     of_lru = [estimates.count_lru(capacity) for capacity in capacities]
     lru_at = perf_counter()
@@ -115,12 +115,7 @@ def measure_curves(
 
 
 def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
-    usual = ReplaySettings(settings.trace, 1).describe()
-    without_effect = [
-        name
-        for name, value in settings.describe().items()
-        if name not in (*_USED, *_CAPACITY) and value != usual.get(name)
-    ]
+    without_effect = [name for name in settings.list_changed() if name not in (*_USED, *_CAPACITY)]
     if without_effect:
         raise InvalidArgumentError(
             f"a curve ignores {', '.join(without_effect)}: it is for one request at a time and full "
@@ -137,6 +132,7 @@ def _ignore(progress: CurveProgress) -> None:
     pass
 
 
-def _choose_capacities(first: int, last: int) -> list[int]:
+def choose_capacities(first: int, last: int) -> list[int]:
+    """Return at most 64 capacities in equal ratios from `first` to `last`, both included."""
     ratio = max(first, last) / first
     return sorted({round(first * ratio ** (step / (_NUM_POINTS - 1))) for step in range(_NUM_POINTS)})

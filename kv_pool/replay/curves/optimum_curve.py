@@ -1,5 +1,7 @@
 """`OptimumCurve`: the hits of optimal replacement at any capacity."""
 
+from array import array
+
 from kv_pool.replay.curves.optimum_pass import OptimumPass
 from kv_pool.replay.curves.reuse import Reuse, admit
 
@@ -41,8 +43,19 @@ class OptimumCurve:
         Cost: O(pieces) for each new capacity.
         """
         if capacity not in self._passes:
-            self._passes[capacity] = self._count(admit(self._reuse, capacity), capacity)
+            self.list_hits(capacity)
         return self._passes[capacity]
+
+    def list_hits(self, capacity: int) -> "array[int]":
+        """Return the block hits of each request with the optimum in `capacity` blocks; 0 if it is refused.
+
+        Cost: O(pieces).
+        """
+        admitted = self._replay(admit(self._reuse, capacity), capacity)
+        if len(admitted) == len(self._reuse):
+            return admitted
+        left = iter(admitted)
+        return array("q", [next(left) if size <= capacity else 0 for size in self._reuse.num_blocks])
 
     def bound_tokens(self, capacity: int) -> int:
         """Return an upper bound of the token hits: the most possible if `has_optimal_tokens`."""
@@ -53,12 +66,14 @@ class OptimumCurve:
         unlimited = self.count_hits(num_blocks_of_all)
         return min(num_blocks * self._reuse.block_size, unlimited[1])
 
-    def _count(self, reuse: Reuse, capacity: int) -> tuple[int, int]:
+    def _replay(self, reuse: Reuse, capacity: int) -> "array[int]":
+        """Return the block hits of each request, and keep their sum for `count_hits`."""
         one_pass = OptimumPass(len(reuse))
         access = one_pass.access
         first, owner, end = reuse.first_piece.tolist(), reuse.owner.tolist(), reuse.end.tolist()
         block_size = reuse.block_size
         num_tokens = 0
+        hits = array("q")
         for number in range(len(reuse)):
             begin, stop = first[number], first[number + 1]
             access(
@@ -70,4 +85,6 @@ class OptimumCurve:
                 end[begin:stop],
             )
             num_tokens += min(one_pass.hits * block_size, reuse.input_length[number])
-        return one_pass.num_hits, num_tokens
+            hits.append(one_pass.hits)
+        self._passes[capacity] = one_pass.num_hits, num_tokens
+        return hits

@@ -25,7 +25,11 @@ class PromptKeys:
         num_cacheable: number of cacheable blocks.
         num_blocks: blocks that the prompt occupies while it runs, including a block without a hash.
         max_hit: maximum number of leading blocks that can be a hit.
+        num_tokens: tokens that the prompt has in the pool: those of all its ids if ids are blocks, otherwise
+            `input_length`.
         input_length: prompt tokens.
+        output_length: generated tokens, which have no keys.
+        arrival_ms: milliseconds since the trace's first request.
         line: the request's line in the trace, from 1.
         session_id: the request's conversation, or None.
     """
@@ -34,7 +38,10 @@ class PromptKeys:
     num_cacheable: int
     num_blocks: int
     max_hit: int
+    num_tokens: int
     input_length: int
+    output_length: int
+    arrival_ms: float
     line: int
     session_id: str | None
 
@@ -65,7 +72,10 @@ def read_prompt_keys(settings: ReplaySettings, trace: Trace, block_size: int) ->
             num_cacheable,
             -(-request.num_tokens // block_size),
             min(request.max_hit_tokens // block_size, num_cacheable),
+            request.num_tokens,
             request.input_length,
+            request.num_output_left,
+            request.arrival_ms,
             int(request.request_id),
             request.session_id,
         )
@@ -90,7 +100,10 @@ def _pack_hash_ids(traced: TraceRequest, id_tokens: int, block_size: int, conven
         num_cacheable,
         -(-num_tokens // block_size),
         min(max_hit_tokens // block_size, num_cacheable),
+        num_tokens,
         traced.input_length,
+        traced.output_length,
+        traced.arrival_ms,
         traced.line,
         traced.session_id,
     )

@@ -16,7 +16,7 @@ _REQUESTS_BETWEEN_PROGRESS = 100
 
 @dataclass(frozen=True)
 class ReadPrompts:
-    """What curves need of a trace.
+    """The result of one reading of a trace: its totals, and the pieces of prompts that curves are made of.
 
     Attributes:
         num_blocks: blocks of each request, of the whole trace.

@@ -155,5 +155,4 @@ class AgentSession:
     def _restart(self, length: Distribution) -> None:
         """Begin a context with the system prompt and a text of its own, cut to the maximum length."""
         self.prompt = self._system.begin(self._system_number)
-        num_tokens = length.sample_count(self._stream)
-        self.prompt.append_own(max(1, min(num_tokens, self._settings.max_tokens - self.prompt.num_tokens)))
+        self.prompt.append_own_within(length.sample_count(self._stream), self._settings.max_tokens)

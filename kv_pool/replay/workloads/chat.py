@@ -93,7 +93,7 @@ class _ChatWorkload:
     def start_session(self) -> "Conversation":
         prompt = self._system.begin(self._system.choose())
         num_tokens = self.settings.first_tokens.sample_count(self.stream)
-        prompt.append_own(max(1, min(num_tokens, self.settings.max_tokens - prompt.num_tokens)))
+        prompt.append_own_within(num_tokens, self.settings.max_tokens)
         return Conversation(self.settings, self.stream, prompt)
 
 

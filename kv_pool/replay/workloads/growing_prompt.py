@@ -47,3 +47,7 @@ class GrowingPrompt:
         """Append text that no other prompt has."""
         self.num_tokens += num_tokens
         self.ids.extend(self._fresh.take(self.num_tokens // self._block_size - len(self.ids)))
+
+    def append_own_within(self, num_tokens: int, max_tokens: int) -> None:
+        """Append as `append_own`, less if the prompt would exceed `max_tokens`, but at least one token."""
+        self.append_own(max(1, min(num_tokens, max_tokens - self.num_tokens)))

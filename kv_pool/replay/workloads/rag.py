@@ -118,7 +118,7 @@ class _RAGWorkload:
             place = _hash_place(place, document)
             prompt.append_shared(num_tokens, _SHARED + place % _NUM_FIRST_IDS)
         num_tokens = settings.first_tokens.sample_count(self.stream)
-        prompt.append_own(max(1, min(num_tokens, settings.max_tokens - prompt.num_tokens)))
+        prompt.append_own_within(num_tokens, settings.max_tokens)
         return Conversation(settings, self.stream, prompt)
 
     def _retrieve(self, num_wanted: int) -> list[int]:

@@ -38,7 +38,7 @@ def import_checkout(checkout):
 
 
 def git_blob_id(path):
-    """What `git hash-object` prints: the same file has the same id in every clone."""
+    """Return the id that `git hash-object` prints: the same file has the same id in every clone."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -172,7 +172,7 @@ def compare(seed, scheduler_module, sequence_module, ours):
 
 
 def describe(theirs):
-    """How much happened in the runs, so that a record of nothing is noticed."""
+    """Count the events of the runs, so that a record of nothing is noticed."""
     calls = [call for workload in theirs for call in workload.calls]
     admitted = [call for call in calls if call[0] == "allocate"]
     return {

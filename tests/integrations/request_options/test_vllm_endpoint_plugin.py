@@ -1,6 +1,10 @@
-"""When vLLM's API server loads the check of options, and what it says if not (marker `vllm`)."""
+"""vLLM's API server loads the check of options if `VLLM_PLUGINS` names kv_pool (marker `vllm`).
+
+vLLM logs a warning if the variable is unset.
+"""
 
 import pytest
+from integrations.vllm_process import write_metadata
 
 from kv_pool.integrations.vllm.request_options.endpoint_plugin import OptionsEndpoints
 
@@ -12,12 +16,7 @@ WARNING = "Found endpoint plugin(s) ['kv_pool'] but VLLM_PLUGINS is not set."  #
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Return a function that loads vLLM's endpoint plugins; it returns them, and the warnings."""
-    metadata = tmp_path / "kv_pool-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kv_pool\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        f"[vllm.endpoint_plugins]\nkv_pool = {OptionsEndpoints.__module__}:OptionsEndpoints\n"
-    )
+    write_metadata(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     plugins = pytest.importorskip("vllm.plugins")
     records = []

@@ -1,19 +1,12 @@
 """Clients of vLLM's OpenAI-compatible server send options; a flood shows what they do (marker `vllm`)."""
 
 import json
-import os
-import subprocess
-import sys
-import tomllib
-from pathlib import Path
 
 import pytest
-
-import kv_pool
+from integrations.vllm_process import run_program
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
 CONNECTOR = {
     "kv_connector": "KVPoolConnector",
     "kv_role": "kv_both",
@@ -51,39 +44,13 @@ class Client:
 
     def run(self, folder, *options, **environment):
         """Send the requests; return by name (cached tokens, `kv_pool` object), or (status, error message)."""
-        metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
-        )
-        declared = tomllib.loads((HERE.parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
-        (metadata / "entry_points.txt").write_text(
-            "".join(
-                f"[{group}]\nkv_pool = {declared[group]['kv_pool']}\n"
-                for group in ("vllm.general_plugins", "vllm.endpoint_plugins")
-            )
-        )
         (folder / "requests.json").write_text(json.dumps(self.steps))
-        ours = Path(kv_pool.__file__).parent.parent
-        told = subprocess.run(
-            [sys.executable, str(HERE / "vllm_server.py"), str(folder), *options],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{ours}:{HERE.parent}:{folder}:{os.environ.get('PYTHONPATH', '')}",
-                "VLLM_PLUGINS": "kv_pool",
-                "KV_POOL_VLLM": "manager",
-                "VLLM_LOGGING_LEVEL": "INFO",
-                "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-                "HF_HUB_OFFLINE": "1",
-                **environment,
-            },
+        environment = {"KV_POOL_VLLM": "manager", **environment}
+        told, self.log = run_program(
+            "request_options/vllm_server.py", folder, "kv_pool", *options, **environment
         )
-        assert told.returncode == 0, told.stderr
-        self.log = told.stderr
         answers = {}
-        for name, (status, answer) in zip(self.names, json.loads(told.stdout), strict=True):
+        for name, (status, answer) in zip(self.names, told, strict=True):
             if status == 200:
                 cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
                 report = (answer["kv_transfer_params"] or {}).get("kv_pool")

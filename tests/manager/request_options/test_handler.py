@@ -387,3 +387,26 @@ def test_wrong_arguments_of_the_handler():
         RequestOptionsHandler(manager, lambda: 0.0, -1)
     with pytest.raises(InvalidTypeError):
         RequestOptionsHandler(manager, lambda: 0.0).receive(None, {})
+
+
+def test_hints_reach_the_request_and_open_no_retention():
+    engine = Engine()
+    hints = {"ttl_s": 20, "session_id": "user-17"}
+    request = engine.start("a", CHAT, {"hints": hints})
+    assert request.kv_hints == hints
+    assert engine.manager.retention is None
+    assert engine.end(request) == {}
+    refused = engine.start("b", CHAT, {"hints": {"ttl_s": 20}, "session": {"duration_ms": 1000}})
+    assert refused.kv_hints is None
+    assert "session has no id" in engine.end(refused)["refused"]
+
+
+def test_retention_over_a_cache_policy_names_the_way_out():
+    manager = KVCacheManager(BlockPool(9, True, 4, policy="ttl"))
+    handler = RequestOptionsHandler(manager, lambda: 0.0)
+    request = Request("a", CHAT, HASHER)
+    handler.receive(request, {"demote": True, "hints": {"ttl_s": 20}})
+    refused = handler.note_end(request).refused
+    assert "has the cache policy ttl" in refused
+    assert refused.endswith("or give the policy hints (a request's kv_hints)")
+    assert request.kv_hints is None

@@ -54,6 +54,11 @@ def test_changes_are_listed_weakest_first():
     assert read_options({"demote": False}) == RequestOptions()
 
 
+def test_hints_are_kept_as_sent():
+    hints = {"ttl_s": 20, "category": "agent", "mine": True, "ratio": 0.5}
+    assert read_options(json.dumps({"hints": hints})).hints == hints
+
+
 REFUSED = [
     (None, "Expected `object`, got `null`"),
     ([], "Expected `object`, got `array`"),
@@ -88,6 +93,22 @@ REFUSED = [
     ({"session": {"id": "a\nb", "duration_ms": 1}}, "cannot be printed"),
     ({"end_session": "\ud800"}, "cannot be printed"),
     ({"decode_duration_ms": 5}, "needs decode_retention_priority"),
+    ({"hints": {}}, "length >= 1"),
+    ({"hints": {f"hint {number}": 1 for number in range(17)}}, "length <= 16"),
+    ({"hints": {"x" * 65: 1}}, "length <= 64"),
+    ({"hints": {"a\nb": 1}}, "cannot be printed"),
+    ({"hints": {"mine": "a\nb"}}, "cannot be printed"),
+    ({"hints": {"mine": None}}, "got `null`"),
+    ({"hints": {"mine": [1]}}, "got `array`"),
+    ({"hints": {"mine": "x" * 257}}, "length <= 256"),
+    ({"hints": {"mine": 10**40}}, "hints: mine is beyond"),
+    ({"hints": {"mine": float("nan")}}, "hints: mine is beyond"),
+    ({"hints": {"ttl_s": "20"}}, r"hints: Expected `float`, got `str` - at `\$.ttl_s`"),
+    ({"hints": {"ttl_s": -1}}, ">= 0"),
+    ({"hints": {"ttl_s": 604_801}}, "<= 604800"),
+    ({"hints": {"budget_tokens": 0.5}}, "Expected `int`, got `float`"),
+    ({"hints": {"category": 3}}, "Expected `str"),
+    ({"hints": {"session_id": ""}}, "length >= 1"),
     (" " * (MAX_TEXT + 1), "has 65537 characters"),
 ]
 
@@ -132,7 +153,7 @@ def make_value(rng, depth=0):
 
 
 def make_name(rng):
-    others = ("token_start", "token_end", "priority", "duration_ms", "pin", "id")
+    others = ("token_start", "token_end", "priority", "duration_ms", "pin", "id", "ttl_s", "category")
     fields = [*RequestOptions.__struct_fields__, *others]
     return rng.choice([*fields, rng.choice(WORDS)])
 

@@ -81,7 +81,7 @@ def hold_a_kept_block_as_pinned(bench):
 
 
 def promise_a_pin_uncounted(bench):
-    bench.retention._pins.promised["running"].add((0, 7))
+    bench.retention._directives.by_request["running"].promised.add((0, 7))
 
 
 def lower_the_limit_of_pins(bench):

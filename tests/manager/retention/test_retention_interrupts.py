@@ -1,10 +1,11 @@
 """Calls of a `BlockRetention` that a signal handler interrupts: each block is kept, in use or free."""
 
 import contextlib
+import itertools
 import random
 
 import pytest
-from interrupting import interrupt_everywhere, interrupt_twice_at_random
+from interrupting import interrupt_at_both, interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool import BlockHasher, BlockPool, BlockRetention, KVCacheManager, Request, RetentionDirective
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -85,6 +86,8 @@ class Bench:
         invariants.check(self.pool)
         check_leases(self.leases)
         check_manager(self.manager, self.requests.values())
+        retention = self.retention
+        assert not retention._sessions.list_lost(retention._records, self.pool.blocks, self.clock.now)
         for name in self.retention._directives.by_request:
             assert self.manager.holds_blocks(name), f"{name} is gone, and its directives count"
         assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases()) + 1  # the hold of the pins
@@ -156,16 +159,78 @@ def test_an_interrupt_leaves_each_block_in_one_state(name, pool):
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 
+def make_pinning(*directives):
+    """Return a retention with two pins, its manager, and a running request of two blocks, "a"."""
+    pool = BlockPool(12, True, 4)
+    retention = BlockRetention(pool, lambda: 0.0, max_pinned_blocks=2)
+    manager = KVCacheManager(pool, retention=retention)
+    request = Request("a", range(8), HASHER)
+    retention.set_directives("a", directives)
+    manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 8
+    return retention, manager, request
+
+
+PIN = RetentionDirective(0, 8, pin=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), (PIN,)), ((PIN,), ()), ((PIN,), (RetentionDirective(0, 4, pin=True),))]
+)
+def test_interrupted_directives_are_set_or_unchanged(before, after):
+    counts = [sum(-(-one.end // 4) for one in directives) for directives in (before, after)]
+
+    def check(made):
+        retention, manager, request = made
+        assert retention.num_pins in counts
+        num_promised = retention.num_pins
+        manager.free(request)
+        assert (retention.num_pinned, retention.num_pins) == (num_promised, num_promised)
+
+    tried, broken = interrupt_everywhere(
+        lambda: make_pinning(*before), lambda made: made[0].set_directives("a", after), check
+    )
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
+
+
+def test_blocks_being_pinned_are_counted_once():
+    def label(made):
+        retention, manager, _ = made
+        retention.label_table("a", 0, 0, manager.get_table("a").blocks)
+
+    def check(made):
+        retention, manager, request = made
+        assert retention.num_pins == 2
+        check_retention(retention)
+        manager.free(request)
+        assert (retention.num_pinned, retention.num_pins) == (2, 2)
+
+    tried, broken = interrupt_everywhere(lambda: make_pinning(PIN), label, check)
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
+
+
+def check_later(bench):
+    """Check after calls that complete an interrupted recovery."""
+    with contextlib.suppress(KVPoolError):
+        bench.manager.allocate_slots(bench.requests["running"], 0)
+    bench.leases.expire()
+    bench.check()
+
+
+@pytest.mark.parametrize("name", ["directives taken off", "all released", "a request forgotten"])
+def test_a_recovery_may_be_interrupted_at_its_start(name):
+    for moment in itertools.count(1):
+        bench = Bench()
+        num_left, _ = interrupt_at_both(moment, 1, lambda bench=bench: CALLS[name](bench))
+        check_later(bench)
+        if num_left > 0:
+            break
+
+
 @pytest.mark.parametrize("pool", ["blocks", pytest.param("runs", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_recovery_leaves_each_block_in_one_state(name, pool):
-    def check(bench):
-        with contextlib.suppress(KVPoolError):
-            bench.manager.allocate_slots(bench.requests["running"], 0)
-        bench.leases.expire()
-        bench.check()
-
     rng = random.Random(f"{name} {pool}")
-    tried, broken = interrupt_twice_at_random(lambda: Bench(POOLS[pool]), CALLS[name], check, rng, 20)
+    tried, broken = interrupt_twice_at_random(lambda: Bench(POOLS[pool]), CALLS[name], check_later, rng, 20)
     assert tried > 0 or COMPILED
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"

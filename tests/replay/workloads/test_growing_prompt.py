@@ -41,3 +41,18 @@ def test_ids_are_those_of_equal_prefixes(seed):
 def test_fresh_ids_are_taken_once():
     fresh = FreshIds()
     assert [*fresh.take(3), *fresh.take(0), *fresh.take(2)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_after"), [(2, 7), (5, 10), (6, 10), (0, 6)])
+def test_own_text_is_cut_to_the_maximum_length(num_tokens, num_after):
+    prompt = GrowingPrompt(FreshIds(), 4)
+    prompt.append_own(5)
+    prompt.append_own_within(num_tokens, 10)
+    assert (prompt.num_tokens, len(prompt.ids)) == (num_after, num_after // 4)
+
+
+def test_own_text_of_a_full_prompt_is_one_token():
+    prompt = GrowingPrompt(FreshIds(), 4)
+    prompt.append_own(10)
+    prompt.append_own_within(3, 10)
+    assert prompt.num_tokens == 11

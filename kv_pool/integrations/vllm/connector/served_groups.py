@@ -1,4 +1,4 @@
-"""Which configurations of vLLM the tiers serve, and the keys of their groups."""
+"""The configurations of vLLM that the tiers serve, and the keys of their groups."""
 
 from __future__ import annotations
 

@@ -1,0 +1,144 @@
+"""Measure a live curve: its error, its bytes and its cost. See benchmarks/README.md."""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from bench_block_pool import describe_run
+
+from kv_pool import BlockPool, KVCacheManager
+from kv_pool.core.live_curve import LiveCurve
+from kv_pool.replay import ReplaySettings, measure_curves
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.reports import read_live_curve
+
+MULTIPLES = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
+WITHOUT_DECAY = 10**15
+
+
+def read_requests(options: argparse.Namespace) -> list[ReplayRequest]:
+    """Return the requests of the trace that fit into the pool."""
+    settings = ReplaySettings(options.trace, options.blocks, limit=options.limit)
+    requests = settings.read_requests(settings.open_trace(), options.block_size)
+    return [request for request in requests if len(request.block_hashes) < options.blocks]
+
+
+def run(requests: list[ReplayRequest], pool: BlockPool) -> float:
+    """Run all requests one after the other. Return the nanoseconds of processor time per prompt block."""
+    manager = KVCacheManager(pool)
+    num_blocks = 0
+    gc.collect()
+    gc.disable()
+    start = time.process_time_ns()
+    for request in requests:
+        prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
+        manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+        request.num_computed_tokens = request.num_tokens
+        num_blocks += len(request.block_hashes)
+        manager.free(request)
+        request.num_computed_tokens = 0
+    elapsed = time.process_time_ns() - start
+    gc.enable()
+    return elapsed / num_blocks
+
+
+def make_pool(options: argparse.Namespace, live_curve: bool) -> BlockPool:
+    return BlockPool(options.blocks + 1, True, options.block_size, live_curve=live_curve)
+
+
+def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -> list[dict[str, float]]:
+    """Compare curves of several samples with the exact one."""
+    settings = ReplaySettings(
+        options.trace, options.blocks, block_size=options.block_size, limit=options.limit
+    )
+    capacities = [round(options.blocks * multiple) for multiple in MULTIPLES]
+    exact = {point.num_blocks: point.lru for point in measure_curves(settings, capacities).points}
+    reports = []
+    for salt in range(options.samples):
+        pool = make_pool(options, True)
+        curve = LiveCurve(
+            options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt << 50
+        )
+        pool._live_curve = curve  # noqa: SLF001 (pools have no option for the sample)
+        run(requests, pool)
+        reports.append(read_live_curve(curve, MULTIPLES))
+    rows = []
+    for position, (multiple, capacity) in enumerate(zip(MULTIPLES, capacities, strict=True)):
+        points = [report.points[position] for report in reports if report.points]
+        off = [point.block_hit_rate - exact[capacity].block_hit_rate for point in points]
+        rows.append(
+            {
+                "multiple": multiple,
+                "exact": exact[capacity].block_hit_rate,
+                "rms_error": sqrt(sum(value * value for value in off) / len(off)) if off else 0.0,
+                "stated_error": statistics.fmean(point.block_rate_error for point in points) if off else 0.0,
+            }
+        )
+    return rows
+
+
+def measure_bytes(options: argparse.Namespace) -> int:
+    """Return the bytes of a curve whose sample is full, with the keys that it keeps."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    curve = LiveCurve(options.blocks, options.block_size, time.monotonic)
+    stack = curve.stack
+    parent: Any = None
+    for number in range(stack.limit):
+        key = number.to_bytes(36, "big")  # as long as a SHA-256 hash with its group
+        parent = stack.append(parent if number % 50 else None, key, number & 7)
+    curve.counts = [float(number) + 0.5 for number in range(len(curve.counts))]
+    traced = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return traced
+
+
+def measure_cost(requests: list[ReplayRequest], options: argparse.Namespace) -> dict[str, float]:
+    """Time pools without and with a curve in turn."""
+    times = [
+        (run(requests, make_pool(options, False)), run(requests, make_pool(options, True)))
+        for _ in range(options.runs)
+    ]
+    return {
+        "without_ns": statistics.median(without for without, _ in times),
+        "added_ns": statistics.median(with_curve - without for without, with_curve in times),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trace", default="mooncake_conversation")
+    parser.add_argument("--blocks", type=int, default=10_000, help="blocks of the pool")
+    parser.add_argument("--block-size", type=int, default=512, help="tokens per block")
+    parser.add_argument("--limit", type=int, default=20_000, help="requests")
+    parser.add_argument("--samples", type=int, default=8, help="samples whose curves are compared")
+    parser.add_argument("--runs", type=int, default=5, help="timed pairs of runs, in turn")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    requests = read_requests(options)
+    found: dict[str, Any] = {"errors": measure_errors(requests, options)}
+    found["bytes"] = measure_bytes(options)
+    found |= measure_cost(requests, options)
+    for row in found["errors"]:
+        print(
+            f"{row['multiple']:4} x  exact {row['exact']:7.2%}  error (rms) {100 * row['rms_error']:5.2f}  "
+            f"stated {100 * row['stated_error']:5.2f} points"
+        )
+    print(
+        f"{found['bytes']:,} bytes; {found['added_ns']:.1f} ns per block added to {found['without_ns']:.1f}"
+    )
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"provenance": describe_run(["without", "with a live curve"]), **found}, indent=1)
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`kv-pool compare`: cache policies at several capacities, with LRU and the optimum beside them."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
+from kv_pool.cli import options
+from kv_pool.cli.compare_table import describe, list_errors, make_compare_table
+from kv_pool.cli.console import print_error, print_table
+from kv_pool.cli.foreign_text import escape_text
+from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.setting_options import takes
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay import ranges
+from kv_pool.replay.compare.compare import CompareProgress, compare_policies
+from kv_pool.replay.compare.compare_plot import draw_comparison
+from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
+from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
+from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
+from kv_pool.replay.compare.executors import open_executor
+from kv_pool.replay.output_file import check_can_write
+from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.trace import BUNDLED_TRACES
+
+_FINISHED = ".runs"
+
+_ORDER = """
+traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
+copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed resamples json csv png
+jobs on again
+"""
+
+
+@takes(ReplaySettings, _ORDER, trace="", num_blocks=1)
+def compare(
+    settings: ReplaySettings,
+    traces: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TRACE...",
+            help=f"Trace files (.jsonl, .gz, .xz, .zst), or of: {', '.join(BUNDLED_TRACES)}.",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Cache policies, separated by commas: names of kv_pool/policies such as s3fifo, entry "
+            "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
+        ),
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log5.",
+            rich_help_panel=options.MODEL_PANEL,
+        ),
+    ] = None,
+    model: options.Model = None,
+    num_layers: options.NumLayers = 0,
+    num_kv_heads: options.NumKVHeads = 0,
+    head_size: options.HeadSize = 0,
+    dtype_bytes: options.DtypeBytes = 2,
+    resamples: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Samples of the sessions (or of the prompts by their first block after a common system "
+            "prompt) for the confidence intervals; 0 for none. --seed sets the samples, too.",
+        ),
+    ] = 1000,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            help="Write the results, with all settings and digests, to this file. Finished runs are kept "
+            "beside it until all are finished: after an interruption, the same command goes on.",
+        ),
+    ] = None,
+    csv: Annotated[
+        str | None, typer.Option(help="Write one row per policy, capacity and trace to this file.")
+    ] = None,
+    png: Annotated[
+        str | None,
+        typer.Option(
+            help="File for the picture. Default: compare.png, or compare-2.png and so on if it exists."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run on a cluster: dask://HOST:PORT or ray://HOST:PORT. Its workers need kv_pool in this "
+            "version, and each trace under the same path; policies from files are sent.",
+        ),
+    ] = None,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Repeat the comparison of a --json file, and say what differs; the files are found by the "
+            "same paths. Settings come from the file.",
+        ),
+    ] = None,
+) -> None:
+    """Compare cache policies, with LRU, the optimum and an infinite cache beside them."""
+    earlier = None
+    if again is not None:
+        if traces or policies or blocks or memory:
+            raise InvalidArgumentError("--again takes traces, policies and capacities from its file")
+        earlier = read_comparison(again)
+        wanted = earlier.settings
+    else:
+        if not traces or not policies:
+            raise InvalidArgumentError("pass one or more traces, and --policies, such as --policies s3fifo")
+        kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+        options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
+        compared = []
+        for trace in traces:
+            of_trace = replace(settings, trace=trace)
+            capacities, block_bytes = options.find_capacities(
+                of_trace.open_trace(), settings.block_size, blocks, memory, kv, settings.groups
+            )
+            of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
+            compared.append(ComparedTrace(of_trace, tuple(capacities)))
+        names = tuple(name.strip() for name in policies.split(",") if name.strip())
+        wanted = CompareSettings(tuple(compared), names, resamples, _read_seed(settings.seed))
+    if on is not None:
+        wanted = _find_files(wanted)
+    picture = find_unused("compare.png") if png is None else png
+    check_can_draw(picture)
+    for path in (json, csv):
+        if path is not None:
+            check_can_write(path)
+    comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
+    if json is not None:
+        write_report(comparison, json)
+    if csv is not None:
+        write_csv(comparison, csv)
+    draw_comparison(comparison, picture)
+    has_failed = _show(comparison, picture)
+    if earlier is not None:
+        has_failed |= _show_differences(earlier, comparison)
+    if has_failed:
+        sys.stdout.flush()
+        raise typer.Exit(2)
+
+
+def _find_files(wanted: CompareSettings) -> CompareSettings:
+    """Return the settings with absolute paths of traces: workers of a cluster have other current folders."""
+    traces = []
+    for compared in wanted.traces:
+        trace = compared.settings.trace
+        path = os.path.abspath(trace) if os.path.isfile(trace) else trace  # a bundled trace has a name
+        traces.append(ComparedTrace(replace(compared.settings, trace=path), compared.capacities))
+    return msgspec.structs.replace(wanted, traces=tuple(traces))
+
+
+def _read_seed(text: str) -> int:
+    """Return the seed of the samples: the number in `--seed`, or 0 for a text."""
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:
+    with make_progress_bar("comparing", MofNCompleteColumn()) as bar:
+        task = bar.add_task("compare", total=None, live="")
+
+        def show(progress: CompareProgress) -> None:
+            live = progress.label if progress.error is None else f"{progress.label}: {progress.error}"
+            bar.update(
+                task, total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80]
+            )
+
+        with open_executor(on, jobs or os.cpu_count() or 1) as executor:
+            return compare_policies(wanted, executor, finished, show)
+
+
+def _show(comparison: Comparison, picture: str) -> bool:
+    """Print the results. Return True if a run has failed, or results contradict each other."""
+    console = Console()
+    errors = []
+    for found in comparison.traces:
+        print_table(make_compare_table(found, console), console)
+        for line in describe(found, comparison.settings.resamples):
+            print(line)
+        errors += list_errors(found)
+    states = {found.optimum_blocks for found in comparison.traces} - {None}
+    if states and not comparison.contradictions:
+        print(f"no policy is above the {'optimum' if 'optimal' in states else 'bound'}")
+    print(f"picture: {escape_text(picture)}")
+    for line in [*errors, *comparison.contradictions]:
+        print_error(line)
+    return bool(errors or comparison.contradictions)
+
+
+def _show_differences(earlier: Comparison, comparison: Comparison) -> bool:
+    """Print what differs from an earlier comparison. Return True if results differ."""
+    for line in list_changed_inputs(earlier, comparison):
+        print(escape_text(line))
+    differences = list_differences(earlier, comparison)
+    for line in differences:
+        print_error(line)
+    if not differences:
+        print("the results are the same as before")
+    return bool(differences)

@@ -1,0 +1,245 @@
+"""`kv-pool plan`: recommend the memory of the pool and its tiers for a trace, checked by replays."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import TaskProgressColumn
+from rich.table import Table
+
+from kv_pool.cli import options
+from kv_pool.cli.console import print_table
+from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.setting_options import takes
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.capacity import parse_memory
+from kv_pool.replay.output_file import check_can_write
+from kv_pool.replay.plan.goals import PRICE_FORMAT, PlanGoal, parse_prices, parse_share
+from kv_pool.replay.plan.make_plan import plan_capacity
+from kv_pool.replay.plan.plan_plot import draw_plan
+from kv_pool.replay.plan.plan_report import CapacityPlan, PlanPoint
+from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
+from kv_pool.replay.plan.prefill_cost import COMPUTES
+from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.settings import CLOCKS, TIERS_PANEL, ReplaySettings
+
+_GOAL_PANEL = "Goal; the knee of the curve without one"
+_ROWS = 9
+
+_ORDER = """
+trace model num_layers num_kv_heads head_size dtype_bytes target_hit_rate memory price host_memory disk_memory
+block_size block_sizes clock convention prefill_rate decode_rate max_running speedup copy_rate disk_rate limit
+trace_block_size timestamp_unit skip_broken seed json png
+"""
+
+
+@takes(ReplaySettings, _ORDER, num_blocks=1)
+def plan(
+    settings: ReplaySettings,
+    model: options.Model = None,
+    num_layers: options.NumLayers = 0,
+    num_kv_heads: options.NumKVHeads = 0,
+    head_size: options.HeadSize = 0,
+    dtype_bytes: options.DtypeBytes = 2,
+    target_hit_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="The least memory with this token hit rate: 0.35 or 35%.",
+            rich_help_panel=_GOAL_PANEL,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What this memory gives, such as 80GiB, and what more or less would change.",
+            rich_help_panel=_GOAL_PANEL,
+        ),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRICES",
+            help="The memory at which savings minus costs are largest: "
+            f"{PRICE_FORMAT}, where gpu, host and disk are per GiB and hour, and prefill is per million "
+            "computed tokens; or gpu-hour instead of prefill, with --prefill-rate.",
+            rich_help_panel=_GOAL_PANEL,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of the host tier; 0 for none. Default: 4 times the pool, or by price.",
+            rich_help_panel=TIERS_PANEL,
+        ),
+    ] = None,
+    disk_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of the disk tier; 0 for none. Default: 16 times the pool, or by price.",
+            rich_help_panel=TIERS_PANEL,
+        ),
+    ] = None,
+    block_sizes: Annotated[
+        str,
+        typer.Option(metavar="LIST", help="Block sizes to compare in the same memory, in tokens."),
+    ] = "16,32,64,128,256,512",
+    clock: Annotated[
+        str,
+        typer.Option(
+            help="trace or instant: requests that overlap and generate, or one request at a time without "
+            "output, for which the prediction of the pool is exact."
+        ),
+    ] = CLOCKS[1],
+    json: options.JsonFile = None,
+    png: Annotated[
+        str | None,
+        typer.Option(help="File for the picture. Default: plan.png, or plan-2.png and so on if it exists."),
+    ] = None,
+) -> None:
+    """Recommend the memory of the pool and its tiers for a trace, and replay what is recommended."""
+    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    if kv is None:
+        raise InvalidArgumentError(
+            "a plan needs either --model, or --num-layers, --num-kv-heads and --head-size"
+        )
+    goal = PlanGoal(
+        None if target_hit_rate is None else parse_share(target_hit_rate),
+        None if memory is None else parse_memory(memory),
+        None if price is None else parse_prices(price, settings.rates.prefill_tokens_per_s),
+    )
+    sizes = options.parse_list("--block-sizes", block_sizes)
+    picture = find_unused("plan.png") if png is None else png
+    check_can_draw(picture)
+    if json is not None:
+        check_can_write(json)
+    with make_progress_bar("planning", TaskProgressColumn()) as bar:
+        task = bar.add_task("plan", total=1.0, live="")
+
+        def show(doing: str, share: float) -> None:
+            bar.update(task, completed=share, live=doing)
+
+        found = plan_capacity(
+            replace(settings, clock=clock),
+            kv,
+            goal,
+            host_bytes=None if host_memory is None else parse_memory(host_memory),
+            disk_bytes=None if disk_memory is None else parse_memory(disk_memory),
+            block_sizes=sizes,
+            compute=None if model is None else COMPUTES.get(model.lower()),
+            on_progress=show,
+        )
+    if json is not None:
+        write_report(found, json)
+    for line in describe_plan(found):
+        print(line)
+    if found.broken_lines:
+        print(f"broken lines: {found.broken_lines:,}; {make_cell(found.first_broken or '').plain}")
+    console = Console()
+    for table in make_tables(found):
+        print_table(table, console)
+    draw_plan(found, picture)
+    print(f"plan: {escape_text(picture)}")
+
+
+def make_tables(found: CapacityPlan) -> list[Table]:
+    """Return the tables of the curve, of block sizes if they are compared, and of the replays."""
+    tables = [_make_curve(found), _make_checks(found)]
+    if found.block_sizes:
+        tables.insert(1, _make_block_sizes(found))
+    return tables
+
+
+def _make_curve(found: CapacityPlan) -> Table:
+    table = _make_table(
+        f"predicted, blocks of {found.block_size} tokens",
+        "memory",
+        "blocks",
+        "token hits",
+        "points per GiB",
+        "prefill speed-up",
+    )
+    table.add_column("", no_wrap=True)
+    for point in _choose_rows(found):
+        notes = []
+        if point.num_blocks == found.recommended.num_blocks:
+            notes.append("recommended")
+        if point.num_blocks == found.knee:
+            notes.append("knee")
+        if found.demand is not None and point.num_blocks < found.demand.p99_blocks:
+            notes.append("requests wait")
+        table.add_row(
+            format_bytes(point.memory_bytes),
+            f"{point.num_blocks:,}",
+            f"{point.token_hit_rate:.2%}",
+            f"{point.points_per_gib:.4f}",
+            _format_factor(point.prefill_speedup),
+            ", ".join(notes),
+        )
+    table.caption = "points per GiB: percentage points that each GiB of 10% more memory adds"
+    return table
+
+
+def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
+    points, last = found.points, len(found.points) - 1
+    chosen = {points[round(step * last / (_ROWS - 1))].num_blocks for step in range(_ROWS)}
+    rows = [point for point in points if point.num_blocks in chosen or point.num_blocks == found.knee]
+    if all(row.num_blocks != found.recommended.num_blocks for row in rows):
+        rows.append(found.recommended)
+    return sorted(rows, key=lambda point: point.num_blocks)
+
+
+def _make_block_sizes(found: CapacityPlan) -> Table:
+    memory = format_bytes(found.recommended.memory_bytes)
+    table = _make_table(
+        f"predicted, {memory} in blocks of other sizes", "tokens per block", "blocks", "token hits"
+    )
+    table.add_column("", no_wrap=True)
+    for size in found.block_sizes:
+        note = "most hits" if size.block_size == found.best_block_size else ""
+        table.add_row(
+            f"{size.block_size:,}",
+            f"{size.num_blocks:,}",
+            f"{size.token_hit_rate:.2%}",
+            "refuses requests" if size.refuses else note,
+        )
+    return table
+
+
+def _make_checks(found: CapacityPlan) -> Table:
+    table = Table(title="predictions beside replays")
+    table.add_column("", no_wrap=True)
+    for name in ("memory", "predicted", "replayed", "difference", "speed-up, tokens", "FLOPs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for check in found.checks:
+        num_blocks = check.num_blocks + 1 + check.host_blocks + check.disk_blocks
+        table.add_row(
+            check.name,
+            format_bytes(num_blocks * found.block_bytes * check.block_size / found.block_size),
+            f"{check.predicted:.2%}",
+            f"{check.replayed:.2%}",
+            f"{100 * (check.replayed - check.predicted):+.2f}",
+            _format_factor(check.speedup_by_tokens),
+            _format_factor(check.speedup_by_flops),
+            "" if check.agrees else "differs",
+        )
+    table.caption = "difference: in percentage points"
+    return table
+
+
+def _make_table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _format_factor(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:.2f}"

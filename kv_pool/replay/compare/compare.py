@@ -1,0 +1,178 @@
+"""`compare_policies`: runs a comparison of cache policies on any executor."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, as_completed
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from kv_pool.error_names import ERRORS_BY_NAME
+from kv_pool.errors import KVPoolError
+from kv_pool.replay.compare.compare_settings import CompareSettings
+from kv_pool.replay.compare.comparison import Comparison, PolicyRecord
+from kv_pool.replay.compare.finished_runs import FinishedRuns, open_finished_runs
+from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
+from kv_pool.replay.compare.policy_run import Failure, Origin, PolicyRun, make_failure, run_policy
+from kv_pool.replay.compare.policy_source import PolicySource, read_source
+from kv_pool.replay.compare.references import measure_references
+from kv_pool.version import __version__
+
+_REFERENCES = "the optimum"
+
+
+@dataclass(frozen=True)
+class CompareProgress:
+    """The progress of a comparison: ended runs of all runs, and the one that has ended now.
+
+    Attributes:
+        num_ended, num_runs: counts; runs that an earlier call has finished are ended at the start.
+        label: the run, in words.
+        error: the error that ended it, or None.
+    """
+
+    num_ended: int
+    num_runs: int
+    label: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A call for a worker. `key` is a digest of all that decides its result."""
+
+    place: tuple[int, str, int]  # number of the trace, policy, capacity
+    label: str
+    key: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def compare_policies(
+    settings: CompareSettings,
+    executor: Executor,
+    finished: str | None = None,
+    on_progress: Callable[[CompareProgress], None] | None = None,
+) -> Comparison:
+    """Replay each trace with each policy at each capacity, and compare them with LRU and the optimum.
+
+    The workers of the executor need kv_pool in this version, and each trace under the same path with the same
+    content. Policies from files are sent as text.
+
+    Args:
+        settings: what to compare.
+        executor: any `concurrent.futures.Executor`, such as `WorkerProcesses`.
+        finished: a file to which each finished run is appended. A later call reads it and goes on; changed
+            traces, policies, settings and versions of kv_pool are run again. Deleted when all runs are
+            finished.
+        on_progress: called in this thread.
+    Returns:
+        The results. A run that fails, for example because its policy is broken, has a row with its error.
+    Raises:
+        InvalidArgumentError: the settings are invalid, or a policy cannot be found.
+        TraceError: a trace cannot be read, or `finished` not be written.
+        WorkerLostError: the worker that computed the optimum of a trace ended before.
+    """
+    settings.check()
+    sources = [read_source(name) for name in settings.list_policies()]
+    traces = [compared.settings.open_trace() for compared in settings.traces]
+    digests = [trace.digest() for trace in traces]
+    jobs = list(_list_jobs(settings, sources, digests))
+    with open_finished_runs(finished) as runs:
+        results = _run_all(jobs, executor, runs, on_progress)
+        if not any(isinstance(result, Failure) for result in results.values()):
+            runs.delete()
+    found = []
+    contradictions = []
+    names = [source.name for source in sources]
+    for number, compared in enumerate(settings.traces):
+        references = results[number, _REFERENCES, 0]
+        if isinstance(references, Failure):
+            raise ERRORS_BY_NAME.get(references.error, KVPoolError)(
+                f"no optimum of {compared.settings.trace}: {references.message} {references.traceback}"
+            )
+        of_trace: dict[tuple[str, int], PolicyRun | Failure] = {
+            (policy, num_blocks): result
+            for (place, policy, num_blocks), result in results.items()
+            if place == number and policy != _REFERENCES
+        }
+        path = str(traces[number].path)
+        contradictions += find_contradictions(references, of_trace, path)
+        found.append(
+            compare_trace(
+                compared,
+                names,
+                references,
+                of_trace,
+                path,
+                digests[number],
+                settings.resamples,
+                settings.seed,
+            )
+        )
+    records = [PolicyRecord(source.name, source.sha256) for source in sources]
+    return Comparison(settings, records, found, contradictions)
+
+
+def _list_jobs(settings: CompareSettings, sources: list[PolicySource], digests: list[str]) -> Iterator[_Job]:
+    """Yield the jobs of all traces, those that compute the optimum first: each takes longest."""
+    for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
+        key = _make_key(_REFERENCES, digest, replace(compared.settings, trace=""), compared.capacities)
+        label = f"{_REFERENCES}, {compared.settings.trace}"
+        yield _Job((number, _REFERENCES, 0), label, key, measure_references, (compared, Origin(digest)))
+    for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
+        for num_blocks in compared.capacities:
+            at = replace(compared.settings, num_blocks=num_blocks)
+            for source in sources:
+                key = _make_key(source.name, digest, replace(at, trace=""), source.sha256)
+                label = f"{source.name} at {num_blocks:,} blocks, {compared.settings.trace}"
+                arguments = (at, source, Origin(digest))
+                yield _Job((number, source.name, num_blocks), label, key, run_policy, arguments)
+
+
+def _make_key(*parts: object) -> str:
+    return hashlib.sha256(msgspec.json.encode([__version__, *parts])).hexdigest()
+
+
+def _run_all(
+    jobs: list[_Job],
+    executor: Executor,
+    runs: FinishedRuns,
+    on_progress: Callable[[CompareProgress], None] | None,
+) -> dict[tuple[int, str, int], Any]:
+    """Return the result of each job by its place. Jobs that are finished in `runs` are not repeated."""
+    results: dict[tuple[int, str, int], Any] = {}
+    notify = on_progress or _ignore
+    pending: dict[Future[Any], _Job] = {}
+    try:
+        for job in jobs:
+            result = runs.find(job.key)
+            if result is None:
+                pending[executor.submit(job.function, *job.arguments)] = job
+            else:
+                results[job.place] = result
+        if results:
+            notify(CompareProgress(len(results), len(jobs), "finished before", None))
+        for future in as_completed(pending):
+            job = pending[future]
+            error = None
+            try:
+                ended = future.result()
+            except Exception as raised:  # of the executor: the functions themselves return failures
+                ended = make_failure(raised)
+            results[job.place] = ended
+            if isinstance(ended, Failure):
+                error = ended.describe()
+            else:
+                runs.add(job.key, ended)
+            notify(CompareProgress(len(results), len(jobs), job.label, error))
+    except BaseException:
+        for future in pending:
+            future.cancel()
+        raise
+    return results
+
+
+def _ignore(progress: CompareProgress) -> None:
+    pass

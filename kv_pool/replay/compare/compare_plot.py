@@ -1,0 +1,100 @@
+"""Draws a comparison: hit rates of the policies over capacity, with LRU, the optimum and the ceiling."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.compare.compare_settings import LRU
+from kv_pool.replay.compare.comparison import CEILING, Comparison, TraceComparison
+from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.settings import OPTIMUM
+
+_PANELS_PER_ROW = 3
+_MARKERS = "osD^vP*X"
+
+
+def draw_comparison(comparison: Comparison, path: str) -> None:
+    """Draw one panel per trace to an image file (.png, .svg, .pdf).
+
+    Lines are token hit rates over capacity: LRU black, the optimum dashed, the infinite cache dotted, the
+    other policies coloured. Capacity is in GiB if the size of a block is known, otherwise in blocks.
+
+    Raises:
+        TraceError: matplotlib is not installed, or the file cannot be written.
+    """
+    check_can_draw(path)
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    count = len(comparison.traces)
+    columns = min(count, _PANELS_PER_ROW)
+    lines = -(-count // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(1.0 + 5.2 * columns, 1.0 + 3.8 * lines), layout="constrained", squeeze=False
+    )
+    panels = list(grid.flat)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    for found, axes in zip(comparison.traces, panels, strict=False):
+        _draw_trace(found, axes)
+    labels: dict[str, Any] = {}
+    for axes in panels[:count]:
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            labels.setdefault(label, line)
+    legend = figure.legend(
+        labels.values(),
+        labels.keys(),
+        loc="outside lower center",
+        ncols=min(len(labels), 5),
+        fontsize="small",
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names may contain dollar signs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
+            figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot write the picture: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _draw_trace(found: TraceComparison, axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+    per_block = found.block_bytes / 2**30 if found.block_bytes else 1.0
+    by_policy: dict[str, list[tuple[float, float]]] = {}
+    for row in found.rows:
+        if row.token_hit_rate is not None and row.policy != CEILING:
+            points = by_policy.setdefault(row.policy, [])
+            points.append((row.num_blocks * per_block, row.token_hit_rate))
+    number = 0
+    for policy, points in by_policy.items():
+        label = "".join(one if one.isprintable() else "?" for one in policy)
+        style: dict[str, Any] = {"color": f"C{number}", "marker": _MARKERS[number % len(_MARKERS)]}
+        if policy == LRU:
+            style, label = {"color": "black", "marker": "."}, "LRU"
+        elif policy == OPTIMUM:
+            style = {"color": "black", "marker": ".", "linestyle": "--"}
+            label = "optimum" if found.optimum_tokens == "optimal" else "optimum (bound)"
+        else:
+            number += 1
+        axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
+    ceiling = found.infinite_cache.token_hit_rate
+    axes.axhline(ceiling, color="0.5", linestyle=":", label="infinite cache")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    unit = "GiB" if found.block_bytes else f"blocks of {found.block_size} tokens"
+    axes.set_xlabel(f"capacity in {unit}")
+    axes.set_ylabel("token hit rate")
+    trace = "".join(one if one.isprintable() else "?" for one in Path(found.provenance.trace).name)
+    axes.set_title(f"{trace}\n{found.requests:,} requests", fontsize=10, parse_math=False)
+    axes.grid(alpha=0.3, which="both")

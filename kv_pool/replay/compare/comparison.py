@@ -1,0 +1,142 @@
+"""`Comparison`: the results of a comparison of cache policies; JSON and CSV."""
+
+import csv
+from typing import Literal
+
+import msgspec
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.compare.compare_settings import CompareSettings
+from kv_pool.replay.report import InfiniteCache, Provenance
+
+CEILING = "infinite"
+"""The name of the rows of a cache that never evicts."""
+
+
+class PolicyRecord(msgspec.Struct, frozen=True):
+    """A replayed policy: its name, and the SHA-256 of its file or module; None for those of kv_pool."""
+
+    name: str
+    sha256: str | None
+
+
+class ComparisonRow(msgspec.Struct):
+    """The results of one policy at one capacity.
+
+    Attributes:
+        policy: its name; "optimum", or "infinite" for a cache that never evicts.
+        num_blocks: capacity in blocks; of the infinite cache, the distinct blocks of the trace.
+        origin: "replay", or "curve" for counts that are computed from the trace without a replay.
+        block_hit_rate, token_hit_rate: hits as shares of all full prompt blocks and of all prompt tokens.
+        blocks_hit, blocks_missed: their sum is the number of full prompt blocks of all requests.
+        tokens_hit: hits at the first admission of each request.
+        evictions: cached blocks that lost their content; None without a replay.
+        admitted: missed blocks that were computed and cached, which are all except those of refused requests;
+            None without a replay.
+        seconds: duration of the replay; None without one.
+        above_lru: token hit rate minus that of LRU.
+        above_lru_low, above_lru_high: its 95 % confidence interval, from resampled conversations.
+        gap_closed: share of the block hits that the optimum has and LRU has not, which the policy has: 0 for
+            LRU, 1 for the optimum. None if there is no optimum, or no gap.
+        gap_closed_low, gap_closed_high: its 95 % confidence interval; None if some samples have no gap.
+        error: the error that ended the run; the other results are then None.
+    """
+
+    policy: str
+    num_blocks: int
+    origin: Literal["replay", "curve"] = "replay"
+    block_hit_rate: float | None = None
+    token_hit_rate: float | None = None
+    blocks_hit: int | None = None
+    blocks_missed: int | None = None
+    tokens_hit: int | None = None
+    evictions: int | None = None
+    admitted: int | None = None
+    seconds: float | None = None
+    above_lru: float | None = None
+    above_lru_low: float | None = None
+    above_lru_high: float | None = None
+    gap_closed: float | None = None
+    gap_closed_low: float | None = None
+    gap_closed_high: float | None = None
+    error: str | None = None
+
+
+class TraceComparison(msgspec.Struct):
+    """The results on one trace.
+
+    Attributes:
+        provenance: the trace with its digest, versions and command.
+        block_size: tokens per block.
+        block_bytes: size of a block; 0 if unknown.
+        requests, blocks_looked_up, tokens_in: of the trace, up to the limit.
+        unit, units: what was resampled, sessions or roots, and their number.
+        optimum_blocks, optimum_tokens: "optimal" if no policy can have more hits and one has as many, "bound"
+            if only an upper bound is known; None without an optimum.
+        why_no_optimum: the reason, if there is none.
+        infinite_cache: the ceiling: hits of a cache that never evicts, with one request at a time.
+        rows: by capacity, and for each LRU, the policies as given, and the optimum; at the end the ceiling.
+    """
+
+    provenance: Provenance
+    block_size: int
+    block_bytes: int
+    requests: int
+    blocks_looked_up: int
+    tokens_in: int
+    unit: str
+    units: int
+    optimum_blocks: str | None
+    optimum_tokens: str | None
+    why_no_optimum: str | None
+    infinite_cache: InfiniteCache
+    rows: list[ComparisonRow]
+
+
+class Comparison(msgspec.Struct):
+    """The results of a comparison.
+
+    Attributes:
+        settings: all settings; `compare_policies` repeats the comparison from them.
+        policies: the replayed policies.
+        traces: in the order of the settings.
+        contradictions: results that cannot be: policies above the optimum, and a replay of LRU that differs
+            from its curve. Always empty, unless kv_pool or a policy's bookkeeping has a bug.
+    """
+
+    settings: CompareSettings
+    policies: list[PolicyRecord]
+    traces: list[TraceComparison]
+    contradictions: list[str]
+
+
+def read_comparison(path: str) -> Comparison:
+    """Return the comparison in a file that `write_json` has written. Raises TraceError."""
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=Comparison)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot read the comparison: {error.strerror}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise TraceError(f"{path}: not the JSON of a comparison: {error}") from error
+
+
+def write_csv(comparison: Comparison, path: str) -> None:
+    """Write all rows: the trace, the fields of `ComparisonRow`, and the capacity in bytes if it is known.
+
+    Raises:
+        TraceError: the file cannot be written.
+    """
+    names = ComparisonRow.__struct_fields__
+    has_bytes = any(found.block_bytes for found in comparison.traces)
+    try:
+        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["trace", *names[:2], *["bytes"] * has_bytes, *names[2:]])
+            for found in comparison.traces:
+                for row in found.rows:
+                    values = [getattr(row, name) for name in names]
+                    size = [row.num_blocks * found.block_bytes or None] * has_bytes
+                    writer.writerow([found.provenance.trace, *values[:2], *size, *values[2:]])
+    except OSError as error:
+        raise TraceError(f"{path}: cannot write the comparison: {error.strerror}") from error

@@ -1,0 +1,197 @@
+"""`compare_trace`: the rows of one trace from its finished runs: rates, gaps and confidence intervals."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_pool.replay.compare.compare_settings import LRU, ComparedTrace
+from kv_pool.replay.compare.comparison import CEILING, ComparisonRow, TraceComparison
+from kv_pool.replay.compare.packed_counts import unpack
+from kv_pool.replay.compare.policy_run import Failure, PolicyRun
+from kv_pool.replay.compare.references import OptimumPoint, References
+from kv_pool.replay.compare.resampling import Resampler, find_interval, sum_by_unit
+from kv_pool.replay.report import make_provenance
+from kv_pool.replay.settings import OPTIMUM
+
+Runs = Mapping[tuple[str, int], PolicyRun | Failure]
+"""Results by policy and capacity."""
+
+_Sums = NDArray[np.float64]
+
+_BLOCKS, _TOKENS = 0, 1
+
+
+class _Samples:
+    """The sums of each sample of a trace's units: of prompt sizes, of the hits of runs and of the optimum.
+
+    Args:
+        references: of the trace.
+        runs: of the trace.
+        num_samples: 0 for none; a trace with a single unit has none either.
+    """
+
+    def __init__(self, references: References, runs: Runs, num_samples: int, seed: int) -> None:
+        num_requests, num_units = references.requests, references.units
+        unit_of = unpack(references.unit_of, num_requests)[:, 0]
+        counts = [unpack(references.sizes, num_requests, 2)]
+        places: dict[tuple[str, int], int] = {}
+        for name, run in runs.items():
+            if isinstance(run, PolicyRun):
+                places[name] = 2 * len(counts)
+                counts.append(unpack(run.hits, num_requests, 2))
+        num_columns = 2 * len(counts)
+        for number, point in enumerate(references.points):
+            places[OPTIMUM, point.num_blocks] = num_columns + number
+            counts.append(unpack(point.hits, num_requests))
+        self._places = places
+        by_unit = sum_by_unit(np.hstack(counts), unit_of, num_units)
+        self._sums = Resampler(num_units, num_samples if num_units > 1 else 0, seed).sum_up(by_unit)
+
+    def find_above_lru(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
+        """Return the interval of the token hit rate minus that of LRU."""
+        tokens_in = self._sums[:, _TOKENS]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            difference = self._get(policy, num_blocks, _TOKENS) - self._get(LRU, num_blocks, _TOKENS)
+            return find_interval(difference / tokens_in)
+
+    def find_gap_closed(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
+        """Return the interval of the share of the gap; None if the gap of some sample is not above 0."""
+        lru = self._get(LRU, num_blocks, _BLOCKS)
+        gap = self._get(OPTIMUM, num_blocks, _BLOCKS) - lru
+        if not len(gap) or gap.min() <= 0:
+            return None
+        return find_interval((self._get(policy, num_blocks, _BLOCKS) - lru) / gap)
+
+    def _get(self, policy: str, num_blocks: int, kind: int) -> _Sums:
+        return self._sums[:, self._places[policy, num_blocks] + kind]
+
+
+def compare_trace(
+    compared: ComparedTrace,
+    policies: list[str],
+    references: References,
+    runs: Runs,
+    trace_path: str,
+    trace_sha256: str,
+    num_samples: int,
+    seed: int,
+) -> TraceComparison:
+    """Return the results of one trace.
+
+    Args:
+        policies: the replayed policies, LRU first.
+        runs: one for each policy and capacity.
+        num_samples: samples for confidence intervals; 0 for none.
+    """
+    settings = compared.settings
+    samples = _Samples(references, runs, num_samples, seed)
+    points = {point.num_blocks: point for point in references.points}
+    rows = []
+    for num_blocks in compared.capacities:
+        lru = runs[LRU, num_blocks]
+        point = points.get(num_blocks)
+        for policy in policies:
+            row = ComparisonRow(policy, num_blocks)
+            run = runs[policy, num_blocks]
+            if isinstance(run, Failure):
+                row.error = run.describe()
+            else:
+                _fill_counts(row, run, references)
+                if isinstance(lru, PolicyRun):
+                    _fill_comparison(row, run, lru, point, samples, references)
+            rows.append(row)
+        if point is not None:
+            row = _make_optimum(point, references)
+            if isinstance(lru, PolicyRun):
+                row.above_lru = (point.tokens_hit - lru.tokens_hit) / references.tokens_in
+                row.gap_closed = _share(point.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
+            rows.append(row)
+    rows.append(_make_ceiling(references))
+    return TraceComparison(
+        provenance=make_provenance(trace_path, trace_sha256, references.trace_block_size, settings.seed),
+        block_size=references.block_size,
+        block_bytes=settings.block_bytes,
+        requests=references.requests,
+        blocks_looked_up=references.blocks_looked_up,
+        tokens_in=references.tokens_in,
+        unit=references.unit,
+        units=references.units,
+        optimum_blocks=references.optimum_blocks,
+        optimum_tokens=references.optimum_tokens,
+        why_no_optimum=references.why_no_optimum,
+        infinite_cache=references.infinite_cache,
+        rows=rows,
+    )
+
+
+def find_contradictions(references: References, runs: Runs, trace: str) -> list[str]:
+    """Return one sentence for each replay with more hits than the optimum, and for each wrong one of LRU."""
+    points = {point.num_blocks: point for point in references.points}
+    found = []
+    for (policy, num_blocks), run in runs.items():
+        point = points.get(num_blocks)
+        if point is None or isinstance(run, Failure):
+            continue
+        at = f"{trace}: {policy} at {num_blocks:,} blocks"
+        if run.blocks_hit > point.blocks_hit or run.tokens_hit > point.tokens_hit:
+            found.append(
+                f"{at} has {run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits, above the "
+                f"optimum of {point.blocks_hit:,} and {point.tokens_hit:,}"
+            )
+        if policy == LRU and (run.blocks_hit, run.tokens_hit) != (point.lru_blocks_hit, point.lru_tokens_hit):
+            found.append(
+                f"{at} has {run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits in the replay, "
+                f"{point.lru_blocks_hit:,} and {point.lru_tokens_hit:,} on the curve"
+            )
+    return found
+
+
+def _fill_counts(row: ComparisonRow, run: PolicyRun, references: References) -> None:
+    _fill_hits(row, run.blocks_hit, run.tokens_hit, references)
+    row.evictions, row.admitted, row.seconds = run.evictions, run.admitted, run.seconds
+
+
+def _fill_hits(row: ComparisonRow, blocks_hit: int, tokens_hit: int, references: References) -> None:
+    row.blocks_hit, row.tokens_hit = blocks_hit, tokens_hit
+    row.blocks_missed = references.blocks_looked_up - blocks_hit
+    row.block_hit_rate = _share(blocks_hit, references.blocks_looked_up) or 0.0
+    row.token_hit_rate = _share(tokens_hit, references.tokens_in) or 0.0
+
+
+def _fill_comparison(
+    row: ComparisonRow,
+    run: PolicyRun,
+    lru: PolicyRun,
+    point: OptimumPoint | None,
+    samples: _Samples,
+    references: References,
+) -> None:
+    row.above_lru = (run.tokens_hit - lru.tokens_hit) / references.tokens_in
+    if row.policy != LRU:
+        interval = samples.find_above_lru(row.policy, row.num_blocks)
+        if interval is not None:
+            row.above_lru_low, row.above_lru_high = interval
+    if point is not None:
+        row.gap_closed = _share(run.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
+        if row.gap_closed is not None and row.policy != LRU:
+            interval = samples.find_gap_closed(row.policy, row.num_blocks)
+            if interval is not None:
+                row.gap_closed_low, row.gap_closed_high = interval
+
+
+def _make_optimum(point: OptimumPoint, references: References) -> ComparisonRow:
+    row = ComparisonRow(OPTIMUM, point.num_blocks, "curve")
+    _fill_hits(row, point.blocks_hit, point.tokens_hit, references)
+    return row
+
+
+def _make_ceiling(references: References) -> ComparisonRow:
+    ceiling = references.infinite_cache
+    row = ComparisonRow(CEILING, ceiling.num_blocks, "curve")
+    _fill_hits(row, ceiling.blocks_hit, ceiling.tokens_hit, references)
+    return row
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,170 @@
+"""`measure_references`: the optimum, the ceiling and the conversations of a trace, from one reading."""
+
+from array import array
+
+import msgspec
+import numpy as np
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.compare.compare_settings import ComparedTrace
+from kv_pool.replay.compare.packed_counts import pack
+from kv_pool.replay.compare.policy_run import Failure, Origin, make_failure
+from kv_pool.replay.curves.estimates import Estimates
+from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
+from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
+from kv_pool.replay.curves.sampling import UnitFinder
+from kv_pool.replay.infinite_cache import count_infinite_hits
+from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.settings import ReplaySettings, find_block_size
+
+
+class OptimumPoint(msgspec.Struct, frozen=True):
+    """LRU and the optimum at one capacity, from the curves.
+
+    Attributes:
+        num_blocks: capacity.
+        lru_blocks_hit, lru_tokens_hit: hits of LRU, which its replay must have, too.
+        blocks_hit, tokens_hit: the most hits of any policy, or upper bounds, as `References` says.
+        hits: block hits of each request with the optimum, packed.
+    """
+
+    num_blocks: int
+    lru_blocks_hit: int
+    lru_tokens_hit: int
+    blocks_hit: int
+    tokens_hit: int
+    hits: bytes
+
+
+class References(msgspec.Struct, frozen=True, tag="references"):
+    """What the policies are compared with on one trace.
+
+    Attributes:
+        block_size: tokens per block.
+        trace_block_size: tokens per hash id of the trace; None for token ids.
+        requests, blocks_looked_up, tokens_in: of the trace, up to the limit.
+        unit: "session" or "root", as in `UnitFinder`.
+        units: the number of sessions or roots.
+        unit_of: the number of each request's unit, packed.
+        sizes: prompt blocks and prompt tokens of each request, packed.
+        infinite_cache: the ceiling.
+        optimum_blocks, optimum_tokens: "optimal" or "bound", as in `CurveReport`; None without an optimum.
+        why_no_optimum: the reason, if there is none.
+        points: one for each capacity; empty without an optimum.
+    """
+
+    block_size: int
+    trace_block_size: int | None
+    requests: int
+    blocks_looked_up: int
+    tokens_in: int
+    unit: str
+    units: int
+    unit_of: bytes
+    sizes: bytes
+    infinite_cache: InfiniteCache
+    optimum_blocks: str | None
+    optimum_tokens: str | None
+    why_no_optimum: str | None
+    points: tuple[OptimumPoint, ...]
+
+
+def measure_references(compared: ComparedTrace, origin: Origin) -> References | Failure:
+    """Read a trace once, and compute the curves. Any error is a `Failure`."""
+    try:
+        return _measure(compared, origin)
+    except Exception as error:
+        return make_failure(error)
+
+
+def find_obstacle(settings: ReplaySettings) -> str | None:
+    """Return why the optimum of these replays is not known, or None."""
+    if settings.clock != "instant":
+        return "with the trace clock, running requests hold blocks; the optimum is known for one at a time"
+    if settings.groups != "full":
+        return "the optimum is known for full attention only"
+    if settings.host_tier or settings.disk_tier:
+        return "the optimum is known without lower tiers only"
+    if settings.runs:
+        return "a pool that prefers runs evicts for other reasons, too"
+    return None
+
+
+def _measure(compared: ComparedTrace, origin: Origin) -> References:
+    origin.check_version()
+    settings = compared.settings
+    trace = settings.open_trace()
+    origin.check_trace(settings.trace, trace.digest())
+    block_size = find_block_size(settings.block_size, trace)
+    finder = UnitFinder(settings, trace, block_size)
+    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
+    obstacle = find_obstacle(settings)
+    numbers: dict[bytes, int] = {}
+    unit_of = array("q")
+    sizes: list[tuple[int, int]] = []
+    for prompt in read_prompt_keys(settings, trace, block_size):
+        unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
+        sizes.append((prompt.num_cacheable, prompt.input_length))
+        if obstacle is None:
+            try:
+                recorder.add(prompt)
+            except TraceError as error:
+                obstacle = str(error)
+    reuse = None
+    if obstacle is None:
+        try:
+            reuse = recorder.finish()
+        except TraceError as error:
+            obstacle = str(error)
+    points: tuple[OptimumPoint, ...] = ()
+    optimum_blocks = optimum_tokens = None
+    if reuse is None:
+        ceiling = count_infinite_hits(settings)
+    else:
+        points, ceiling, optimum_blocks, optimum_tokens = _compute(reuse, compared.capacities)
+    blocks_looked_up, tokens_in = np.array(sizes, dtype=np.int64).reshape(-1, 2).sum(axis=0).tolist()
+    return References(
+        block_size=block_size,
+        trace_block_size=trace.block_size,
+        requests=len(sizes),
+        blocks_looked_up=blocks_looked_up,
+        tokens_in=tokens_in,
+        unit=finder.unit,
+        units=len(numbers),
+        unit_of=pack(unit_of),
+        sizes=pack(sizes),
+        infinite_cache=ceiling,
+        optimum_blocks=optimum_blocks,
+        optimum_tokens=optimum_tokens,
+        why_no_optimum=obstacle,
+        points=points,
+    )
+
+
+def _compute(
+    reuse: Reuse, capacities: tuple[int, ...]
+) -> tuple[tuple[OptimumPoint, ...], InfiniteCache, str, str]:
+    """Return the points, the ceiling, and whether the optimum is one by blocks and by tokens."""
+    curves = Estimates(reuse)
+    points = []
+    for capacity in capacities:
+        hits = curves.optimum.list_hits(capacity)
+        best, lru = curves.count_optimum(capacity), curves.count_lru(capacity)
+        points.append(
+            OptimumPoint(
+                num_blocks=capacity,
+                lru_blocks_hit=lru.blocks_hit,
+                lru_tokens_hit=lru.tokens_hit,
+                blocks_hit=best.blocks_hit,
+                tokens_hit=best.tokens_hit,
+                hits=pack(hits),
+            )
+        )
+    is_optimal = curves.optimum.is_prefix_closed
+    has_tokens = is_optimal and curves.optimum.has_optimal_tokens
+    return (
+        tuple(points),
+        curves.count_infinite(),
+        "optimal" if is_optimal else "bound",
+        "optimal" if has_tokens else "bound",
+    )

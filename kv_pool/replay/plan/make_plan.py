@@ -1,0 +1,296 @@
+"""`plan_capacity`: recommends a capacity for a trace, and replays each recommendation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.capacity import ModelKV, count_blocks
+from kv_pool.replay.plan.goals import PlanGoal
+from kv_pool.replay.plan.plan_curve import PlanCurve
+from kv_pool.replay.plan.plan_report import (
+    CapacityPlan,
+    PlanBlockSize,
+    PlanCheck,
+    PlanDemand,
+    PlanTier,
+)
+from kv_pool.replay.plan.prefill_cost import ModelCompute, PrefillTally
+from kv_pool.replay.plan.sizing import Sizing, grow, shrink
+from kv_pool.replay.report import ReplayReport, make_provenance
+from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.simulator import Progress, run_replay
+from kv_pool.replay.trace import Trace
+
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
+TOLERANCE = 0.01
+"""The largest difference of token hit rates at which an estimate agrees with its replay."""
+
+_GIB = 2**30
+_HOST_MULTIPLE, _DISK_MULTIPLE = 4, 16
+_MOST_DEMAND_BLOCKS = 1_000_000
+_NOT_PLANNED = (
+    "host_blocks",
+    "host_tier",
+    "disk_tier",
+    "tier_write",
+    "preemption",
+    "groups",
+    "states",
+    "chunk_tokens",
+    "watermark",
+    "runs",
+    "policy",
+    "keep_session_s",
+    "keep_prefix_tokens",
+    "by",
+)
+
+PlanProgress = Callable[[str, float], None]
+
+
+def plan_capacity(
+    settings: ReplaySettings,
+    model: ModelKV,
+    goal: PlanGoal | None = None,
+    *,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+    compute: ModelCompute | None = None,
+    on_progress: PlanProgress | None = None,
+) -> CapacityPlan:
+    """Recommend a capacity for a trace, from its LRU curve, and replay what is recommended.
+
+    Args:
+        settings: the trace, how it is read, and the engine. `clock` decides whether requests overlap and
+            generate. `num_blocks` and `block_bytes` are ignored. The model is that of full attention.
+        model: for the bytes of a block.
+        goal: None for the knee of the curve.
+        host_bytes, disk_bytes: memory of the tiers; 0 for none. None: 4 and 16 times the pool, or by price.
+        block_sizes: to compare. Of a trace of hash ids, only multiples of its block size are compared.
+        compute: for the FLOPs of prompts.
+        on_progress: called with what is done now and the share of it that is done.
+    Raises:
+        TraceError: the trace cannot be read, or its ids do not identify prefixes.
+        InvalidArgumentError: a setting has no effect on a plan, no capacity has the hit rate, the memory is
+            too small for the largest request, or prices need arrival times that the trace does not have.
+
+    Cost: one reading of the trace for each block size, and two to five replays.
+    """
+    without_effect = [name for name in settings.list_changed() if name in _NOT_PLANNED]
+    if without_effect:
+        raise InvalidArgumentError(
+            f"a plan ignores {', '.join(without_effect)}: it is for LRU and full attention, and chooses "
+            "tiers itself; leave the default"
+        )
+    replace(settings, num_blocks=1, block_bytes=0).check()
+    return _Planner(settings, model, goal or PlanGoal(), compute, on_progress or _ignore).plan(
+        host_bytes, disk_bytes, block_sizes
+    )
+
+
+def _ignore(doing: str, share: float) -> None:
+    pass
+
+
+class _Planner:
+    """The parts of one plan."""
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        model: ModelKV,
+        goal: PlanGoal,
+        compute: ModelCompute | None,
+        on_progress: PlanProgress,
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._goal = goal
+        self._compute = compute
+        self._notify = on_progress
+        self._trace = settings.open_trace()
+        self._block_size = find_block_size(settings.block_size, self._trace)
+        self._curve = self._read(self._trace, self._block_size)
+        self._sizing = Sizing(self._curve, model)
+        self._checks: list[PlanCheck] = []
+
+    def plan(
+        self, host_bytes: int | None, disk_bytes: int | None, block_sizes: Sequence[int]
+    ) -> CapacityPlan:
+        curve, sizing, goal = self._curve, self._sizing, self._goal
+        goal_blocks = sizing.find_goal(goal)
+        demand, replayed = self._measure_demand()
+        num_blocks = goal_blocks
+        if demand is not None and goal.memory_bytes is None:
+            if goal.prices is not None:
+                goal_blocks = sizing.find_goal(goal, demand.p99_blocks)
+            num_blocks = max(goal_blocks, demand.p99_blocks)
+        self._check("pool", self._block_size, curve, num_blocks)
+        tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes)
+        compared, best = self._compare_block_sizes(num_blocks, block_sizes)
+        if replayed is not None and replayed[0].num_blocks >= curve.full_capacity:
+            self._add_check("pool for all blocks", curve, *replayed)
+        rate = curve.find_rate(num_blocks)
+        point = sizing.make_point(num_blocks)
+        prices = goal.prices
+        return CapacityPlan(
+            goal=goal.name,
+            target_hit_rate=goal.target_hit_rate,
+            prices=prices,
+            block_size=self._block_size,
+            block_bytes=sizing.block_bytes,
+            clock=self._settings.clock,
+            requests=curve.requests,
+            tokens_in=curve.tokens_in,
+            largest_request=curve.largest_request,
+            span_hours=sizing.span_hours,
+            goal_blocks=goal_blocks,
+            recommended=point,
+            points_of_more=100 * (curve.find_rate(grow(num_blocks)) - rate),
+            points_of_less=100 * (rate - curve.find_rate(shrink(num_blocks))),
+            cost_per_hour=None if prices is None else prices.gpu * point.memory_bytes / _GIB,
+            saved_per_hour=(
+                None if prices is None else sizing.save_per_hour(curve.count_tokens(num_blocks), prices)
+            ),
+            knee=sizing.knee,
+            ceiling=curve.find_rate(curve.full_capacity),
+            full_blocks=curve.full_capacity,
+            points=[sizing.make_point(capacity) for capacity in sizing.capacities],
+            demand=demand,
+            tiers=tiers,
+            block_sizes=compared,
+            best_block_size=best,
+            checks=self._checks,
+            broken_lines=self._trace.num_broken,
+            first_broken=self._trace.first_broken,
+            settings=self._settings.describe(),
+            provenance=make_provenance(
+                str(self._trace.path), self._trace.digest(), self._trace.block_size, self._settings.seed
+            ),
+        )
+
+    def _read(self, trace: Trace, block_size: int) -> PlanCurve:
+        doing = f"reading, blocks of {block_size} tokens"
+        return PlanCurve(self._settings, trace, block_size, lambda share: self._notify(doing, share))
+
+    def _measure_demand(self) -> tuple[PlanDemand | None, tuple[ReplayReport, PrefillTally] | None]:
+        """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
+        if self._settings.clock != "trace":
+            return None, None
+        curve = self._curve
+        num_blocks = max(min(curve.num_distinct, _MOST_DEMAND_BLOCKS), curve.largest_request)
+        report, tally = self._replay("the demand of running requests", self._block_size, num_blocks)
+        found = PlanDemand(
+            num_blocks=num_blocks,
+            mean_blocks=report.mean_blocks_in_use,
+            p99_blocks=report.p99_blocks_in_use,
+            peak_blocks=report.peak_blocks_in_use,
+            mean_running=report.mean_running,
+            peak_running=report.peak_running,
+        )
+        return found, (report, tally)
+
+    def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
+        curve, block_bytes, prices = self._curve, self._sizing.block_bytes, self._goal.prices
+        wanted = (
+            ("host", host_bytes, _HOST_MULTIPLE, None if prices is None else prices.host),
+            ("disk", disk_bytes, _DISK_MULTIPLE, None if prices is None else prices.disk),
+        )
+        planned: list[PlanTier] = []
+        sizes = {"host": 0, "disk": 0}
+        for name, memory_bytes, multiple, price in wanted:
+            if memory_bytes is None:
+                size = self._sizing.choose_tier(
+                    num_blocks, [each for each in sizes.values() if each], multiple, prices, price
+                )
+            else:
+                size = memory_bytes // block_bytes
+            if not size:
+                continue
+            before = curve.combine(num_blocks, [each for each in sizes.values() if each])
+            sizes[name] = size
+            combined = curve.combine(num_blocks, [each for each in sizes.values() if each])
+            points = 100 * (curve.find_rate(combined) - curve.find_rate(before))
+            memory = size * block_bytes
+            planned.append(
+                PlanTier(name, size, memory, curve.find_rate(combined), points, points / (memory / _GIB))
+            )
+            above = "pool, host" if name == "disk" and sizes["host"] else "pool"
+            self._check(
+                f"{above} and {name}", self._block_size, curve, num_blocks, sizes["host"], sizes["disk"]
+            )
+        return planned
+
+    def _compare_block_sizes(
+        self, num_blocks: int, block_sizes: Sequence[int]
+    ) -> tuple[list[PlanBlockSize], int | None]:
+        tokens_per_id = self._trace.block_size
+        usable = {size for size in block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
+        if not usable - {self._block_size}:
+            return [], None
+        memory_bytes = self._sizing.measure_pool(num_blocks)
+        found: list[PlanBlockSize] = []
+        curves: dict[int, PlanCurve] = {self._block_size: self._curve}
+        for size in sorted(usable | {self._block_size}):
+            if memory_bytes < 2 * self._model.count_block_bytes(size):
+                continue
+            curve = curves.get(size) or self._read(self._settings.open_trace(), size)
+            curves[size] = curve
+            capacity = count_blocks(memory_bytes, size, self._model)
+            refuses = capacity < curve.largest_request
+            found.append(PlanBlockSize(size, capacity, curve.find_rate(capacity), refuses))
+        best = max(found, key=lambda one: (not one.refuses, one.token_hit_rate, one.block_size))
+        if best.block_size != self._block_size:
+            name = f"pool, blocks of {best.block_size}"
+            self._check(name, best.block_size, curves[best.block_size], best.num_blocks)
+        return found, best.block_size
+
+    def _check(
+        self, name: str, block_size: int, curve: PlanCurve, num_blocks: int, host: int = 0, disk: int = 0
+    ) -> None:
+        report, tally = self._replay(name, block_size, num_blocks, host, disk)
+        self._add_check(name, curve, report, tally)
+
+    def _replay(
+        self, name: str, block_size: int, num_blocks: int, host: int = 0, disk: int = 0
+    ) -> tuple[ReplayReport, PrefillTally]:
+        def show(progress: Progress) -> None:
+            self._notify(f"replaying: {name}", progress.share)
+
+        settings = replace(
+            self._settings,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            host_tier=host,
+            disk_tier=disk,
+            block_bytes=self._model.count_block_bytes(block_size),
+        )
+        tally = PrefillTally(self._model, self._compute)
+        return run_replay(settings, show, on_outcome=tally.add), tally
+
+    def _add_check(self, name: str, curve: PlanCurve, report: ReplayReport, tally: PrefillTally) -> None:
+        sizes = {tier.medium: tier.capacity for tier in report.tiers}
+        combined = curve.combine(report.num_blocks, list(sizes.values()))
+        predicted = curve.count_tokens(combined)
+        tolerance = 0.0 if report.clock == "instant" and not sizes else TOLERANCE
+        self._checks.append(
+            PlanCheck(
+                name=name,
+                block_size=report.block_size,
+                num_blocks=report.num_blocks,
+                host_blocks=sizes.get("CPU", 0),
+                disk_blocks=sizes.get("STORAGE", 0),
+                predicted=predicted / curve.tokens_in,
+                replayed=report.token_hit_rate,
+                predicted_tokens=predicted,
+                replayed_tokens=report.tokens_hit,
+                tolerance=tolerance,
+                agrees=abs(predicted - report.tokens_hit) <= tolerance * curve.tokens_in,
+                waited_ms=report.waiting.mean_ms,
+                preempted=report.preempted,
+                refused=report.refused_requests,
+                speedup_by_tokens=tally.divide_tokens(),
+                speedup_by_flops=tally.divide_flops(),
+            )
+        )

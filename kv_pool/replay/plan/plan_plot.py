@@ -1,0 +1,80 @@
+"""Draws a plan: the predicted curve, the recommendation, the demand, and the replays."""
+
+import warnings
+from pathlib import Path
+
+from kv_pool.errors import TraceError
+from kv_pool.replay.plan.plan_report import CapacityPlan
+from kv_pool.replay.plot import check_can_draw
+
+_GIB = 2**30
+
+
+def draw_plan(plan: CapacityPlan, path: str) -> None:
+    """Draw a plan to an image file (.png, .svg, .pdf).
+
+    The line is the predicted hit rate over the memory of the pool, dotted its ceiling. Vertical lines are the
+    recommendation and the knee; the shaded area is below the demand of running requests during 99 % of the
+    time. Crosses are predictions and rings replays, at the memory of the pool and its tiers together.
+
+    Raises:
+        TraceError: matplotlib is not installed, or the file cannot be written.
+    """
+    check_can_draw(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+    per_block = plan.block_bytes / _GIB
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    sizes = [point.memory_bytes / _GIB for point in plan.points]
+    marker = "." if len(sizes) < 20 else ""
+    axes.plot(
+        sizes, [point.token_hit_rate for point in plan.points], f"-{marker}", label="predicted, pool alone"
+    )
+    axes.axhline(plan.ceiling, color="tab:green", linestyle=":", label="without evictions")
+    axes.axvline(plan.recommended.memory_bytes / _GIB, color="tab:red", linewidth=1, label="recommended")
+    if plan.knee is not None:
+        axes.axvline((plan.knee + 1) * per_block, color="0.5", linewidth=0.8, linestyle="--", label="knee")
+    checks = [check for check in plan.checks if check.block_size == plan.block_size]
+    places = [(check.num_blocks + 1 + check.host_blocks + check.disk_blocks) * per_block for check in checks]
+    axes.plot(places, [check.predicted for check in checks], "x", color="black", label="predicted")
+    axes.plot(
+        places,
+        [check.replayed for check in checks],
+        "o",
+        color="tab:red",
+        markerfacecolor="none",
+        markersize=8,
+        label="replayed, with its tiers",
+    )
+    axes.set_xscale("log")
+    if plan.demand is not None and plan.demand.p99_blocks:
+        left, right = axes.get_xlim()
+        demand = plan.demand.p99_blocks * per_block
+        axes.axvspan(min(left, demand), demand, color="0.9", zorder=0, label="demand of running requests")
+        axes.set_xlim(min(left, demand), right)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.12g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("memory of the pool and its tiers in GiB")
+    axes.set_ylabel("prefix-cache hit rate, of prompt tokens")
+    trace = "".join(one if one.isprintable() else "?" for one in Path(plan.provenance.trace).name)
+    axes.set_title(
+        f"{trace}\n{plan.requests:,} requests, clock {plan.clock}, blocks of {plan.block_size} tokens",
+        fontsize=10,
+        parse_math=False,
+    )
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="best", fontsize="small")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
+            figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot write the picture: {error}") from error
+    finally:
+        plt.close(figure)

@@ -1,0 +1,172 @@
+"""`describe_plan`: a plan in sentences."""
+
+from kv_pool.replay.plan.plan_report import CapacityPlan, PlanBlockSize
+
+_GIB = 2**30
+_MIB = 2**20
+
+
+def describe_plan(plan: CapacityPlan) -> list[str]:
+    """Return the recommendation and its reasons, one subject per line."""
+    return [
+        *_describe_goal(plan),
+        _describe_more(plan),
+        *_describe_demand(plan),
+        *_describe_tiers(plan),
+        *_describe_block_sizes(plan),
+        _describe_speedup(plan),
+        *_describe_checks(plan),
+    ]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size in GiB, or in MiB below 1 GiB."""
+    return f"{num_bytes / _GIB:,.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"
+
+
+def _describe_goal(plan: CapacityPlan) -> list[str]:
+    size = _describe_pool(plan, plan.goal_blocks)
+    found = plan.recommended
+    has = "has" if plan.goal_blocks == found.num_blocks else "would have"
+    if plan.goal == "target":
+        lines = [f"{size} is the least capacity with a hit rate of {plan.target_hit_rate:.2%}."]
+    elif plan.goal == "memory":
+        lines = [f"{size} {has} a hit rate of {found.token_hit_rate:.2%}."]
+    elif plan.goal == "price":
+        where = "" if plan.demand is None else ", among those that hold running requests 99% of the time"
+        lines = [f"{size} is where savings minus costs are largest{where}."]
+    elif plan.knee is None:
+        lines = [f"The curve has no knee; {size} is the least capacity with all hits."]
+    else:
+        lines = [f"The knee of the curve is at {size}."]
+    if found.num_blocks > plan.goal_blocks:
+        lines.append(
+            f"Running requests need more: recommended is {_describe_pool(plan, found.num_blocks)}, which "
+            "holds them during 99% of the time."
+        )
+    if plan.goal != "memory":
+        lines.append(f"Its hit rate is {found.token_hit_rate:.2%} of the prompt tokens.")
+    full = _describe_pool(plan, plan.full_blocks)
+    lines[-1] = f"{lines[-1][:-1]}; the most is {plan.ceiling:.2%}, from {full} on."
+    if plan.cost_per_hour is not None and plan.saved_per_hour is not None:
+        lines.append(
+            f"It costs {plan.cost_per_hour:,.4g} an hour, and its hits save {plan.saved_per_hour:,.4g}."
+        )
+    return lines
+
+
+def _describe_more(plan: CapacityPlan) -> str:
+    return (
+        f"10% more memory adds {plan.points_of_more:.2f} points "
+        f"({plan.recommended.points_per_gib:.4g} per GiB); 10% less loses {plan.points_of_less:.2f}."
+    )
+
+
+def _describe_demand(plan: CapacityPlan) -> list[str]:
+    demand = plan.demand
+    if demand is None:
+        return ["One request at a time: the demand of running requests is not part of this plan."]
+    parts = (
+        f"{format_bytes(num_blocks * plan.block_bytes)} {when}"
+        for num_blocks, when in (
+            (demand.mean_blocks, "on average"),
+            (demand.p99_blocks, "during 99% of the time"),
+            (demand.peak_blocks, "at the peak"),
+        )
+    )
+    lines = [
+        f"Running requests hold {', '.join(parts)}; {demand.mean_running:,.1f} run on average, "
+        f"{demand.peak_running:,} at the peak."
+    ]
+    if plan.recommended.num_blocks < demand.p99_blocks:
+        lines.append(
+            "The recommended pool has less than that: requests wait, and the curve does not model it."
+        )
+    return lines
+
+
+def _describe_tiers(plan: CapacityPlan) -> list[str]:
+    lines = [
+        f"A {tier.name} tier of {format_bytes(tier.memory_bytes)} adds {tier.points:.2f} points "
+        f"({tier.points_per_gib:.4g} per GiB)."
+        for tier in plan.tiers
+    ]
+    if not plan.tiers and plan.recommended.num_blocks >= plan.full_blocks:
+        lines.append("Lower tiers add nothing: the pool has all hits.")
+    return lines
+
+
+def _describe_block_sizes(plan: CapacityPlan) -> list[str]:
+    tokens_per_id = plan.provenance.trace_block_size
+    if plan.best_block_size is None:
+        return [
+            f"No other block size is compared: hash ids for {tokens_per_id} tokens allow multiples of "
+            f"{tokens_per_id} only."
+        ] * (tokens_per_id is not None)
+    by_size = {one.block_size: one for one in plan.block_sizes}
+    best = by_size[plan.best_block_size]
+    line = f"In the same memory, blocks of {best.block_size} tokens hit most: {best.token_hit_rate:.2%}"
+    near = _find_larger(plan.block_sizes, best)
+    if near is not None:
+        line += (
+            f"; blocks of {near.block_size} have {near.token_hit_rate:.2%} with "
+            f"{near.num_blocks / best.num_blocks:.2g} times as many blocks to manage"
+        )
+    return [line + "."]
+
+
+def _find_larger(sizes: list[PlanBlockSize], best: PlanBlockSize) -> PlanBlockSize | None:
+    """Return the largest block size within half a point of the best one; None if that is the best one."""
+    near = max(
+        (one for one in sizes if best.token_hit_rate - one.token_hit_rate <= 0.005 and not one.refuses),
+        key=lambda one: one.block_size,
+        default=best,
+    )
+    return near if near.block_size > best.block_size else None
+
+
+def _describe_speedup(plan: CapacityPlan) -> str:
+    check = plan.checks[0]
+    if check.speedup_by_tokens is None:
+        return "Nothing is left to compute: all prompt tokens are hits."
+    by_flops = ""
+    if check.speedup_by_flops is not None:
+        by_flops = (
+            f", and {check.speedup_by_flops:.2f} times in FLOPs, as hits are the cheap start of prompts"
+        )
+    return (
+        f"Ideal prefill speed-up, replayed: {check.speedup_by_tokens:.2f} times in tokens{by_flops}. "
+        "Ideal means computation only: no copies and no waiting."
+    )
+
+
+def _describe_checks(plan: CapacityPlan) -> list[str]:
+    lines = []
+    for check in plan.checks:
+        if check.agrees:
+            continue
+        why = ""
+        if check.waited_ms or check.refused:
+            why = (
+                f" Requests waited {check.waited_ms / 1000:,.1f} s on average, {check.preempted:,} were "
+                f"preempted and {check.refused:,} refused, which the curve does not model."
+            )
+        lines.append(
+            f"The prediction for the {check.name} differs from its replay by "
+            f"{100 * abs(check.predicted - check.replayed):.2f} points, more than "
+            f"{100 * check.tolerance:.2f}: use the replayed rate.{why}"
+        )
+    if plan.goal == "target" and plan.target_hit_rate is not None:
+        replayed = plan.checks[0].replayed
+        reaches = "reaches" if replayed >= plan.target_hit_rate else "does not reach"
+        lines.append(f"The replay has {replayed:.2%} and {reaches} {plan.target_hit_rate:.2%}.")
+    if not lines or all(check.agrees for check in plan.checks):
+        most = max(abs(check.predicted - check.replayed) for check in plan.checks)
+        lines.append(
+            f"All predictions agree with their replays: the largest difference is {100 * most:.2f} points."
+        )
+    return lines
+
+
+def _describe_pool(plan: CapacityPlan, num_blocks: int) -> str:
+    return f"{format_bytes((num_blocks + 1) * plan.block_bytes)} ({num_blocks:,} blocks)"

@@ -1,0 +1,221 @@
+"""`WorkerProcesses`: a `concurrent.futures.Executor` of processes that end at once when the caller ends."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Lock, Thread
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, WorkerLostError
+from kv_pool.threads import start_thread, submit
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Job = tuple["Future[Any]", _Call]
+
+_NAME = "kv_pool replays"
+
+
+class WorkerProcesses(Executor):
+    """Runs jobs in processes; use it in a `with` statement, which starts them.
+
+    Each process runs one job at a time. An exception that leaves the `with` block, such as KeyboardInterrupt,
+    kills all processes before it propagates. They also end if this process is killed. If a worker is lost,
+    the future of its job raises WorkerLostError and the other workers go on; with no worker left, all further
+    jobs raise it.
+
+    The processes import the calling script: it must use this under `if __name__ == "__main__":`.
+
+    Args:
+        num_processes: number of jobs that run at the same time.
+    Raises:
+        InvalidArgumentError: `num_processes` is below 1.
+        OutOfThreadsError: at the start of the `with` block, the system cannot start a thread.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        if num_processes < 1:
+            raise InvalidArgumentError(f"num_processes is {num_processes}; at least 1 is needed")
+        self._num_processes = num_processes
+        # Spawned, not forked: forking is unsafe if the caller runs threads.
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._threads: list[Thread] = []
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = Lock()
+        self._num_left = num_processes
+        self._is_closed = False
+
+    def __enter__(self) -> "WorkerProcesses":
+        try:
+            # In another thread, so that no signal handler interrupts the start of a worker.
+            with ThreadPoolExecutor(1) as starter:
+                submit(starter, _NAME, self._start).result()
+            for pipe in self._pipes:
+                self._threads.append(start_thread(_NAME, self._serve, pipe))
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        raised_at: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self._kill()
+
+    def submit(
+        self,
+        fn: Callable[_Arguments, _Result],
+        /,
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> "Future[_Result]":
+        """Queue the call `fn(*args, **kwargs)` for a worker. All of it must pickle."""
+        future: Future[_Result] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("no job can be submitted after the shutdown")
+            self._jobs.put((future, (fn, args, kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes after the queued jobs, or after the running ones if `cancel_futures` is set.
+
+        Args:
+            wait: return after the processes have ended. If False, they end when the last job has ended.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                if cancel_futures:
+                    self._cancel_queued()
+                for _ in self._threads:
+                    self._jobs.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+            self._kill()
+
+    def _start(self) -> None:
+        """Start the workers with SIGINT, SIGTERM and SIGHUP blocked, here and in the calling thread."""
+        if hasattr(signal, "pthread_sigmask"):
+            resource_tracker.ensure_running()  # it unblocks signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, _list_signals())
+        for _ in range(self._num_processes):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _serve(self, pipe: Connection) -> None:
+        """Pass jobs to the worker of a pipe, one at a time, until the queue says that there are no more."""
+        is_lost = False
+        while (job := self._jobs.get()) is not None:
+            future, call = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                if is_lost:
+                    raise EOFError
+                pipe.send(call)
+                result = pipe.recv()
+            except (EOFError, OSError):
+                future.set_exception(self._describe_loss())
+                if not is_lost:
+                    is_lost = True
+                    with self._lock:
+                        self._num_left -= 1
+                        if self._num_left:
+                            return  # the others take the jobs; the last thread refuses them
+            except Exception as error:  # the call or its result cannot be pickled
+                future.set_exception(error)
+            else:
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+        if not is_lost:
+            pipe.close()  # ends the worker
+
+    def _describe_loss(self) -> WorkerLostError:
+        return WorkerLostError(
+            "a worker process ended before its job: it was killed, the machine ran out of memory "
+            f"({self._num_processes} processes; use fewer), or a script starts it outside `if __name__ == "
+            "'__main__':`"
+        )
+
+    def _cancel_queued(self) -> None:
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is not None:
+                job[0].cancel()
+
+    def _kill(self) -> None:
+        """Kill all workers, including running jobs, and cancel the queued jobs."""
+        with self._lock:
+            self._is_closed = True
+            self._cancel_queued()
+            for _ in self._threads:
+                self._jobs.put(None)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for thread in self._threads:
+            thread.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._threads, self._pipes = [], [], []
+
+
+def work(pipe: Connection) -> None:
+    """Run the calls that arrive, in order, and send back each result or exception."""
+    # SIGINT stays blocked: the process that started this one handles Ctrl-C and ends this one.
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
+    calls: SimpleQueue[_Call] = SimpleQueue()
+    try:
+        start_thread(_NAME, _receive, pipe, calls)
+    except OutOfThreadsError as error:
+        pipe.send(error)
+        _receive(pipe, calls)  # until the error has been read and the pipe closes
+    while True:
+        function, arguments, options = calls.get()
+        try:
+            pipe.send(function(*arguments, **options))
+        except Exception as error:
+            if not isinstance(error, KVPoolError):
+                error.add_note(traceback.format_exc())  # pickling drops the traceback
+            pipe.send(error)
+
+
+def _receive(pipe: Connection, calls: "SimpleQueue[_Call]") -> None:
+    """Queue the calls that arrive. End this process when the pipe closes, as the caller has ended."""
+    while True:
+        try:
+            calls.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _list_signals() -> set[signal.Signals]:
+    return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

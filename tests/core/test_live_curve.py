@@ -1,0 +1,247 @@
+"""The sample of a live curve: exact if it has all blocks, bounded, and sound in every state."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from core.policy_pool import BLOCK_SIZE, HASHER, make_manager, run, start
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
+
+from kv_pool import BlockPool, CorruptedPoolError, Request
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.live_curve import NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve
+from kv_pool.core.sampled_stack import SampledBlock
+
+KINDS = {"plain": BlockPool, "runs": RunBlockPool}
+
+
+class SlowCurve:
+    """The LRU stack as a list, most recent block first, and the look-ups by their distance in it."""
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.order = []
+        self.steps = [0.0] * ROW
+        self.weight = 1.0
+        self.looked_up = self.hit = 0.0
+        self.until_next_period = self.period = 2 * capacity
+
+    def look_up(self, chain, num_hits):
+        for keys, is_hit in ((chain[:num_hits], 1), (chain[num_hits:], 0)):
+            for key in keys:
+                distance = self.order.index(key) + 1 if key in self.order else 10**9
+                step = -(-distance * STEPS_PER_CAPACITY // self.capacity)
+                self.steps[min(step, NUM_STEPS + 1)] += self.weight
+            self.looked_up += self.weight * len(keys)
+            self.hit += self.weight * len(keys) * is_hit
+            self.until_next_period -= len(keys)
+            while self.until_next_period <= 0:
+                self.until_next_period += self.period
+                self.weight *= 2 ** (1 / 16)
+        self.order = [*chain, *[key for key in self.order if key not in chain]]
+
+
+def make_sampled(num_blocks):
+    """Return a manager whose live curve has all blocks in its sample."""
+    manager = make_manager(num_blocks, None, live_curve=True)
+    manager.block_pool._live_curve = LiveCurve(num_blocks, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
+    return manager
+
+
+def make_prompts(rng, num_requests, max_blocks):
+    """Yield the tokens of requests that continue each other's prefixes, with a partial block at the end."""
+    chains = [[]]
+    for number in range(num_requests):
+        known = rng.choice(chains[-20:])
+        keep = rng.randrange(len(known) // BLOCK_SIZE + 1) * BLOCK_SIZE
+        length = rng.randint(1, max_blocks) * BLOCK_SIZE
+        new = [1000 * number + position for position in range(length)]
+        chains.append([*known[:keep], *new][: max_blocks * BLOCK_SIZE])
+        yield [*chains[-1], 10**9 + number]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sample_of_all_blocks_has_exact_stack_distances(kind, seed):
+    rng = random.Random(seed)
+    capacity = rng.choice([16, 20, 50, 64])
+    options = {"early_share": 0.0} if kind == "runs" else {}
+    manager = make_manager(capacity, None, KINDS[kind], live_curve=True, **options)
+    pool = manager.block_pool
+    curve = pool._live_curve = LiveCurve(capacity, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
+    slow = SlowCurve(capacity)
+    for number, tokens in enumerate(make_prompts(rng, 300, 12)):
+        num_hits = run(manager, str(number), tokens)
+        slow.look_up(Request("r", tokens, HASHER).block_hashes, num_hits)
+        invariants.check(pool)
+    assert curve.rate == 1.0
+    assert [sum(curve.counts[step::ROW]) for step in range(ROW)] == pytest.approx(slow.steps)
+    assert (curve.looked_up_blocks, curve.hit_blocks) == pytest.approx((slow.looked_up, slow.hit))
+    assert curve.weight == pytest.approx(slow.weight)
+    # The pool hits what is within its capacity; a running request's partial block takes one block of that.
+    last_step = -(-(capacity - 1) * STEPS_PER_CAPACITY // capacity)
+    assert sum(slow.steps[: last_step + 1]) <= slow.hit * 1.000001
+    assert sum(slow.steps[: STEPS_PER_CAPACITY + 1]) >= slow.hit * 0.999999
+    assert curve.hit_tokens == pytest.approx(BLOCK_SIZE * slow.hit)
+    assert curve.looked_up_tokens > BLOCK_SIZE * slow.looked_up  # each prompt has a partial block
+
+
+def make_blocks(*keys):
+    """Return blocks that look like cached ones; no key for a null block."""
+    return [KVCacheBlock(1, 1, key, is_null=key is None) for key in keys]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_stack_is_sound_after_any_calls(seed):
+    """Calls as hybrid models, long generations, resets and resizes make them, on a small sample."""
+    rng = random.Random(seed)
+    pool = BlockPool(rng.choice([9, 40, 200]), True, 4, live_curve=True)
+    curve = LiveCurve(
+        pool.num_gpu_blocks - 1, 4, lambda: 0.0, max_samples=rng.choice([1, 3, 16, 60]), max_rate=1.0
+    )
+    pool._live_curve = curve
+    chains = [[]]
+    for number in range(600):
+        known = rng.choice(chains[-8:])
+        chain = [
+            *known[: rng.randrange(len(known) + 1)],
+            *(b"%d %d" % (number, n) for n in range(rng.randrange(9))),
+        ]
+        chains.append(chain)
+        start_at = rng.randrange(len(chain) + 1)
+        nulls = rng.randrange(start_at + 1) if rng.random() < 0.3 else 0
+        table = make_blocks(*[None] * nulls, *chain[nulls:])
+        kind = rng.random()
+        if kind < 0.4:
+            curve.note_touched(table[:start_at])
+        elif kind < 0.97:
+            request = SimpleNamespace(num_prompt_tokens=4 * rng.randrange(12)) if rng.random() < 0.5 else None
+            curve.note_cached(request, table, table[start_at:], start_at, 4, rng.random() < 0.1)
+        elif kind < 0.98:
+            curve.note_resized(rng.randint(1, 300))
+        else:
+            curve.note_reset()
+        invariants.check_live_curve(pool)
+    assert len(curve.stack.blocks) <= curve.stack.limit
+    assert sum(curve.counts) <= curve.looked_up_blocks + 1e-6 or curve.rate < 1
+
+
+def test_generated_blocks_are_used_but_not_looked_up():
+    manager = make_sampled(30)
+    request, _, _ = start(manager, "a", range(9))
+    for token in range(100, 110):
+        request.append_output_token_ids([token])
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+    curve = manager.block_pool.live_curve
+    assert curve.looked_up_blocks == 2
+    assert len(curve.stack.blocks) == 4
+    manager.free(request)
+    run(manager, "b", [*range(9), *range(100, 110)])
+    assert (curve.looked_up_blocks, curve.hit_blocks) == (6, 4)
+    invariants.check(manager.block_pool)
+
+
+def test_a_reset_forgets_blocks_and_keeps_counts():
+    manager = make_sampled(30)
+    run(manager, "a", range(21))
+    curve = manager.block_pool.live_curve
+    assert manager.block_pool.reset_prefix_cache()
+    assert not curve.stack.blocks
+    assert curve.looked_up_blocks == 5
+    run(manager, "b", range(21))
+    assert sum(curve.counts[NUM_STEPS + 1 :: ROW]) == 10  # no pool has a hit
+
+
+def test_a_resized_pool_starts_its_curve_again():
+    manager = make_manager(30, None, live_curve=True)
+    run(manager, "a", range(21))
+    manager.block_pool.add_blocks(10)
+    run(manager, "b", range(21))
+    curve = manager.block_pool.live_curve
+    assert curve.capacity == 40
+    assert (curve.looked_up_blocks, curve.hit_blocks) == (5, 5)
+    manager.block_pool.remove_last_blocks(20)
+    invariants.check(manager.block_pool)
+    assert (curve.capacity, curve.looked_up_blocks) == (20, 0)
+
+
+def test_weights_stay_finite():
+    curve = LiveCurve(10, 4, lambda: 0.0, half_life=16, max_rate=1.0)
+    blocks = make_blocks(b"a", b"b")
+    curve.note_cached(None, blocks, blocks, 0, 4, False)
+    for _ in range(10_000):
+        curve.note_touched(blocks)
+    assert curve.weight < 2.0**41
+    assert curve.hit_blocks / curve.looked_up_blocks == pytest.approx(1)
+    assert sum(curve.counts) == pytest.approx(curve.looked_up_blocks)
+    assert curve.looked_up_blocks / curve.weight == pytest.approx(16 / 0.69, rel=0.1)
+
+
+def make_full():
+    manager = make_sampled(16)
+    run(manager, "a", range(20))
+    run(manager, "b", [*range(12), *range(50, 58)])
+    start(manager, "c", [*range(9), *range(70, 80)])
+    return manager
+
+
+CALLS = {
+    "start": lambda manager: start(manager, "e", [*range(16), *range(90, 98)]),
+    "free": lambda manager: manager.free(Request("c", [1], HASHER)),
+    "reset": lambda manager: manager.block_pool.reset_prefix_cache(),
+    "grow": lambda manager: manager.block_pool.add_blocks(2),
+}
+
+
+def check(manager):
+    pool = manager.block_pool
+    invariants.check(pool)
+    run(manager, "first", [1])
+    for name in list(manager._tables):
+        manager.free(Request(name, [1], HASHER))
+    run(manager, "last", range(300, 340))
+    invariants.check(pool)
+    assert pool.live_curve.looked_up_blocks >= 10
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_curve_is_sound_after_an_interrupt_at_any_moment(name):
+    tried, broken = interrupt_everywhere(make_full, CALLS[name], check)
+    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_curve_is_sound_after_an_interrupted_recovery(name):
+    tried, broken = interrupt_twice_at_random(make_full, CALLS[name], check, random.Random(name), 40)
+    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+def spoil_count(stack):
+    stack._add(0, 1)
+
+
+def spoil_chain(stack):
+    stack._deepest[0] = stack._deepest[0].parent
+
+
+def spoil_parent(stack):
+    stack._deepest[0].parent = SampledBlock(b"gone", None, 0, 0)
+
+
+def spoil_limit(stack):
+    stack.limit = 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"), [(spoil_count, "D1"), (spoil_chain, "D2"), (spoil_parent, "D3"), (spoil_limit, "D4")]
+)
+def test_a_spoilt_stack_violates_an_invariant(spoil, number):
+    manager = make_sampled(30)
+    run(manager, "a", range(21))
+    stack = manager.block_pool.live_curve.stack
+    spoil(stack)
+    with pytest.raises(CorruptedPoolError, match=f"^{number}: "):
+        invariants.check(manager.block_pool)

@@ -1,0 +1,104 @@
+"""Tests of worker processes: results, errors, lost workers, and the end of all of them."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from made_threads import call_without_threads
+
+from kv_pool import InvalidArgumentError
+from kv_pool.errors import OutOfThreadsError, WorkerLostError
+from kv_pool.replay.worker_processes import WorkerProcesses, work
+
+
+def end_own_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_results_and_errors_are_those_of_the_calls():
+    with WorkerProcesses(2) as workers:
+        found = [workers.submit(divmod, number, 3) for number in range(20)]
+        failed = workers.submit(divmod, 1, 0)
+        named = workers.submit(int, "z", base=36)
+    assert [future.result() for future in found] == [divmod(number, 3) for number in range(20)]
+    with pytest.raises(ZeroDivisionError) as caught:
+        failed.result()
+    assert "function(*arguments" in caught.value.__notes__[0]
+    assert named.result() == 35
+
+
+def test_call_that_cannot_be_pickled_fails_alone():
+    with WorkerProcesses(1) as workers:
+        failed, done = workers.submit(lambda: 1), workers.submit(os.getpid)
+    with pytest.raises(Exception, match="pickle"):
+        failed.result()
+    assert done.result() != os.getpid()
+
+
+def test_lost_worker_fails_its_job_only():
+    with WorkerProcesses(2) as workers:
+        lost = workers.submit(end_own_process)
+        others = [workers.submit(abs, -number) for number in range(20)]
+    with pytest.raises(WorkerLostError, match="ended before its job"):
+        lost.result()
+    assert [future.result() for future in others] == list(range(20))
+
+
+def test_without_a_worker_left_all_jobs_fail():
+    with WorkerProcesses(1) as workers:
+        jobs = [workers.submit(end_own_process), workers.submit(abs, 1), workers.submit(abs, 2)]
+    for job in jobs:
+        with pytest.raises(WorkerLostError):
+            job.result()
+
+
+def interrupt_with_jobs(jobs):
+    with WorkerProcesses(1) as workers:
+        jobs += [workers.submit(time.sleep, 200), workers.submit(abs, 1), workers]
+        while not jobs[0].running():
+            pass
+        raise KeyboardInterrupt
+
+
+def test_exception_in_the_block_kills_running_jobs():
+    started = time.monotonic()
+    jobs = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_with_jobs(jobs)
+    _, queued, workers = jobs
+    assert time.monotonic() - started < 100
+    assert queued.cancelled()
+    assert not multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="after the shutdown"):
+        workers.submit(abs, 1)
+
+
+def test_shutdown_can_cancel_queued_jobs():
+    with WorkerProcesses(1) as workers:
+        first = workers.submit(time.sleep, 0.2)
+        while not first.running():
+            pass
+        queued = workers.submit(abs, 1)
+        workers.shutdown(cancel_futures=True)
+    assert queued.cancelled()
+    assert first.result() is None
+
+
+def test_number_of_processes_is_checked():
+    with pytest.raises(InvalidArgumentError, match="num_processes is 0"):
+        WorkerProcesses(0)
+
+
+def test_worker_without_threads_reports_a_typed_error():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=call_without_threads, args=(work, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    with ours:
+        assert ours.poll(60)
+        assert isinstance(ours.recv(), OutOfThreadsError)
+    process.join(60)
+    assert process.exitcode == 1
