@@ -14,8 +14,8 @@ class ReturnRate(CachePolicy):
     Queues by class and age. The class is the time that a run took to return last, 0 for a new run. Returns of
     cached and of evicted runs give the rate of return by class and age, and from these the Gittins index: the
     most returns per block and second that keeping a run can give. The policy counts, with the blocks freed
-    since as reuse distance, which returns LRU would have hit; beyond a loss of 0.03 % of all blocks it evicts
-    in LRU order. Ages are in seconds, relative to the time in which the pool was filled.
+    since as reuse distance, which returns LRU would have hit; while too many are lost, or little is learned,
+    it evicts in LRU order. Ages are in seconds, relative to the time in which the pool was filled.
 
     Ideas: ages and classes from Beckmann, Chen, Cidon: LHD, NSDI 2018, and Beckmann, Sanchez: EVA, HPCA 2017;
     the index from Gittins, 1979; return intervals from Jiang, Zhang: LIRS, SIGMETRICS 2002. Needs no hints.
@@ -100,8 +100,9 @@ class ReturnRate(CachePolicy):
         returns = self.returns
         if not returns.bounds:
             returns.set_scale(max(now - (self.start_time or 0.0), 1e-6))
-        allowed = LOSS_SHARE * returns.num_entered
+        allowed = LOSS_SHARE * returns.num_entered + self.capacity / 32
         self.is_lru = self.gain < (-allowed / 2 if self.is_lru else -allowed)
+        self.is_lru |= returns.num_entered < 2 * self.capacity
         returns.update_values()
         ranked = [(value, -index) for index, value in enumerate(returns.values)]
         ranked.sort()

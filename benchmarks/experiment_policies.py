@@ -1,0 +1,199 @@
+"""Measure how much of the gap between LRU and the optimum cache policies close. See benchmarks/README.md."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from zlib import crc32
+
+from bench_block_pool import describe_run
+
+import kv_pool
+from kv_pool.core.policy_names import list_policies
+from kv_pool.replay import ReplaySettings, measure_curves, run_replay
+from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace_writer import open_trace_writer
+from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
+from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
+from kv_pool.replay.workloads.distributions import Distribution
+from kv_pool.replay.workloads.rag import RAGSettings, generate_rag
+from kv_pool.replay.workloads.workload import GeneratedRequest
+
+AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
+SHARED = {"conversation": "mooncake_conversation", "agentic": str(AGENTIC)}
+CAPACITIES = (3_000, 10_000, 30_000)
+NUM_FOLDS = 2
+draw = Distribution.parse
+
+
+def generate(num_requests: int) -> dict[str, Iterator[GeneratedRequest]]:
+    """Return the generated workloads; a third of the requests for agents, whose prompts are long."""
+    chat: dict[str, Any] = {"num_requests": num_requests}
+    few: dict[str, Any] = {"num_requests": max(1, num_requests // 3)}
+    return {
+        "chat 512": generate_chat(ChatSettings(**chat, seed=11, block_size=512)),
+        "chat 512 busy": generate_chat(
+            ChatSettings(
+                **chat,
+                seed=12,
+                block_size=512,
+                turns=draw("geometric:5"),
+                think_time=draw("lognormal:60:1.2"),
+                system_prompts=20,
+                system_tokens=draw("lognormal:2000:0.8"),
+            )
+        ),
+        "chat 64 short": generate_chat(
+            ChatSettings(
+                **chat,
+                seed=13,
+                first_tokens=draw("lognormal:400:1.2"),
+                message_tokens=draw("lognormal:60:1.2"),
+                turns=draw("geometric:4"),
+                sessions_per_s=0.7,
+            )
+        ),
+        "agent 64": generate_agent(AgentSettings(**few, seed=15)),
+        "agent 512 tools": generate_agent(
+            AgentSettings(
+                **chat,
+                seed=20,
+                block_size=512,
+                system_prompts=40,
+                system_skew=0.9,
+                system_tokens=draw("lognormal:5000:0.6"),
+                task_tokens=draw("lognormal:2000:1.0"),
+                turns=draw("geometric:1.5"),
+                steps=draw("geometric:2"),
+                sessions_per_s=1.0,
+                max_tokens=120_000,
+            )
+        ),
+        "RAG 64": generate_rag(RAGSettings(**chat, seed=17)),
+        "RAG 64 turns": generate_rag(
+            RAGSettings(**chat, seed=18, turns=draw("geometric:3"), documents=2000, retrieved=draw("fixed:3"))
+        ),
+    }
+
+
+def write_folds(trace: str, folder: Path, name: str, limit: int | None) -> dict[str, str]:
+    """Deal the sessions of a trace to files; without session ids, the prompts by their second block."""
+    paths = {f"{name} fold {fold + 1}": str(folder / f"{name}-{fold}.jsonl") for fold in range(NUM_FOLDS)}
+    for fold, path in enumerate(paths.values()):
+        with open_trace_writer(path) as write:
+            for request in islice(Trace(trace), limit):
+                ids = request.hash_ids or []
+                session = request.session_id or str(ids[:2])
+                if crc32(session.encode()) % NUM_FOLDS == fold:
+                    write(
+                        {
+                            "timestamp": int(request.arrival_ms),
+                            "input_length": request.input_length,
+                            "output_length": request.output_length,
+                            "hash_ids": ids,
+                        }
+                    )
+    return paths
+
+
+def write_traces(folder: Path, num_requests: int, limit: int | None) -> dict[str, tuple[str, int]]:
+    """Write folds and generated workloads. Return paths and capacity divisors of all traces by name."""
+    traces = {name: (path, 1) for name, path in SHARED.items()}
+    for name, path in SHARED.items():
+        folds = write_folds(path, folder, name, limit)
+        traces |= {fold: (written, NUM_FOLDS) for fold, written in folds.items()}
+    for name, requests in generate(num_requests).items():
+        path = str(folder / f"{name}.jsonl")
+        with open_trace_writer(path) as write:
+            for request in requests:
+                write(request)
+        traces[name] = (path, 1)
+    return traces
+
+
+@dataclass(frozen=True)
+class Task:
+    """One trace, replayed with some policies at one capacity."""
+
+    name: str
+    trace: str
+    num_blocks: int
+    policies: tuple[str, ...]
+    limit: int | None
+
+
+def measure(task: Task) -> list[dict[str, Any]]:
+    """Return a row for each policy: hit blocks, and those of LRU and the optimum."""
+    settings = ReplaySettings(task.trace, task.num_blocks, limit=task.limit)
+    point = measure_curves(settings, [task.num_blocks]).points[0]
+    lru, optimum = point.lru.blocks_hit, point.optimum.blocks_hit
+    rows = []
+    for policy in task.policies:
+        report = run_replay(replace(settings, policy=policy))
+        gap = optimum - lru
+        rows.append(
+            {
+                "trace": task.name,
+                "blocks": task.num_blocks,
+                "policy": policy,
+                "blocks_looked_up": report.blocks_looked_up,
+                "hits": report.blocks_hit,
+                "hits_lru": lru,
+                "hits_optimum": optimum,
+                "gap_closed": (report.blocks_hit - lru) / gap if gap else None,
+                "over_lru": (report.blocks_hit - lru) / report.blocks_looked_up,
+            }
+        )
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    closed = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.1%}"
+    rates = [row[key] / row["blocks_looked_up"] for key in ("hits_lru", "hits", "hits_optimum")]
+    cells = "".join(f"{rate:>9.2%}" for rate in rates)
+    name = f"{row['trace']:22}{row['blocks']:>7,} {row['policy']:16}"
+    print(f"{name}{cells}{closed:>9}{100 * row['over_lru']:>+8.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", default=",".join(list_policies()), help="separated by commas")
+    parser.add_argument("--on", help="names of traces, separated by commas; default: all")
+    parser.add_argument("--requests", type=int, default=12_000, help="requests of a generated workload")
+    parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
+    options = parser.parse_args()
+    policies = tuple(options.policies.split(","))
+    provenance = describe_run(["compiled" if kv_pool.COMPILED else "plain"])
+    num_requests = min(options.requests, options.limit or options.requests)
+    rows: list[dict[str, Any]] = []
+    print(
+        f"{'trace':22}{'blocks':>7} {'policy':16}{'LRU':>9}{'policy':>9}{'optimum':>9}{'gap':>9}{'points':>8}"
+    )
+    context = get_context("spawn")
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(options.jobs, mp_context=context) as executor:
+        traces = write_traces(Path(folder), num_requests, options.limit)
+        names = options.on.split(",") if options.on else list(traces)
+        tasks = [
+            Task(name, traces[name][0], num_blocks // traces[name][1], policies, options.limit)
+            for name in names
+            for num_blocks in CAPACITIES
+        ]
+        for measured in executor.map(measure, tasks):
+            for row in measured:
+                print_row(row)
+            rows += measured
+            if options.json:
+                options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
