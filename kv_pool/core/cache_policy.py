@@ -80,5 +80,6 @@ class CachePolicy:
         """Handle the eviction of the last `num_blocks` blocks of the run: all of them, or fewer."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRU(CachePolicy):
     """Least recently used: evict the run that was freed longest ago. vLLM's order, and the default."""
