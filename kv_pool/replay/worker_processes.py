@@ -212,9 +212,16 @@ def _receive(pipe: Connection, calls: "SimpleQueue[_Call]") -> None:
     """Queue the calls that arrive. End this process when the pipe closes, as the caller has ended."""
     while True:
         try:
-            calls.put(pipe.recv())
+            call: _Call = pipe.recv()
         except (EOFError, OSError):
             os._exit(1)
+        except Exception as error:  # such as a module that only the caller can import
+            call = (_raise, (error,), {})
+        calls.put(call)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _list_signals() -> set[signal.Signals]:

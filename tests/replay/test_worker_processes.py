@@ -2,8 +2,9 @@
 
 import multiprocessing
 import os
-import signal
+import sys
 import time
+from types import ModuleType
 
 import pytest
 from made_threads import call_without_threads
@@ -11,10 +12,6 @@ from made_threads import call_without_threads
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import OutOfThreadsError, WorkerLostError
 from kv_pool.replay.worker_processes import WorkerProcesses, work
-
-
-def end_own_process():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_results_and_errors_are_those_of_the_calls():
@@ -37,9 +34,20 @@ def test_call_that_cannot_be_pickled_fails_alone():
     assert done.result() != os.getpid()
 
 
+def test_call_that_a_worker_cannot_import_fails_alone(monkeypatch):
+    module = ModuleType("module_of_the_caller")
+    exec("def answer(): return 42", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with WorkerProcesses(1) as workers:
+        failed, done = workers.submit(module.answer), workers.submit(abs, -1)
+    with pytest.raises(ModuleNotFoundError, match="module_of_the_caller"):
+        failed.result()
+    assert done.result() == 1
+
+
 def test_lost_worker_fails_its_job_only():
     with WorkerProcesses(2) as workers:
-        lost = workers.submit(end_own_process)
+        lost = workers.submit(os._exit, 1)
         others = [workers.submit(abs, -number) for number in range(20)]
     with pytest.raises(WorkerLostError, match="ended before its job"):
         lost.result()
@@ -48,7 +56,7 @@ def test_lost_worker_fails_its_job_only():
 
 def test_without_a_worker_left_all_jobs_fail():
     with WorkerProcesses(1) as workers:
-        jobs = [workers.submit(end_own_process), workers.submit(abs, 1), workers.submit(abs, 2)]
+        jobs = [workers.submit(os._exit, 1), workers.submit(abs, 1), workers.submit(abs, 2)]
     for job in jobs:
         with pytest.raises(WorkerLostError):
             job.result()

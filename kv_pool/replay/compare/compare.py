@@ -17,6 +17,7 @@ from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
 from kv_pool.replay.compare.policy_run import Failure, Origin, PolicyRun, make_failure, run_policy
 from kv_pool.replay.compare.policy_source import PolicySource, read_source
 from kv_pool.replay.compare.references import measure_references
+from kv_pool.threads import submit
 from kv_pool.version import __version__
 
 _REFERENCES = "the optimum"
@@ -149,7 +150,7 @@ def _run_all(
         for job in jobs:
             result = runs.find(job.key)
             if result is None:
-                pending[executor.submit(job.function, *job.arguments)] = job
+                pending[submit(executor, "kv_pool compare", job.function, *job.arguments)] = job
             else:
                 results[job.place] = result
         if results:
