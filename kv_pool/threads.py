@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from kv_pool.errors import OutOfThreadsError
@@ -24,10 +24,8 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
     return thread
 
 
-def submit(
-    executor: ThreadPoolExecutor, name: str, function: Callable[..., Result], *args: object
-) -> Future[Result]:
-    """Call `function(*args)` in a thread of an executor. `name` appears in the error message.
+def submit(executor: Executor, name: str, function: Callable[..., Result], *args: object) -> Future[Result]:
+    """Call `function(*args)` in an executor. `name` appears in the error message.
 
     Raises:
         OutOfThreadsError: the system cannot start another thread. The executor can only be shut down.
