@@ -1,7 +1,6 @@
 """Measure a live curve: its error, its bytes and its cost. See benchmarks/README.md."""
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_block_pool import describe_run
+from request_runs import read_fitting_requests, run_requests
 
-from kv_pool import BlockPool, KVCacheManager
+from kv_pool import BlockPool
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.replay import ReplaySettings, measure_curves
 from kv_pool.replay.replay_request import ReplayRequest
@@ -20,32 +20,6 @@ from kv_pool.reports import read_live_curve
 
 MULTIPLES = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 WITHOUT_DECAY = 10**15
-
-
-def read_requests(options: argparse.Namespace) -> list[ReplayRequest]:
-    """Return the requests of the trace that fit into the pool."""
-    settings = ReplaySettings(options.trace, options.blocks, limit=options.limit)
-    requests = settings.read_requests(settings.open_trace(), options.block_size)
-    return [request for request in requests if len(request.block_hashes) < options.blocks]
-
-
-def run(requests: list[ReplayRequest], pool: BlockPool) -> float:
-    """Run all requests one after the other. Return the nanoseconds of processor time per prompt block."""
-    manager = KVCacheManager(pool)
-    num_blocks = 0
-    gc.collect()
-    gc.disable()
-    start = time.process_time_ns()
-    for request in requests:
-        prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
-        manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
-        request.num_computed_tokens = request.num_tokens
-        num_blocks += len(request.block_hashes)
-        manager.free(request)
-        request.num_computed_tokens = 0
-    elapsed = time.process_time_ns() - start
-    gc.enable()
-    return elapsed / num_blocks
 
 
 def make_pool(options: argparse.Namespace, live_curve: bool) -> BlockPool:
@@ -66,7 +40,7 @@ def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -
             options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt << 42
         )
         pool._live_curve = curve  # noqa: SLF001 (pools have no option for the sample)
-        run(requests, pool)
+        run_requests(requests, pool)
         reports.append(read_live_curve(curve, MULTIPLES))
     rows = []
     for position, (multiple, capacity) in enumerate(zip(MULTIPLES, capacities, strict=True)):
@@ -102,7 +76,7 @@ def measure_bytes(options: argparse.Namespace) -> int:
 def measure_cost(requests: list[ReplayRequest], options: argparse.Namespace) -> dict[str, float]:
     """Time pools without and with a curve in turn."""
     times = [
-        (run(requests, make_pool(options, False)), run(requests, make_pool(options, True)))
+        [run_requests(requests, make_pool(options, on))[0] for on in (False, True)]
         for _ in range(options.runs)
     ]
     return {
@@ -121,7 +95,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="timed pairs of runs, in turn")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    requests = read_requests(options)
+    requests = read_fitting_requests(options.trace, options.blocks, options.block_size, options.limit)
     found: dict[str, Any] = {"errors": measure_errors(requests, options)}
     found["bytes"] = measure_bytes(options)
     found |= measure_cost(requests, options)

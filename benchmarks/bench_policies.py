@@ -1,48 +1,26 @@
 """Measure what cache policies cost, per block of a prompt, against no policy. See benchmarks/README.md."""
 
 import argparse
-import gc
 import json
 import statistics
-import time
 from pathlib import Path
 
 from bench_block_pool import describe_run
+from request_runs import read_fitting_requests, run_requests
 
-from kv_pool import BlockPool, KVCacheManager
+from kv_pool import BlockPool
 from kv_pool.core.policy_names import list_policies
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.settings import ReplaySettings
 
 NONE = "no policy"
 
 
-def read_requests(options: argparse.Namespace) -> list[ReplayRequest]:
-    """Return the requests of the trace that fit into the pool."""
-    settings = ReplaySettings(options.trace, options.blocks, limit=options.limit)
-    requests = settings.read_requests(settings.open_trace(), options.block_size)
-    return [request for request in requests if len(request.block_hashes) < options.blocks]
-
-
 def run(requests: list[ReplayRequest], options: argparse.Namespace, policy: str) -> tuple[float, int]:
-    """Run all requests one after the other. Return nanoseconds per block, and the hit blocks."""
-    pool = BlockPool(options.blocks + 1, True, options.block_size, policy=None if policy == NONE else policy)
-    manager = KVCacheManager(pool)
-    num_blocks = num_hits = 0
-    gc.collect()
-    gc.disable()
-    start = time.perf_counter_ns()
-    for request in requests:
-        prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
-        manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
-        request.num_computed_tokens = request.num_tokens
-        num_hits += prefix.num_tokens // options.block_size
-        num_blocks += len(request.block_hashes)
-        manager.free(request)
-        request.num_computed_tokens = 0
-    elapsed = time.perf_counter_ns() - start
-    gc.enable()
-    return elapsed / num_blocks, num_hits
+    """Run all requests with a policy. Return the nanoseconds per block, and the hit blocks."""
+    return run_requests(
+        requests,
+        BlockPool(options.blocks + 1, True, options.block_size, policy=None if policy == NONE else policy),
+    )
 
 
 def main() -> None:
@@ -56,7 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = [NONE, *(options.policy or ["lru", *list_policies()])]
-    requests = read_requests(options)
+    requests = read_fitting_requests(options.trace, options.blocks, options.block_size, options.limit)
     samples: dict[str, list[float]] = {name: [] for name in names}
     hits: dict[str, int] = {}
     for _ in range(options.runs):

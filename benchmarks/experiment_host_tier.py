@@ -13,7 +13,8 @@ from typing import Any
 from bench_block_pool import describe_run
 
 import kv_pool
-from kv_pool.replay.plot import check_can_draw, draw_hit_rates
+from kv_pool.replay.figure import check_can_draw
+from kv_pool.replay.plot import draw_hit_rates
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay

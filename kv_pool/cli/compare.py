@@ -25,8 +25,8 @@ from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettin
 from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
 from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
 from kv_pool.replay.compare.executors import open_executor
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.output_file import check_can_write
-from kv_pool.replay.plot import check_can_draw
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
 
@@ -61,14 +61,7 @@ def compare(
     blocks: Annotated[
         str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log5.",
-            rich_help_panel=options.MODEL_PANEL,
-        ),
-    ] = None,
+    memory: options.MemoryList = None,
     model: options.Model = None,
     num_layers: options.NumLayers = 0,
     num_kv_heads: options.NumKVHeads = 0,

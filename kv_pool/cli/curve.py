@@ -18,8 +18,8 @@ from kv_pool.replay import ranges
 from kv_pool.replay.curves.curve_plot import draw_curves
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, write_csv
 from kv_pool.replay.curves.measure import CurveProgress, measure_curves
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.output_file import check_can_write
-from kv_pool.replay.plot import check_can_draw
 from kv_pool.replay.settings import ReplaySettings
 
 _MAX_ROWS = 14

@@ -16,6 +16,7 @@ from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plan.goals import PRICE_FORMAT, PlanGoal, parse_prices, parse_share
 from kv_pool.replay.plan.make_plan import plan_capacity
@@ -23,7 +24,6 @@ from kv_pool.replay.plan.plan_plot import draw_plan
 from kv_pool.replay.plan.plan_report import CapacityPlan, PlanPoint
 from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
 from kv_pool.replay.plan.prefill_cost import COMPUTES
-from kv_pool.replay.plot import check_can_draw
 from kv_pool.replay.settings import CLOCKS, TIERS_PANEL, ReplaySettings
 
 _GOAL_PANEL = "Goal; the knee of the curve without one"

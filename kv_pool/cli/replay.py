@@ -22,8 +22,8 @@ from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.output_file import check_can_write
-from kv_pool.replay.plot import check_can_draw
 from kv_pool.replay.plot_breakdown import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes

@@ -16,8 +16,9 @@ from kv_pool.cli.outputs import find_unused, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay import ranges
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.output_file import check_can_write
-from kv_pool.replay.plot import check_can_draw, draw_hit_rates
+from kv_pool.replay.plot import draw_hit_rates
 from kv_pool.replay.report import ReplayReport, read_reports
 from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
 from kv_pool.replay.sweep import run_sweep

@@ -1,24 +1,16 @@
 """Draws hit rates over capacity."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
-from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.replay.output_file import find_drawing_obstacle
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
 from kv_pool.replay.report import ReplayReport
 
 _MARKERS = "osD^vP*X"
 _PLACES = {MEDIUM_CPU: "host memory", MEDIUM_STORAGE: "a disk tier"}
 _NOT_COMPARED = ("num_blocks", "host_tier", "disk_tier", "trace", "by")
-
-
-def check_can_draw(path: str) -> None:
-    """Raise TraceError if `draw_hit_rates` cannot draw to `path`. Call it before a long sweep."""
-    obstacle = find_drawing_obstacle(path)
-    if obstacle is not None:
-        raise TraceError(f"{path}: cannot write the picture: {obstacle}")
 
 
 def draw_hit_rates(
@@ -40,15 +32,11 @@ def draw_hit_rates(
         TraceError: matplotlib is not installed, or the file cannot be written.
         InvalidArgumentError: there are no reports.
     """
-    check_can_draw(path)
     overlays = overlays or {}
     if not reports or not all(overlays.values()):
         raise InvalidArgumentError("there are no reports to draw")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+    plt = open_pyplot(path)
+    from matplotlib.ticker import LogLocator
 
     sweeps = [reports, *overlays.values()]
     names = _name_sweeps(sweeps, ["this sweep", *(Path(name).name for name in overlays)])
@@ -78,32 +66,20 @@ def draw_hit_rates(
         if bound is not None:
             label = "_" if number else "of prompt tokens, infinite cache"  # one legend entry for all
             axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
-    axes.set_xscale("log")
+    format_capacity_axes(axes)
     axes.xaxis.set_major_locator(
         LogLocator(subs=(1.0, 2.0, 5.0) if max(drawn) < 100 * min(drawn) else (1.0,))
     )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel(f"capacity in {unit}")
     axes.set_ylabel("prefix-cache hit rate")
     axes.set_title(_make_title(sweeps), fontsize=10, parse_math=False)
-    axes.grid(alpha=0.3, which="both")
     if len(axes.get_legend_handles_labels()[1]) < 5:
         legend = axes.legend(loc="lower right")
     else:
         legend = figure.legend(loc="outside lower center", fontsize="small")
     for text in legend.get_texts():
         text.set_parse_math(False)  # names may contain dollar signs
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-            figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot write the picture: {error}") from error
-    finally:
-        plt.close(figure)
+    save_figure(figure, path)
 
 
 def _choose_unit(reports: Sequence[ReplayReport]) -> tuple[Callable[[ReplayReport], float], str]:
@@ -160,7 +136,7 @@ def _name_sweeps(sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str])
             for key in varying
             if key in settings
         ]
-        found.append(_make_printable(", ".join(values) or name))
+        found.append(make_printable(", ".join(values) or name))
     return found
 
 
@@ -174,12 +150,7 @@ def _make_title(sweeps: Sequence[Sequence[ReplayReport]]) -> str:
     parts = [f"{num_requests.pop():,} requests"] if len(num_requests) == 1 else []
     parts += [f"clock {common['clock']}"] if "clock" in common else []
     parts += [common["convention"]] if "convention" in common else []
-    return "\n".join(_make_printable(part) for part in (common.get("trace", ""), ", ".join(parts)) if part)
-
-
-def _make_printable(text: str) -> str:
-    """Replace control characters, which XML pictures cannot contain; names come from files."""
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "\n".join(make_printable(part) for part in (common.get("trace", ""), ", ".join(parts)) if part)
 
 
 def count_capacity(report: ReplayReport) -> int:

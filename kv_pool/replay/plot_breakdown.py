@@ -1,12 +1,12 @@
 """Draws the breakdowns of a replay: hit rates by turn, minute, position, tenant and session."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BreakdownRow
+from kv_pool.replay.figure import make_printable, open_pyplot, save_figure
 from kv_pool.replay.report import ReplayReport
 
 MAX_BARS = 25
@@ -34,11 +34,7 @@ def draw_breakdowns(report: ReplayReport, path: str) -> None:
     """
     if not report.breakdowns:
         raise InvalidArgumentError("the report has no breakdowns; replay with --by")
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = open_pyplot(path)
     count = len(report.breakdowns)
     figure, panels = plt.subplots(count, 1, figsize=(7.2, 3.2 * count), layout="constrained", squeeze=False)
     for (kind, rows), axes in zip(report.breakdowns.items(), panels[:, 0], strict=True):
@@ -50,15 +46,8 @@ def draw_breakdowns(report: ReplayReport, path: str) -> None:
         mark(report.token_hit_rate, color="black", linestyle=":", linewidth=1)
     trace = Path(report.provenance.trace).name if report.provenance else ""
     title = f"{trace}, {report.num_blocks:,} blocks of {report.block_size} tokens, {report.convention}"
-    figure.suptitle(_make_printable(title), fontsize=10, parse_math=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-            figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot write the picture: {error}") from error
-    finally:
-        plt.close(figure)
+    figure.suptitle(make_printable(title), fontsize=10, parse_math=False)
+    save_figure(figure, path)
 
 
 def _draw_line(axes: Any, kind: str, rows: Sequence[BreakdownRow]) -> None:
@@ -99,10 +88,5 @@ def _draw_bars(axes: Any, kind: str, rows: Sequence[BreakdownRow]) -> None:
 
 
 def _make_label(row: BreakdownRow) -> str:
-    text = "none" if row.key is None else _make_printable(str(row.key))
+    text = "none" if row.key is None else make_printable(str(row.key))
     return text if len(text) <= _MAX_LABEL_CHARS else f"{text[:_MAX_LABEL_CHARS]}..."
-
-
-def _make_printable(text: str) -> str:
-    """Replace control characters, which XML pictures cannot contain; names come from files."""
-    return "".join(one if one.isprintable() else "?" for one in text)

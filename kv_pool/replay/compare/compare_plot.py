@@ -1,13 +1,11 @@
 """Draws a comparison: hit rates of the policies over capacity, with LRU, the optimum and the ceiling."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-from kv_pool.errors import TraceError
 from kv_pool.replay.compare.compare_settings import LRU
 from kv_pool.replay.compare.comparison import CEILING, Comparison, TraceComparison
-from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
 from kv_pool.replay.settings import OPTIMUM
 
 _PANELS_PER_ROW = 3
@@ -23,11 +21,7 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
     Raises:
         TraceError: matplotlib is not installed, or the file cannot be written.
     """
-    check_can_draw(path)
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = open_pyplot(path)
 
     count = len(comparison.traces)
     columns = min(count, _PANELS_PER_ROW)
@@ -53,18 +47,11 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
     )
     for text in legend.get_texts():
         text.set_parse_math(False)  # names may contain dollar signs
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-            figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot write the picture: {error}") from error
-    finally:
-        plt.close(figure)
+    save_figure(figure, path)
 
 
 def _draw_trace(found: TraceComparison, axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import LogLocator
 
     per_block = found.block_bytes / 2**30 if found.block_bytes else 1.0
     by_policy: dict[str, list[tuple[float, float]]] = {}
@@ -74,7 +61,7 @@ def _draw_trace(found: TraceComparison, axes: Any) -> None:
             points.append((row.num_blocks * per_block, row.token_hit_rate))
     number = 0
     for policy, points in by_policy.items():
-        label = "".join(one if one.isprintable() else "?" for one in policy)
+        label = make_printable(policy)
         style: dict[str, Any] = {"color": f"C{number}", "marker": _MARKERS[number % len(_MARKERS)]}
         if policy == LRU:
             style, label = {"color": "black", "marker": "."}, "LRU"
@@ -86,15 +73,10 @@ def _draw_trace(found: TraceComparison, axes: Any) -> None:
         axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
     ceiling = found.infinite_cache.token_hit_rate
     axes.axhline(ceiling, color="0.5", linestyle=":", label="infinite cache")
-    axes.set_xscale("log")
+    format_capacity_axes(axes)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     unit = "GiB" if found.block_bytes else f"blocks of {found.block_size} tokens"
     axes.set_xlabel(f"capacity in {unit}")
     axes.set_ylabel("token hit rate")
-    trace = "".join(one if one.isprintable() else "?" for one in Path(found.provenance.trace).name)
+    trace = make_printable(Path(found.provenance.trace).name)
     axes.set_title(f"{trace}\n{found.requests:,} requests", fontsize=10, parse_math=False)
-    axes.grid(alpha=0.3, which="both")

@@ -1,4 +1,4 @@
-"""What differs between a comparison and a repetition of it: inputs and results."""
+"""Lists the differences between a comparison and its repetition: inputs and results."""
 
 from collections.abc import Iterator
 from math import isclose

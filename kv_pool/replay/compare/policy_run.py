@@ -43,7 +43,7 @@ class PolicyRun(msgspec.Struct, frozen=True, tag="run"):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a worker must have in common with the process that started the comparison.
+    """The trace and the version with which a comparison was started. Its workers must have the same.
 
     Attributes:
         trace_sha256: SHA-256 of the trace.

@@ -37,7 +37,7 @@ class OptimumPoint(msgspec.Struct, frozen=True):
 
 
 class References(msgspec.Struct, frozen=True, tag="references"):
-    """What the policies are compared with on one trace.
+    """The optimum and the ceiling of one trace, and the conversations of its requests.
 
     Attributes:
         block_size: tokens per block.

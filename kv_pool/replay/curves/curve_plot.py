@@ -1,11 +1,9 @@
 """Draws the hit rates of LRU and of the optimum over capacity."""
 
-import warnings
 from pathlib import Path
 
-from kv_pool.errors import TraceError
 from kv_pool.replay.curves.curve_report import CurveReport
-from kv_pool.replay.plot import check_can_draw
+from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
 
 
 def draw_curves(report: CurveReport, path: str) -> None:
@@ -19,12 +17,7 @@ def draw_curves(report: CurveReport, path: str) -> None:
     Raises:
         TraceError: matplotlib is not installed, or the file cannot be written.
     """
-    check_can_draw(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+    plt = open_pyplot(path)
 
     block_bytes = report.settings.get("block_bytes")
     unit, per_block = f"blocks of {report.block_size} tokens", 1.0
@@ -54,27 +47,15 @@ def draw_curves(report: CurveReport, path: str) -> None:
     axes.axhline(ceiling, color="tab:green", linestyle=":", label="infinite cache, of prompt tokens")
     if report.knee is not None:
         axes.axvline(report.knee * per_block, color="0.5", linewidth=0.8, label="knee of LRU")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    format_capacity_axes(axes)
     axes.set_xlabel(f"capacity in {unit}")
     axes.set_ylabel("prefix-cache hit rate")
-    trace = "".join(one if one.isprintable() else "?" for one in Path(report.provenance.trace).name)
+    trace = make_printable(Path(report.provenance.trace).name)
     sampled = "" if report.sample is None else f", {report.sample.rate:.2%} sampled by {report.sample.unit}"
     axes.set_title(
         f"{trace}\n{report.requests:,} requests one at a time, {report.convention}{sampled}",
         fontsize=10,
         parse_math=False,
     )
-    axes.grid(alpha=0.3, which="both")
     axes.legend(loc="lower right", fontsize="small")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-            figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot write the picture: {error}") from error
-    finally:
-        plt.close(figure)
+    save_figure(figure, path)

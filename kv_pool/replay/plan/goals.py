@@ -33,7 +33,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """What a plan is for. Without any of these it is for the knee of the curve.
+    """The goal of a plan: one of a hit rate, a memory or prices. Without any, it is the knee of the curve.
 
     Attributes:
         target_hit_rate: the least capacity with this token hit rate, above 0 and below 1.

@@ -1,11 +1,9 @@
 """Draws a plan: the predicted curve, the recommendation, the demand, and the replays."""
 
-import warnings
 from pathlib import Path
 
-from kv_pool.errors import TraceError
+from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
 from kv_pool.replay.plan.plan_report import CapacityPlan
-from kv_pool.replay.plot import check_can_draw
 
 _GIB = 2**30
 
@@ -20,12 +18,7 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
     Raises:
         TraceError: matplotlib is not installed, or the file cannot be written.
     """
-    check_can_draw(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+    plt = open_pyplot(path)
 
     per_block = plan.block_bytes / _GIB
     figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
@@ -50,31 +43,19 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
         markersize=8,
         label="replayed, with its tiers",
     )
-    axes.set_xscale("log")
+    format_capacity_axes(axes)
     if plan.demand is not None and plan.demand.p99_blocks:
         left, right = axes.get_xlim()
         demand = plan.demand.p99_blocks * per_block
         axes.axvspan(min(left, demand), demand, color="0.9", zorder=0, label="demand of running requests")
         axes.set_xlim(min(left, demand), right)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.12g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("memory of the pool and its tiers in GiB")
     axes.set_ylabel("prefix-cache hit rate, of prompt tokens")
-    trace = "".join(one if one.isprintable() else "?" for one in Path(plan.provenance.trace).name)
+    trace = make_printable(Path(plan.provenance.trace).name)
     axes.set_title(
         f"{trace}\n{plan.requests:,} requests, clock {plan.clock}, blocks of {plan.block_size} tokens",
         fontsize=10,
         parse_math=False,
     )
-    axes.grid(alpha=0.3, which="both")
     axes.legend(loc="best", fontsize="small")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-            figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot write the picture: {error}") from error
-    finally:
-        plt.close(figure)
+    save_figure(figure, path)
