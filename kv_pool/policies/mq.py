@@ -27,11 +27,8 @@ class MQ(CachePolicy):
     def cached(self, run: CachedRun) -> None:
         run.count = 1 + self.returning.pop(run.key, 0)
 
-    def hit(self, run: CachedRun) -> None:
-        run.count += 1
-
     def freed(self, run: CachedRun) -> int:
-        self.queues[min(run.count.bit_length(), NUM_QUEUES) - 1].append(run)
+        self.queues[min((run.count + run.num_hits).bit_length(), NUM_QUEUES) - 1].append(run)
         run.stamp = self.now + LIFETIME
         self.now += 1
         for level in range(1, NUM_QUEUES):
@@ -41,10 +38,13 @@ class MQ(CachePolicy):
         return STAY
 
     def choose(self) -> int:
-        return next(level for level in range(NUM_QUEUES) if self.queues[level].first is not None)
+        level = 0
+        while self.queues[level].first is None:
+            level += 1
+        return level
 
     def evicted(self, run: CachedRun, num_blocks: int) -> None:
         key = run.get_tail_key(num_blocks)
-        self.uses[key] = run.count
+        self.uses[key] = run.count + run.num_hits
         for dropped in self.ghosts.add(key, num_blocks):
             self.uses.pop(dropped, None)
