@@ -13,15 +13,15 @@ HALF_LIFE = 0.989  # of what is counted for the risk, per update: 64 updates, wh
 class ReturnRate(CachePolicy):
     """Keep the runs that promise the most hits per block and second, as long as little is lost against LRU.
 
-    Queues by class and age. The class is the time that a run took to return last, 0 for a new run. Returns of
-    cached and of evicted runs give the rate of return by class and age, and from these the Gittins index: the
-    most returns per block and second that keeping a run can give. Ages are in seconds, relative to the time in
-    which the pool was filled.
+    Queues by class and age. The class is the time that a run took to return last, 0 for a new run. Returns
+    of cached and of evicted runs give the rate of return by class and age, and from these the Gittins index:
+    the most returns per block and second that keeping a run can give. Ages are in seconds, relative to the
+    time in which the pool was filled.
 
-    The policy counts, with the blocks freed since as reuse distance, which returns LRU would have hit. A block
-    that LRU would still have is an early eviction and may cost a hit. Early evictions are allowed while the hits
-    lost so far, and those expected of early evictions, are a small share of the freed blocks (`LOSS_SHARE`);
-    otherwise blocks that LRU would have evicted are, or else the least recently freed.
+    The policy counts, with the blocks freed since as reuse distance, which returns LRU would have hit. The
+    eviction of a block that LRU would still have is early, and may cost a hit. Early evictions are allowed
+    while the hits lost so far, and those expected to be lost to early evictions, are a small share of the
+    freed blocks. Otherwise blocks that LRU would have evicted before are, or else the least recently freed.
 
     Ideas: ages and classes from Beckmann, Chen, Cidon: LHD, NSDI 2018, and Beckmann, Sanchez: EVA, HPCA 2017;
     the index from Gittins, 1979; return intervals from Jiang, Zhang: LIRS, SIGMETRICS 2002. Needs no hints.
