@@ -1,7 +1,7 @@
 """`ReturnTimes`: how soon freed blocks are used again, by class and age, and what keeping them is worth."""
 
 from bisect import bisect_right
-from math import expm1
+from math import exp, expm1, log
 from typing import Final
 
 NUM_AGES: Final = 13
@@ -191,7 +191,7 @@ class ReturnTimes:
         if age == (NUM_AGES - 1 if offset > 0.0 else 0):
             return value
         share = min(abs(offset), 0.5)
-        return value * (self.values[other] / value) ** share
+        return value * exp(share * log(self.values[other] / value))
 
     def _find_value(self, rates: list[float], age: int) -> float:
         """Return the largest share that returns until some age, per block and time until then."""
