@@ -37,7 +37,13 @@ MemoryList = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
-Model = Annotated[str | None, typer.Option(help=f"One of: {', '.join(MODELS)}.", rich_help_panel=MODEL_PANEL)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The path of a model's config.json, or one of: {', '.join(MODELS)}.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 NumLayers = Annotated[
     int, typer.Option(help="Number of layers, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.model_config import is_config_path, read_model_config
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,19 @@ def count_blocks(memory_bytes: int, block_size: int, model: ModelKV, num_groups:
 
 
 def find_model(name: str) -> ModelKV:
-    """Return a model of `MODELS` by name. Raises InvalidArgumentError with the known names."""
+    """Return a model by its name in `MODELS`, or by the path of its `config.json` or of the folder with it.
+
+    Raises:
+        InvalidArgumentError: the name is not known, or the file cannot be read.
+    """
     model = MODELS.get(name.lower())
-    if model is None:
-        raise InvalidArgumentError(
-            f"unknown model {name!r}; known are {', '.join(MODELS)}. "
-            "For another model give --num-layers, --num-kv-heads and --head-size"
-        )
-    return model
+    if model is not None:
+        return model
+    if is_config_path(name):
+        config = read_model_config(name)
+        heads = (0, 0) if config.latent_size else (config.num_kv_heads, config.head_size)
+        return ModelKV(config.num_attention_layers, *heads, config.latent_size)
+    raise InvalidArgumentError(
+        f"unknown model {name!r}; known are {', '.join(MODELS)}. For another model give the path of its "
+        "config.json, or --num-layers, --num-kv-heads and --head-size"
+    )

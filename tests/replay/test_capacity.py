@@ -1,9 +1,12 @@
 """Tests of capacities: sizes, rates, models and numbers of blocks."""
 
+import json
+
 import pytest
 
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory, parse_rate
+from kv_pool.replay.plan.prefill_cost import find_compute
 
 
 @pytest.mark.parametrize(
@@ -101,3 +104,72 @@ def test_memory_for_fewer_than_two_blocks_is_refused(num_blocks):
 def test_model_without_kv_is_refused(model):
     with pytest.raises(InvalidArgumentError, match="no KV"):
         count_blocks(2**30, 16, model)
+
+
+LLAMA_CONFIG = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}
+EXPERTS_CONFIG = {
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+}
+HYBRID_CONFIG = LLAMA_CONFIG | {"layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}
+LATENT_CONFIG = EXPERTS_CONFIG | {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def write_config(folder, config):
+    path = folder / "config.json"
+    path.write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(LLAMA_CONFIG, "llama-3-8b"), (EXPERTS_CONFIG, "qwen3-30b-a3b")]
+)
+def test_a_configuration_describes_a_known_model(tmp_path, config, name):
+    path = write_config(tmp_path, config)
+    assert find_model(str(path)) == find_model(str(tmp_path)) == find_model(name)
+    assert find_compute(str(path)) == find_compute(str(tmp_path)) == find_compute(name) is not None
+
+
+def test_layers_without_attention_have_no_kv(tmp_path):
+    path = str(write_config(tmp_path, HYBRID_CONFIG))
+    assert find_model(path) == ModelKV(8, 8, 128)
+    assert find_compute(path) is None
+
+
+def test_a_latent_cache_is_read_from_a_configuration(tmp_path):
+    path = str(write_config(tmp_path, LATENT_CONFIG))
+    assert find_model(path) == find_model("deepseek-v3")
+    assert find_compute(path) is None
+
+
+def test_models_with_images_have_a_text_configuration(tmp_path):
+    path = write_config(tmp_path, {"vision_config": {"num_hidden_layers": 2}, "text_config": LLAMA_CONFIG})
+    assert find_model(str(path)) == find_model("llama-3-8b")
+
+
+def test_heads_without_groups_are_all_kv_heads(tmp_path):
+    config = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
+    assert find_model(str(write_config(tmp_path, config))) == ModelKV(12, 12, 64)
+
+
+@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {"num_hidden_layers": "two"}])
+def test_configurations_without_dimensions_are_refused(tmp_path, config):
+    with pytest.raises(InvalidArgumentError, match=r"config\.json"):
+        find_model(str(write_config(tmp_path, config)))
+
+
+def test_a_missing_configuration_is_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"cannot read the model configuration .*none\.json"):
+        find_model(str(tmp_path / "none.json"))

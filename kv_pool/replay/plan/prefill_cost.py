@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kv_pool.replay.capacity import ModelKV
+from kv_pool.replay.model_config import is_config_path, read_model_config
 from kv_pool.replay.request_outcomes import RequestOutcome
 
 
@@ -56,6 +57,25 @@ COMPUTES = {
     "qwen3-32b": ModelCompute(5120, 64, 25600),
     "qwen3-30b-a3b": ModelCompute(2048, 32, 768, 8),
 }
+
+
+def find_compute(name: str) -> ModelCompute | None:
+    """Return what decides the FLOPs of a model, named as for `find_model`; None if that is not known.
+
+    It is known of models with ordinary attention in all layers. Shared experts and layers of another width
+    are not counted.
+    """
+    known = COMPUTES.get(name.lower())
+    if known is not None or not is_config_path(name):
+        return known
+    config = read_model_config(name)
+    if config.latent_size or config.num_attention_layers != config.num_hidden_layers:
+        return None
+    experts = config.num_experts_per_tok
+    size = config.intermediate_size if experts is None else config.moe_intermediate_size
+    return ModelCompute(
+        config.hidden_size, config.num_attention_heads, size or config.intermediate_size, experts or 1
+    )
 
 
 class PrefillTally:
