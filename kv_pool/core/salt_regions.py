@@ -56,8 +56,10 @@ def read_salt_regions(request: Any) -> list[tuple[int, str]]:
             string nor bytes.
         InvalidArgumentError: the starts do not increase, a salt is empty, or there are too many regions.
     """
-    regions: Any = getattr(request, "salt_regions", None)
     found: list[tuple[int, str]] = []
+    if not hasattr(request, "salt_regions"):
+        return found
+    regions: Any = request.salt_regions
     if not regions:
         return found
     if len(regions) > MAX_SALT_REGIONS:

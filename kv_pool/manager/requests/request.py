@@ -129,7 +129,7 @@ class Request:
         self.lora_request = lora_request
         self.mm_features = mm_features
         self.cache_salt = cache_salt
-        self.salt_regions = as_regions(salt_regions)
+        self.salt_regions = None if salt_regions is None else as_regions(salt_regions)
         self.session_id = session_id
         self.kv_hints: dict[str, Any] | None = None
         self.num_computed_tokens = 0

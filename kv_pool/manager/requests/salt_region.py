@@ -31,15 +31,13 @@ class SaltRegion:
         check_region(self.start, self.salt, 0)
 
 
-def as_regions(regions: Sequence[SaltRegion] | None) -> tuple[SaltRegion, ...] | None:
+def as_regions(regions: Sequence[SaltRegion]) -> tuple[SaltRegion, ...] | None:
     """Return the regions of a request as a tuple; None if there are none.
 
     Raises:
         InvalidTypeError: an element is not a `SaltRegion`.
         InvalidArgumentError: the starts do not increase.
     """
-    if regions is None:
-        return None
     least = 0
     listed = tuple(as_list("salt_regions", regions))
     for position, region in enumerate(listed):
