@@ -29,13 +29,9 @@ class NumberedBlocks:
         stretches: runs of cached blocks. The blocks of a run have the same number, and are adjacent in the
             queue and, apart from blocks without content, in the call's list.
         without_content: the other blocks, at the front of the queue.
-
-    Args:
-        has_all: include the cached blocks without a number.
     """
 
-    def __init__(self, has_all: bool = False) -> None:
-        self.has_all: bool = has_all
+    def __init__(self) -> None:
         self.stretches: list[list[KVCacheBlock]] = []
         self.without_content: list[KVCacheBlock] = []
         self._starts: list[tuple[int, int, int]] = []
@@ -62,7 +58,7 @@ class NumberedBlocks:
         end_back: int = num_back
         end_front: int = num_front
         for start, start_back, start_front in reversed(self._starts):
-            if self.has_all or listed[start].retention_id != 0:
+            if listed[start].retention_id != 0:
                 num_blocks = end_back - start_back
                 if end_front == start_front:
                     self.stretches.append(listed[start : start + num_blocks])
@@ -94,11 +90,9 @@ class BandPolicy:
     Attributes:
         reads_numbers: the policy places only blocks with a `retention_id`, and blocks with the same number
             together. If True, `free_blocks` calls `place_numbered` instead of `place`.
-        places_all: with `reads_numbers`: the policy also places cached blocks without a number.
     """
 
     reads_numbers: bool = False
-    places_all: bool = False
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Move the blocks that became free to their bands, with `BlockPool.move_to_band`.
@@ -154,6 +148,7 @@ class EvictionOrder:
         self.is_open: bool = False
         self._bands: list[int] = []  # those that have markers, lowest first
         self._ends: dict[int, KVCacheBlock] = {}
+        self._empty_end: KVCacheBlock | None = None  # that of the empty band
 
     @property
     def has_retained(self) -> bool:
@@ -205,6 +200,7 @@ class EvictionOrder:
         tail.prev_free_block = default_end
         queue.append_before = default_end
         self._ends = ends
+        self._empty_end = empty_end
         self._bands = bands
         self.is_open = True
 
@@ -237,6 +233,12 @@ class EvictionOrder:
     def move_chain(self, first: KVCacheBlock, last: KVCacheBlock, band: int) -> None:
         """Move the chain of adjacent free blocks from `first` to `last` to the back of a band. O(1)."""
         self._move_chain(first, last, self._get_or_add_end(band))
+
+    def move_chain_to_empty(self, first: KVCacheBlock, last: KVCacheBlock) -> None:
+        """Move a chain as `move_chain` does, to the back of the band of blocks without content."""
+        end = self._empty_end
+        assert end is not None
+        self._move_chain(first, last, end)
 
     def _move_chain(self, first: KVCacheBlock, last: KVCacheBlock, end: KVCacheBlock) -> None:
         """Move a chain of adjacent list elements in front of `end`. O(1)."""

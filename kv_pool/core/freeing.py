@@ -40,8 +40,6 @@ def free_all(
     num_done: i64 = 0
     # `retention_id` of the previous block if that went to the back of the queue.
     number: i32 = 0
-    if numbered is not None and numbered.has_all:
-        number = _NO_NUMBER
     is_freed = False
     try:
         for block in listed:
@@ -118,7 +116,7 @@ def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -
     assert policy is not None
     try:
         if policy.reads_numbers:
-            numbered = NumberedBlocks(policy.places_all)
+            numbered = NumberedBlocks()
             free_all(pool, listed, empties, numbered)
             if numbered.stretches or numbered.without_content:
                 policy.place_numbered(numbered)

@@ -6,9 +6,11 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.eviction_order import EMPTY_BAND, NumberedBlocks
 from kv_pool.core.policy_runner import PolicyRunner
 from kv_pool.ids import GroupId
+
+# Compiled code would make and drop an AttributeError for each attribute that a request lacks.
+_read_attribute: Any = getattr
 
 
 class PolicyHost(PolicyRunner):
@@ -52,9 +54,11 @@ class PolicyHost(PolicyRunner):
         if self.is_stale:
             self.rebuild()
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
-        if is_chained and num_before > 0 and table[0].is_null:
-            self.unchain(cast(GroupId, group_id))
-            is_chained = False
+        if is_chained and num_before > 0:
+            first: KVCacheBlock = table[0]
+            if first.is_null:
+                self.unchain(cast(GroupId, group_id))
+                is_chained = False
         self.is_stale = True
         if not has_gaps and not self.is_flat:
             last = self.table.find_ending(table[num_before - 1]) if is_chained and num_before > 0 else None
@@ -101,23 +105,6 @@ class PolicyHost(PolicyRunner):
             index += 1
         if number > 0:
             self._note_stretch(blocks, start, index, is_access)
-        self.is_stale = False
-
-    def place_numbered(self, freed: NumberedBlocks) -> None:
-        if self.is_stale:
-            self.rebuild()
-            return
-        self.is_stale = True
-        runs = self.table.runs
-        for block in freed.without_content:
-            block.retention_id = 0
-        for stretch in freed.stretches:
-            number = stretch[0].retention_id
-            run = runs[number] if number > 0 else None
-            if run is not None and len(run.blocks) == len(stretch):
-                self._free(run)
-            else:
-                self._place_listed(stretch)
         self.is_stale = False
 
     def place(self, freed: list[KVCacheBlock]) -> None:
@@ -274,10 +261,11 @@ class PolicyHost(PolicyRunner):
         index: i64 = 0
         num_blocks: i64 = len(freed)
         runs = self.table.runs
+        owner = self._owner
         while index < num_blocks:
             block = freed[index]
             index += 1
-            if block.ref_cnt != 0 or block.is_null or block.owner is not self._owner:
+            if block.ref_cnt != 0 or block.is_null or block.owner is not owner:
                 continue
             number = block.retention_id
             if block.key is None:
@@ -293,6 +281,10 @@ class PolicyHost(PolicyRunner):
             listed = run.blocks
             first: i64 = len(listed) - 1
             if listed[first] is not block:
+                if self._is_whole(freed, index - 1, run):
+                    index += first
+                    self._free(run)
+                    continue
                 self.table.trim(run)
                 first = len(listed) - 1
                 if listed[first] is not block:
@@ -302,15 +294,34 @@ class PolicyHost(PolicyRunner):
                     continue
             while first > 0 and index < num_blocks:
                 block = freed[index]
-                if listed[first - 1] is not block or block.ref_cnt != 0:
+                if block.ref_cnt != 0:
                     break
-                if block.key is None or block.retention_id != number:
+                if listed[first - 1] is block:
+                    if block.key is None or block.retention_id != number:
+                        break
+                    first -= 1
+                elif block.key is not None or block.is_null or block.owner is not owner:
                     break
-                first -= 1
+                else:
+                    block.retention_id = 0  # as above
                 index += 1
             if first > 0:
                 self.table.split(run, first)
             self._free(run)
+
+    def _is_whole(self, freed: list[KVCacheBlock], start: i64, run: CachedRun) -> bool:
+        """Return True if all blocks of a run are free, and are the next ones in this list, in any order."""
+        end: i64 = start + len(run.blocks)
+        if end > len(freed):
+            return False
+        number = run.number
+        for block in freed[start:end]:
+            if block.retention_id != number or block.owner is not self._owner:
+                return False
+        for block in run.blocks:
+            if block.retention_id != number or block.ref_cnt != 0 or block.key is None:
+                return False
+        return True
 
     def _add_cached(
         self,
@@ -320,7 +331,7 @@ class PolicyHost(PolicyRunner):
         group_id: i32,
         block_size: i32,
     ) -> None:
-        request_id = getattr(request, "request_id", None)
+        request_id = _read_attribute(request, "request_id", None)
         if (
             parent is not None
             and parent.is_open
@@ -333,8 +344,8 @@ class PolicyHost(PolicyRunner):
         session_id: Any = None
         hints: Any = None
         if self.reads_hints:
-            session_id = getattr(request, "session_id", None)
-            hints = getattr(request, "kv_hints", None)
+            session_id = _read_attribute(request, "session_id", None)
+            hints = _read_attribute(request, "kv_hints", None)
             if not isinstance(hints, dict):
                 hints = None
             elif session_id is None:
@@ -367,11 +378,11 @@ class PolicyHost(PolicyRunner):
             block = blocks[position]
             block.retention_id = 0
             if last.next_free_block is not block:
-                self._order.move_chain(first, last, EMPTY_BAND)
+                self._order.move_chain_to_empty(first, last)
                 first = block
             last = block
             position -= 1
-        self._order.move_chain(first, last, EMPTY_BAND)
+        self._order.move_chain_to_empty(first, last)
 
     def _count_free(self) -> i64:
         queue = self._order._queue

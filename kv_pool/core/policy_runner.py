@@ -45,8 +45,6 @@ class PolicyRunner(BandPolicy):
         clock: Callable[[], float],
         is_flat: bool = False,
     ) -> None:
-        self.reads_numbers = True
-        self.places_all = True
         self._owner: Callable[[], Any] = owner
         self._order: EvictionOrder = order
         self._clock: Callable[[], float] = clock
@@ -62,6 +60,7 @@ class PolicyRunner(BandPolicy):
         self.reads_hints: bool = False
         self._before: CachedRun | None = None  # the run that the current call has handled last
         self._queues: list[RunQueue] = []
+        self._last_choice: int = 0
         self.policy: CachePolicy = LRU()
         self._start_policy()
 
@@ -116,8 +115,14 @@ class PolicyRunner(BandPolicy):
             queue.num_blocks -= num_blocks
         self.num_ordered -= num_blocks
         blocks = run.blocks
-        if num_blocks < len(blocks):
-            del blocks[len(blocks) - num_blocks :]
+        num_left = len(blocks) - num_blocks
+        if num_left > 0:
+            if num_blocks > 16:
+                del blocks[num_left:]
+                return
+            while num_blocks > 0:  # faster than a slice
+                blocks.pop()
+                num_blocks -= 1
             return
         blocks.clear()
         parent = run.parent
@@ -147,6 +152,7 @@ class PolicyRunner(BandPolicy):
             )
         self.reads_hints = unchecked.needs != ""
         self._queues = [RunQueue(index) for index in range(num_queues)]
+        self._last_choice = 0
         policy.queues = self._queues.copy()
         policy.capacity = self.capacity
         policy.clock = self._clock
@@ -160,12 +166,8 @@ class PolicyRunner(BandPolicy):
         """Return the run that the policy evicts from. Some free block is in a run."""
         queues = self._queues
         while True:
-            has_front = False
-            for queue in queues:
-                if queue.end.after is not queue.end:
-                    has_front = True
-                    break
-            if not has_front:
+            queue = queues[self._last_choice]
+            if queue.end.after is queue.end and not self._has_front():
                 return self._find_parked()
             try:
                 index = self.policy.choose()
@@ -176,9 +178,11 @@ class PolicyRunner(BandPolicy):
             if index < 0 or index >= len(queues):
                 self._replace(f"choose() returned queue {index}; {self._describe_queues()}", None)
             queue = queues[index]
-            run = queue.end.after
+            self._last_choice = index
+            end = queue.end
+            run = end.after
             assert run is not None
-            if run is queue.end:
+            if run is end:
                 self._replace(f"choose() returned queue {index}, which is empty", None)
             if run.is_free and (run.num_children == 0 or self._hand_over(run)):
                 return run
@@ -192,6 +196,10 @@ class PolicyRunner(BandPolicy):
             run.before = None
             run.after = None
             run.is_parked = True
+
+    def _has_front(self) -> bool:
+        """Return whether a queue's list has a run. O(queues)."""
+        return any(queue.end.after is not queue.end for queue in self._queues)
 
     def _hand_over(self, run: CachedRun) -> bool:
         """Make a copy of a run's last block the parent of its children. Return False if none is cached.

@@ -123,10 +123,11 @@ class PrefixCache(PoolState):
                         found.append(guess)
                         next_id = guess._next_cached_id
                         continue
-                block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
+                key = BlockHashWithGroupId(block_hash + suffix)
+                block = cache.get_one_block(key)
                 if block is None:
                     if self._policy_host is not None:
-                        self._policy_host.note_missed(block_hash + suffix)
+                        self._policy_host.note_missed(key)
                     break
                 found.append(block)
                 next_id = block._next_cached_id

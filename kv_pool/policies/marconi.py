@@ -19,20 +19,28 @@ class Marconi(CachePolicy):
 
     def start(self) -> None:
         self.now = 0
+        self.highest = 0  # the highest class used so far
 
     def freed(self, run: CachedRun) -> int:
         self.now += 1
         run.stamp = self.now
         num_tokens = run.num_tokens if run.parent is not None else run.position + run.num_tokens
         run.value = num_tokens * (run.cost / run.num_tokens) / run.num_blocks
-        return min(int(run.value).bit_length(), NUM_CLASSES - 1)
+        index = min(int(run.value).bit_length(), NUM_CLASSES - 1)
+        self.highest = max(self.highest, index)
+        return index
 
     def choose(self) -> int:
-        fronts = [(queue.first, queue.index) for queue in self.queues]
-        found = [(run, index) for run, index in fronts if run is not None]
-        oldest = min(run.stamp for run, _ in found)
-        newest = max(max(run.stamp for run, _ in found) - oldest, 1)
-        most = max(run.value for run, _ in found)
-        return min(
-            ((run.stamp - oldest) / newest + WEIGHT * run.value / most, index) for run, index in found
-        )[1]
+        oldest, newest, most = self.now, 0, 0.0
+        for index in range(self.highest + 1):
+            run = self.queues[index].first
+            if run is not None:
+                oldest, newest, most = min(oldest, run.stamp), max(newest, run.stamp), max(most, run.value)
+        lowest, best = 0.0, -1
+        for index in range(self.highest + 1):
+            run = self.queues[index].first
+            if run is not None:
+                score = (run.stamp - oldest) / max(newest - oldest, 1) + WEIGHT * run.value / most
+                if best < 0 or score < lowest:
+                    lowest, best = score, index
+        return best

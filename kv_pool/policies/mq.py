@@ -1,6 +1,6 @@
 """`MQ`: queues by frequency, with a lifetime in each."""
 
-from kv_pool.core.cache_policy import CachedRun, CachePolicy, Ghosts
+from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy, Ghosts
 
 NUM_QUEUES = 8
 LIFETIME = 10_000
@@ -16,31 +16,35 @@ class MQ(CachePolicy):
     num_queues = NUM_QUEUES
 
     def start(self) -> None:
-        self.now = 0
-        self.ghosts = Ghosts(4 * self.capacity)
+        self.now, self.ghosts = 0, Ghosts(4 * self.capacity)
         self.uses: dict[bytes, int] = {}
+        self.returning: dict[bytes, int] = {}  # the uses of the ghost that was missed last
+
+    def missed(self, key: bytes) -> None:
+        if self.ghosts.pop(key):
+            self.returning = {key: self.uses.pop(key)}
 
     def cached(self, run: CachedRun) -> None:
-        run.count = self.uses.pop(run.key, 0) + 1 if self.ghosts.pop(run.key) else 1
-
-    def hit(self, run: CachedRun) -> None:
-        run.count += 1
+        run.count = 1 + self.returning.pop(run.key, 0)
 
     def freed(self, run: CachedRun) -> int:
-        self.now += 1
+        self.queues[min((run.count + run.num_hits).bit_length(), NUM_QUEUES) - 1].append(run)
         run.stamp = self.now + LIFETIME
+        self.now += 1
         for level in range(1, NUM_QUEUES):
-            oldest = self.queues[level].first
-            if oldest is not None and oldest.stamp < self.now:
+            if (oldest := self.queues[level].first) is not None and oldest.stamp < self.now:
                 oldest.stamp = self.now + LIFETIME
                 self.queues[level - 1].append(oldest)
-        return min(run.count.bit_length(), NUM_QUEUES) - 1
+        return STAY
 
     def choose(self) -> int:
-        return next(level for level in range(NUM_QUEUES) if self.queues[level].first is not None)
+        level = 0
+        while self.queues[level].first is None:
+            level += 1
+        return level
 
     def evicted(self, run: CachedRun, num_blocks: int) -> None:
         key = run.get_tail_key(num_blocks)
-        self.uses[key] = run.count
+        self.uses[key] = run.count + run.num_hits
         for dropped in self.ghosts.add(key, num_blocks):
             self.uses.pop(dropped, None)

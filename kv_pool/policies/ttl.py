@@ -17,15 +17,25 @@ class TTL(CachePolicy):
     num_queues = NUM_CLASSES
     needs = "kv_hints['ttl_s'], seconds, on requests that end with a tool call"
 
+    def start(self) -> None:
+        self.highest = 0  # the highest queue used so far
+
     def freed(self, run: CachedRun) -> int:
         seconds = run.hints.get("ttl_s", 0.0) if run.hints is not None else 0.0
+        if not seconds > 0:
+            return 0
         run.value = self.clock() + seconds
-        return min(1 + int(seconds).bit_length(), NUM_CLASSES - 1) if seconds > 0 else 0
+        index = min(1 + int(seconds).bit_length(), NUM_CLASSES - 1)
+        self.highest = max(self.highest, index)
+        return index
 
     def choose(self) -> int:
-        now = self.clock()
-        for index in range(NUM_CLASSES - 1, 0, -1):
+        now = self.clock() if self.highest else 0.0
+        shortest = 0
+        for index in range(self.highest, 0, -1):
             run = self.queues[index].first
-            if run is not None and run.value <= now:
-                return index
-        return next(index for index in range(NUM_CLASSES) if self.queues[index].first is not None)
+            if run is not None:
+                if run.value <= now:
+                    return index
+                shortest = index
+        return shortest if self.queues[0].first is None else 0

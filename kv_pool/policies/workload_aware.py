@@ -1,5 +1,6 @@
 """`WorkloadAware`: evict what is least likely to be reused, by category."""
 
+from math import pow as power
 from typing import Any
 
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
@@ -36,12 +37,13 @@ class WorkloadAware(CachePolicy):
         return index
 
     def choose(self) -> int:
-        now, best = self.clock(), (2.0, 0.0, 0)
+        now, lowest, oldest, best = self.clock(), 2.0, 0.0, 0
         for index in range(min(len(self.indices), NUM_CATEGORIES)):
-            run, (freed, reused, seconds) = self.queues[index].first, self.counts[index]
+            run, counts = self.queues[index].first, self.counts[index]
             if run is not None:  # reused so far or within one mean time, given the idle time
-                left = 2.718281828 ** -min((now - run.value) * reused / seconds, 60.0)
-                best = min(
-                    best, (reused * left / (reused * left + max(freed - reused, 1.0)), run.value, index)
-                )
-        return best[2]
+                freed, reused = counts[0], counts[1]
+                left = reused * power(2.718281828, -min((now - run.value) * reused / counts[2], 60.0))
+                share = left / (left + max(freed - reused, 1.0))
+                if share < lowest or (share == lowest and run.value < oldest):
+                    lowest, oldest, best = share, run.value, index
+        return best

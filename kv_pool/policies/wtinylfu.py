@@ -16,11 +16,12 @@ class WTinyLFU(CachePolicy):
         self.counts, self.num_samples, self.is_full = bytearray(8 * self.capacity + 64), 0, False
 
     def estimate(self, run: CachedRun, change: int = 0) -> int:
-        key = int.from_bytes((run.key or b"")[-12:-4], "big") * 0x9E3779B97F4A7C15 % 2**64
-        cells = [((key >> shift) ^ key) % len(self.counts) for shift in (3, 17, 29, 41)]
-        for cell in cells:
+        if run.tag is None or run.tag[0] is not run.key:
+            key = int.from_bytes((run.key or b"")[-12:-4], "big") * 0x9E3779B97F4A7C15 % 2**64
+            run.tag = (run.key, [((key >> shift) ^ key) % len(self.counts) for shift in (3, 17, 29, 41)])
+        for cell in run.tag[1] if change else ():
             self.counts[cell] = min(self.counts[cell] + change, 15)
-        return min([self.counts[cell] for cell in cells])
+        return min([int(self.counts[cell]) for cell in run.tag[1]])
 
     def cached(self, run: CachedRun) -> None:
         self.estimate(run, 1)
@@ -36,10 +37,9 @@ class WTinyLFU(CachePolicy):
         return 0 if run.queue is None or run.queue.index == 0 else 2
 
     def choose(self) -> int:
-        window, probation, protected = self.queues
+        limit, (window, probation, protected) = self.capacity // 100, self.queues
         while protected.first is not None and protected.num_blocks > self.capacity * 4 // 5:
             probation.append(protected.first)
-        limit = self.capacity // 100
         while window.first is not None and window.num_blocks > limit:
             if self.is_full and (victim := probation.first) is not None:
                 if self.estimate(window.first) <= self.estimate(victim):

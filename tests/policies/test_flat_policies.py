@@ -30,8 +30,6 @@ def list_cases():
         if limit == "all":
             marks = [pytest.mark.slow if trace.startswith("mooncake") else pytest.mark.night]
             marks.append(pytest.mark.timeout(3600))  # the agentic trace has 8 million block ids
-        if key == "twitter_cluster52 all mq 1000":
-            marks.append(pytest.mark.xfail(reason="one hit less, of an unknown cause", strict=True))
         if trace in SHIPPED:
             needed = "KV_POOL_LIBCACHESIM_DATA: the folder with libCacheSim's traces"
             marks.append(pytest.mark.skipif(SHIPPED_FOLDER is None, reason=f"needs {needed}"))
