@@ -49,15 +49,17 @@ def describe_as_vllm(given):
 
     They cover the blocks that a medium overlaps, and not its length; an empty salt is no salt.
     """
-    num_blocks = len(given["tokens"]) // BLOCK_SIZE
-    media = []
-    for identifier, offset, length in given["media"]:
-        overlapped = [
-            block for block in range(offset // BLOCK_SIZE, num_blocks) if offset + length > block * BLOCK_SIZE
+    by_offset = sorted(given["media"], key=lambda one: one[1])
+    overlaps = [
+        [
+            (identifier, offset)
+            for identifier, offset, length in by_offset
+            if offset < start + BLOCK_SIZE and offset + length > start
         ]
-        if overlapped:
-            media.append((identifier, offset, overlapped))
-    return describe({**given, "media": media, "cache_salt": given["cache_salt"] or None})
+        for start in range(0, len(given["tokens"]) - BLOCK_SIZE + 1, BLOCK_SIZE)
+    ]
+    rest = describe({**given, "media": [], "cache_salt": given["cache_salt"] or None})
+    return f"{rest} {overlaps}" if any(overlaps) else rest
 
 
 def draw_input(rng):
