@@ -33,16 +33,16 @@ NUM_FOLDS = 2
 draw = Distribution.parse
 
 
-def generate(num_requests: int) -> dict[str, Iterator[GeneratedRequest]]:
+def generate(num_requests: int, seed: int) -> dict[str, Iterator[GeneratedRequest]]:
     """Return the generated workloads; a third of the requests for agents, whose prompts are long."""
     chat: dict[str, Any] = {"num_requests": num_requests}
     few: dict[str, Any] = {"num_requests": max(1, num_requests // 3)}
     return {
-        "chat 512": generate_chat(ChatSettings(**chat, seed=11, block_size=512)),
+        "chat 512": generate_chat(ChatSettings(**chat, seed=seed + 11, block_size=512)),
         "chat 512 busy": generate_chat(
             ChatSettings(
                 **chat,
-                seed=12,
+                seed=seed + 12,
                 block_size=512,
                 turns=draw("geometric:5"),
                 think_time=draw("lognormal:60:1.2"),
@@ -53,18 +53,18 @@ def generate(num_requests: int) -> dict[str, Iterator[GeneratedRequest]]:
         "chat 64 short": generate_chat(
             ChatSettings(
                 **chat,
-                seed=13,
+                seed=seed + 13,
                 first_tokens=draw("lognormal:400:1.2"),
                 message_tokens=draw("lognormal:60:1.2"),
                 turns=draw("geometric:4"),
                 sessions_per_s=0.7,
             )
         ),
-        "agent 64": generate_agent(AgentSettings(**few, seed=15)),
+        "agent 64": generate_agent(AgentSettings(**few, seed=seed + 15)),
         "agent 512 tools": generate_agent(
             AgentSettings(
                 **chat,
-                seed=20,
+                seed=seed + 20,
                 block_size=512,
                 system_prompts=40,
                 system_skew=0.9,
@@ -76,14 +76,16 @@ def generate(num_requests: int) -> dict[str, Iterator[GeneratedRequest]]:
                 max_tokens=120_000,
             )
         ),
-        "RAG 64": generate_rag(RAGSettings(**chat, seed=17)),
+        "RAG 64": generate_rag(RAGSettings(**chat, seed=seed + 17)),
         "RAG 64 turns": generate_rag(
-            RAGSettings(**chat, seed=18, turns=draw("geometric:3"), documents=2000, retrieved=draw("fixed:3"))
+            RAGSettings(
+                **chat, seed=seed + 18, turns=draw("geometric:3"), documents=2000, retrieved=draw("fixed:3")
+            )
         ),
     }
 
 
-def write_folds(trace: str, folder: Path, name: str, limit: int | None) -> dict[str, str]:
+def write_folds(trace: str, folder: Path, name: str, limit: int | None, seed: int) -> dict[str, str]:
     """Deal the sessions of a trace to files; without session ids, the prompts by their second block."""
     paths = {f"{name} fold {fold + 1}": str(folder / f"{name}-{fold}.jsonl") for fold in range(NUM_FOLDS)}
     for fold, path in enumerate(paths.values()):
@@ -91,7 +93,7 @@ def write_folds(trace: str, folder: Path, name: str, limit: int | None) -> dict[
             for request in islice(Trace(trace), limit):
                 ids = request.hash_ids or []
                 session = request.session_id or str(ids[:2])
-                if crc32(session.encode()) % NUM_FOLDS == fold:
+                if crc32(f"{session}{seed or ''}".encode()) % NUM_FOLDS == fold:
                     write(
                         {
                             "timestamp": int(request.arrival_ms),
@@ -103,13 +105,13 @@ def write_folds(trace: str, folder: Path, name: str, limit: int | None) -> dict[
     return paths
 
 
-def write_traces(folder: Path, num_requests: int, limit: int | None) -> dict[str, tuple[str, int]]:
+def write_traces(folder: Path, num_requests: int, limit: int | None, seed: int) -> dict[str, tuple[str, int]]:
     """Write folds and generated workloads. Return paths and capacity divisors of all traces by name."""
     traces = {name: (path, 1) for name, path in SHARED.items()}
     for name, path in SHARED.items():
-        folds = write_folds(path, folder, name, limit)
+        folds = write_folds(path, folder, name, limit, seed)
         traces |= {fold: (written, NUM_FOLDS) for fold, written in folds.items()}
-    for name, requests in generate(num_requests).items():
+    for name, requests in generate(num_requests, seed).items():
         path = str(folder / f"{name}.jsonl")
         with open_trace_writer(path) as write:
             for request in requests:
@@ -167,6 +169,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(list_policies()), help="separated by commas")
     parser.add_argument("--on", help="names of traces, separated by commas; default: all")
     parser.add_argument("--requests", type=int, default=12_000, help="requests of a generated workload")
+    parser.add_argument("--seed", type=int, default=0, help="another number: other workloads and folds")
     parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
@@ -180,7 +183,7 @@ def main() -> None:
     )
     context = get_context("spawn")
     with TemporaryDirectory() as folder, ProcessPoolExecutor(options.jobs, mp_context=context) as executor:
-        traces = write_traces(Path(folder), num_requests, options.limit)
+        traces = write_traces(Path(folder), num_requests, options.limit, options.seed)
         names = options.on.split(",") if options.on else list(traces)
         tasks = [
             Task(name, traces[name][0], num_blocks // traces[name][1], policies, options.limit)

@@ -43,11 +43,12 @@ class ReturnTimes:
         self.num_returned: list[float] = [0.0] * (num_classes * NUM_AGES)
         self.exposures: list[float] = [0.0] * (num_classes * NUM_AGES)
         # Cohorts, oldest first: number of blocks that entered before, time of the first, and of those that
-        # entered and have not left the number in all and by class.
+        # entered and have not left the number in all, by class, and of evicted ones.
         self.starts: list[int] = []
         self.times: list[float] = []
         self.totals: list[int] = []
         self.counts: list[list[int]] = []
+        self.evicted: list[int] = []
 
     def set_scale(self, scale: float) -> None:
         """Set the time in which the pool is filled. Rates are counted from now on."""
@@ -70,12 +71,36 @@ class ReturnTimes:
         self.num_entered += num_blocks
         return self.num_entered
 
-    def leave(self, stamp: int, kind: int, num_blocks: int) -> int:
+    def note_evicted(self, stamp: int, num_blocks: int) -> None:
+        """Handle the eviction of blocks. O(log NUM_COHORTS)."""
+        self.evicted[self._find_cohort(stamp)] += num_blocks
+
+    def count_recent(self, num_blocks: int) -> tuple[int, int]:
+        """Return the stamp of the last `num_blocks` blocks that have not left, and how many are evicted.
+
+        Of whole cohorts; the stamp is that of the blocks that entered before them. O(NUM_COHORTS).
+        """
+        num_evicted = 0
+        for place in range(len(self.totals) - 1, -1, -1):
+            num_blocks -= self.totals[place]
+            if num_blocks < 0:
+                return self.starts[place + 1] if place + 1 < len(
+                    self.starts
+                ) else self.num_entered, num_evicted
+            num_evicted += self.evicted[place]
+        return 0, num_evicted
+
+    def _find_cohort(self, stamp: int) -> int:
+        return max(0, bisect_right(self.starts, stamp - 1) - 1)
+
+    def leave(self, stamp: int, kind: int, num_blocks: int, is_evicted: bool = False) -> int:
         """Handle blocks that return or are forgotten. Return the number of blocks that entered after them.
 
         Blocks that have left again are not counted. O(NUM_COHORTS).
         """
-        place = max(0, bisect_right(self.starts, stamp - 1) - 1)
+        place = self._find_cohort(stamp)
+        if is_evicted:
+            self.evicted[place] -= num_blocks
         self.totals[place] -= num_blocks
         self.counts[place][kind] -= num_blocks
         num_after = self.totals[place] // 2
@@ -99,6 +124,7 @@ class ReturnTimes:
         self.times.append(now)
         self.totals.append(0)
         self.counts.append([0] * self.num_classes)
+        self.evicted.append(0)
 
     def _count_time(self, now: float) -> None:
         seconds = now - self.time
@@ -125,9 +151,10 @@ class ReturnTimes:
                 best, place = ratio, cohort
         after = place + 1
         self.totals[place] += self.totals[after]
+        self.evicted[place] += self.evicted[after]
         for kind in range(self.num_classes):
             self.counts[place][kind] += self.counts[after][kind]
-        del self.starts[after], self.times[after], self.totals[after], self.counts[after]
+        del self.starts[after], self.times[after], self.totals[after], self.counts[after], self.evicted[after]
 
     def update_values(self) -> None:
         """Compute `values`. O(classes * NUM_AGES ** 2)."""
@@ -150,6 +177,21 @@ class ReturnTimes:
                 )
             for age in range(NUM_AGES):
                 self.values[kind * NUM_AGES + age] = self._find_value(rates, age)
+
+    def read_value(self, place: int, seconds: float) -> float:
+        """Return the value of a class at an exact age, from those of the two nearest ages.
+
+        Args:
+            place: index into `values`: the class and the age in which `seconds` is.
+        """
+        age = place % NUM_AGES
+        value = self.values[place]
+        offset = (seconds - self.bounds[age]) / self.widths[age] - 0.5
+        other = place + 1 if offset > 0.0 else place - 1
+        if age == (NUM_AGES - 1 if offset > 0.0 else 0):
+            return value
+        share = min(abs(offset), 0.5)
+        return value * (self.values[other] / value) ** share
 
     def _find_value(self, rates: list[float], age: int) -> float:
         """Return the largest share that returns until some age, per block and time until then."""

@@ -5,17 +5,23 @@ from kv_pool.core.evicted_runs import EvictedRuns
 from kv_pool.core.return_times import NUM_AGES, ReturnTimes
 
 NUM_CLASSES = 8
-LOSS_SHARE = 0.0003
+LOSS_SHARE = 0.0007  # hits that may be lost against LRU, of the blocks freed
+LEAST_RISK = 0.2  # assumed share of early evictions that cost a hit
+HALF_LIFE = 0.989  # of what is counted for the risk, per update: 64 updates, which are 4 capacities
 
 
 class ReturnRate(CachePolicy):
-    """Keep the runs that promise the most hits per block and second; while that loses against LRU, be LRU.
+    """Keep the runs that promise the most hits per block and second, as long as little is lost against LRU.
 
-    Queues by class and age. The class is the time that a run took to return last, 0 for a new run. Returns of
-    cached and of evicted runs give the rate of return by class and age, and from these the Gittins index: the
-    most returns per block and second that keeping a run can give. The policy counts, with the blocks freed
-    since as reuse distance, which returns LRU would have hit; while too many are lost, or little is learned,
-    it evicts in LRU order. Ages are in seconds, relative to the time in which the pool was filled.
+    Queues by class and age. The class is the time that a run took to return last, 0 for a new run. Returns
+    of cached and of evicted runs give the rate of return by class and age, and from these the Gittins index:
+    the most returns per block and second that keeping a run can give. Ages are in seconds, relative to the
+    time in which the pool was filled.
+
+    The policy counts, with the blocks freed since as reuse distance, which returns LRU would have hit. The
+    eviction of a block that LRU would still have is early, and may cost a hit. Early evictions are allowed
+    while the hits lost so far, and those expected to be lost to early evictions, are a small share of the
+    freed blocks. Otherwise blocks that LRU would have evicted before are, or else the least recently freed.
 
     Ideas: ages and classes from Beckmann, Chen, Cidon: LHD, NSDI 2018, and Beckmann, Sanchez: EVA, HPCA 2017;
     the index from Gittins, 1979; return intervals from Jiang, Zhang: LIRS, SIGMETRICS 2002. Needs no hints.
@@ -30,7 +36,13 @@ class ReturnRate(CachePolicy):
         self.order = list(range(NUM_CLASSES * NUM_AGES))  # queues by value, the first to evict from first
         self.next_update = 0
         self.gain = 0  # blocks hit here, less the blocks that LRU would have hit
-        self.is_lru = False
+        self.is_learning = True
+        # Blocks that LRU would still have were freed after this stamp; the evicted ones of them; and how many
+        # were evicted early so far, and lost or gained hits, both decaying.
+        self.early_stamp = 0
+        self.num_early = 0
+        self.sum_early = 0.0
+        self.sum_lost = 0.0
         self.cut_run: CachedRun | None = None  # the run that was evicted from last, and the key remembered
         self.cut_key: object = None
 
@@ -65,17 +77,21 @@ class ReturnRate(CachePolicy):
         while position < run.num_blocks and evicted.pop(run.blocks[position].key):
             stamp, kind = evicted.found_stamp, evicted.found_kind
             num_back = min(evicted.found_blocks, run.num_blocks - position)
-            self.returns.leave(stamp, kind, evicted.found_blocks - num_back)
+            self.returns.leave(stamp, kind, evicted.found_blocks - num_back, True)
             count = self.note_return(stamp, kind, run.value - evicted.found_time, num_back, False)
+            if stamp > self.early_stamp:
+                self.num_early -= evicted.found_blocks
             run.count = count if position == 0 else run.count
             position += num_back
 
     def note_return(self, stamp: int, kind: int, seconds: float, num_blocks: int, is_hit: bool) -> int:
         """Learn from the return of blocks. Return their new class."""
-        distance = self.returns.leave(stamp, kind, num_blocks) + num_blocks
+        distance = self.returns.leave(stamp, kind, num_blocks, not is_hit) + num_blocks
         if not self.returns.bounds:
             return 1
-        self.gain += num_blocks * (int(is_hit) - int(distance <= self.capacity))
+        gain = num_blocks * (int(is_hit) - int(distance <= self.capacity))
+        self.gain += gain
+        self.sum_lost -= gain
         self.returns.note_return(kind, seconds, num_blocks)
         return 1 + self.returns.find_age(seconds) * (NUM_CLASSES - 1) // NUM_AGES
 
@@ -84,9 +100,12 @@ class ReturnRate(CachePolicy):
             self.next_update = self.returns.num_entered + self.capacity // 16
             self.update(self.read_time())
         queues = self.queues
-        if not self.is_lru:
+        if not self.is_learning:
+            risk = min(1.0, max(LEAST_RISK, (self.sum_lost + 8.0) / (self.sum_early + 64.0)))
+            may_lose = self.gain - risk * self.num_early > -LOSS_SHARE * self.returns.num_entered
             for index in self.order:
-                if queues[index].first is not None:
+                run = queues[index].first
+                if run is not None and (may_lose or run.stamp <= self.early_stamp):
                     return index
         best, oldest = -1, 0
         for queue in queues:
@@ -100,24 +119,35 @@ class ReturnRate(CachePolicy):
         returns = self.returns
         if not returns.bounds:
             returns.set_scale(max(now - (self.start_time or 0.0), 1e-6))
-        allowed = LOSS_SHARE * returns.num_entered + self.capacity / 32
-        self.is_lru = self.gain < (-allowed / 2 if self.is_lru else -allowed)
-        self.is_lru |= returns.num_entered < 2 * self.capacity
-        returns.update_values()
-        ranked = [(value, -index) for index, value in enumerate(returns.values)]
-        ranked.sort()
-        self.order = [-index for _, index in ranked]
+        self.is_learning = returns.num_entered < self.capacity
+        self.early_stamp, self.num_early = returns.count_recent(self.capacity)
+        self.sum_early *= HALF_LIFE
+        self.sum_lost *= HALF_LIFE
         for index in range(len(self.queues) - 1, -1, -1):
             kind, age = index // NUM_AGES, index % NUM_AGES
             run = self.queues[index].first
             while run is not None and age + 1 < NUM_AGES and now - run.value >= returns.bounds[age + 1]:
                 self.queues[kind * NUM_AGES + returns.find_age(now - run.value)].append(run)
                 run = self.queues[index].first
+        returns.update_values()
+        ranked: list[tuple[float, int]] = []
+        for queue in self.queues:
+            run = queue.first
+            if run is not None:
+                ranked.append((returns.read_value(queue.index, now - run.value), -queue.index))
+            else:
+                ranked.append((returns.values[queue.index], -queue.index))
+        ranked.sort()
+        self.order = [-index for _, index in ranked]
 
     def evicted(self, run: CachedRun, num_blocks: int) -> None:
-        key, evicted = run.get_tail_key(num_blocks), self.evictions
+        key, evicted, num_new = run.get_tail_key(num_blocks), self.evictions, num_blocks
         is_same = run is self.cut_run and evicted.pop(self.cut_key)
         self.cut_run, self.cut_key = run, key
         num_blocks += evicted.found_blocks if is_same else 0
+        self.returns.note_evicted(run.stamp, num_new)
+        if run.stamp > self.early_stamp:
+            self.num_early += num_new
+            self.sum_early += num_new
         if evicted.add(key, run.stamp, run.value, run.count, num_blocks):
-            self.returns.leave(evicted.found_stamp, evicted.found_kind, evicted.found_blocks)
+            self.returns.leave(evicted.found_stamp, evicted.found_kind, evicted.found_blocks, True)

@@ -24,7 +24,7 @@ def test_a_share_of_the_gap_is_closed_on_the_bundled_trace(capacity):
 def make_scans(path, seconds):
     """Write a trace of eight prompts that return between prompts that do not."""
     records, fresh = [], 1000
-    for number in range(1500):
+    for number in range(5000):
         is_known = number % 3 == 0
         first = number // 3 % 8 * 10 if is_known else fresh
         fresh += 0 if is_known else 10
