@@ -37,6 +37,11 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "KVCacheManager: the calls of a scheduler step in order, forks, preemption, groups, compaction",
         ),
         Page(
+            "kv_pool/manager/requests/salts.md",
+            "Salts and timing",
+            "which requests may share blocks, salts by region of a prompt, the timing channel, test vectors",
+        ),
+        Page(
             "kv_pool/adapter/README.md",
             "Blocks by id",
             "GPUKVPool: thread-safe allocation by sequence id, runs, eviction under pressure, remapping",

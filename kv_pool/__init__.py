@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from kv_pool.manager.leases import BlockLeases, LeaseKind
     from kv_pool.manager.prefix_rules import PrefixRules
     from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
+    from kv_pool.manager.requests.salt_region import SaltRegion
     from kv_pool.manager.retention.block_retention import BlockRetention
     from kv_pool.manager.retention.directive import RetentionDirective
     from kv_pool.manager.swap.plan import SwapPlan
@@ -165,6 +166,7 @@ else:
                 "MultiModalFeature",
                 "PlaceholderRange",
             ),
+            "kv_pool.manager.requests.salt_region": ("SaltRegion",),
             "kv_pool.manager.retention.block_retention": ("BlockRetention",),
             "kv_pool.manager.retention.directive": ("RetentionDirective",),
             "kv_pool.manager.swap.plan": ("SwapPlan",),
@@ -191,6 +193,7 @@ __all__ = [
     "LoRARequest",
     "MultiModalFeature",
     "PlaceholderRange",
+    "SaltRegion",
     "FullAttentionSpec",
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",

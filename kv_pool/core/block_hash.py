@@ -184,7 +184,7 @@ class BlockHasher:
         token_ids = request.all_token_ids[start:]
         num_blocks = len(token_ids) // self.block_size
         extra_keys: list[ExtraKeys | None] = []
-        if has_extra_keys(request):
+        if num_blocks and has_extra_keys(request):
             covered = self.block_size + self.num_lookahead_tokens
             walk = ExtraKeysWalk(request)
             for first in range(start, start + num_blocks * self.block_size, self.block_size):

@@ -7,12 +7,18 @@ Tagged as in vLLM 0.33, in this order:
   the block's start; may be negative);
 - `("cache_salt", salt)`, in the first block of a sequence only;
 - `("prompt_embeds", digest)`, the SHA-256 of the block's rows, if the prompt was given as embeddings.
+
+A request with salts by region, which vLLM does not have, has two other kinds (see `salt_regions.py`):
+
+- `("media", identifier, offset, length)` instead of `mm`;
+- `("salt_region", salt, offset)` in the block in which a region starts, after `cache_salt`.
 """
 
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kv_pool.core.salt_regions import read_salt_regions
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash
 
@@ -42,16 +48,20 @@ class CacheableRequest(Protocol):
     def cache_salt(self) -> str | None:
         """Only requests with the same salt share blocks."""
 
-    # Optional: `session_id`, a string or None, reported in events; `prompt_embeds`, None or a tensor or array
-    # (num_tokens, hidden size), and with it `_prompt_embeds_per_block_hashes`, a dict that caches each
-    # block's digest.
+    # Optional: `session_id`, a string or None, reported in events; `salt_regions`, None or a sequence of
+    # objects with `start` and `salt`; `prompt_embeds`, None or a tensor or array (num_tokens, hidden size),
+    # and with it `_prompt_embeds_per_block_hashes`, a dict that caches each block's digest.
 
 
 def has_extra_keys(request: CacheableRequest) -> bool:
     """Return True if any block of the request can have extra keys."""
     if request.lora_request or request.mm_features or request.cache_salt:
         return True
-    return getattr(request, "prompt_embeds", None) is not None
+    # Compiled, `hasattr` of a missing attribute costs a small part of `getattr` with a default.
+    unchecked: Any = request
+    if hasattr(request, "prompt_embeds") and unchecked.prompt_embeds is not None:
+        return True
+    return hasattr(request, "salt_regions") and bool(unchecked.salt_regions)
 
 
 class ExtraKeysWalk:
@@ -67,6 +77,9 @@ class ExtraKeysWalk:
         """Number of features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
         """Those of them that end after the start of the last block: (offset, end, identifier)."""
+        self._regions: list[tuple[int, str]] = read_salt_regions(request)
+        self._num_regions_passed: int = 0
+        """Number of salt regions that start before the last block."""
 
     def find(self, start: int, end: int) -> ExtraKeys | None:
         """Return the extra keys of the block that holds tokens `[start, end)`, or None.
@@ -87,16 +100,32 @@ class ExtraKeysWalk:
                 break
             self._num_passed += 1
             feature_end: int = offset + feature.mm_position.length
-            if feature_end > start:
+            if feature_end > start or (self._regions and offset >= start):
                 self._open.append((offset, feature_end, feature.identifier))
-        for offset, _, identifier in self._open:
-            keys.append(("mm", identifier, offset - start))
+        for offset, feature_end, identifier in self._open:
+            if self._regions:
+                keys.append(("media", identifier, offset - start, feature_end - offset))
+            else:
+                keys.append(("mm", identifier, offset - start))
         salt = request.cache_salt
         if start == 0 and salt:
             keys.append(("cache_salt", salt))
+        if self._regions:
+            self._append_salts(keys, start, end)
         if getattr(request, "prompt_embeds", None) is not None:
             keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
         return tuple(keys) if keys else None
+
+    def _append_salts(self, keys: list[tuple[Any, ...]], start: int, end: int) -> None:
+        """Append the keys of the regions that start in `[start, end)`."""
+        regions = self._regions
+        while self._num_regions_passed < len(regions) and regions[self._num_regions_passed][0] < start:
+            self._num_regions_passed += 1
+        for number in range(self._num_regions_passed, len(regions)):
+            first, salt = regions[number]
+            if first >= end:
+                break
+            keys.append(("salt_region", salt, first - start))
 
 
 def _sort_by_offset(features: Sequence[Any]) -> Sequence[Any]:
@@ -154,6 +183,8 @@ def check_announceable(request: CacheableRequest) -> None:
             read += [lora.adapter_id, lora.name, lora.lora_name]
         for feature in request.mm_features or ():
             read += [feature.identifier, feature.mm_position.offset + feature.mm_position.length]
+        for region in getattr(request, "salt_regions", None) or ():
+            read.append(region.salt)
         for text in read:
             if isinstance(text, str):
                 text.encode()
@@ -164,7 +195,7 @@ def check_announceable(request: CacheableRequest) -> None:
 
 
 def untag_extra_keys(keys: ExtraKeys | None) -> tuple[Any, ...] | None:
-    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salt."""
+    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salts, digest."""
     if keys is None:
         return None
-    return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)
+    return tuple(key[1:3] if key[0] in ("mm", "media") else key[1] for key in keys)

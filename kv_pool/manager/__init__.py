@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         Request,
         SchedulableRequest,
     )
+    from kv_pool.manager.requests.salt_region import SaltRegion
     from kv_pool.manager.requests.serialized_request import dump_request, load_request
     from kv_pool.manager.retention.block_retention import BlockRetention
     from kv_pool.manager.retention.directive import RetentionDirective
@@ -98,6 +99,7 @@ else:
                 "PlaceholderRange",
                 "SchedulableRequest",
             ),
+            "kv_pool.manager.requests.salt_region": ("SaltRegion",),
             "kv_pool.manager.requests.serialized_request": (
                 "dump_request",
                 "load_request",
@@ -119,6 +121,7 @@ __all__ = [
     "LoRARequest",
     "MultiModalFeature",
     "PlaceholderRange",
+    "SaltRegion",
     "SchedulableRequest",
     "CachedPrefix",
     "PrefixRules",

@@ -9,6 +9,7 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, RequestId, TokenIds
+from kv_pool.manager.requests.salt_region import SaltRegion, as_regions
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Request:
         prompt_token_ids: at least one token id, each in 0..2**64-1.
         hasher: its block size is the pool's `hash_block_size`.
         lora_request, mm_features, cache_salt: part of the hashes; see `core/extra_keys.py`.
+        salt_regions: from which tokens on the prompt is private, and to whom; see `SaltRegion`.
+            `cache_salt`, as in vLLM, makes all of it private.
         session_id: included in events.
 
     Attributes:
@@ -110,6 +113,7 @@ class Request:
         mm_features: Sequence[MultiModalFeature] | None = None,
         cache_salt: str | None = None,
         session_id: str | None = None,
+        salt_regions: Sequence[SaltRegion] | None = None,
     ) -> None:
         check_type("request_id", request_id, str)
         check_type("hasher", hasher, BlockHasher)
@@ -125,6 +129,7 @@ class Request:
         self.lora_request = lora_request
         self.mm_features = mm_features
         self.cache_salt = cache_salt
+        self.salt_regions = None if salt_regions is None else as_regions(salt_regions)
         self.session_id = session_id
         self.kv_hints: dict[str, Any] | None = None
         self.num_computed_tokens = 0

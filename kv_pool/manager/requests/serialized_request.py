@@ -7,10 +7,14 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import RequestId
 from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, Request
+from kv_pool.manager.requests.salt_region import SaltRegion
 
 
-class SerializedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of a `Request`, without its hashes, which are recomputed."""
+class SerializedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The fields of a `Request`, without its hashes, which are recomputed. Fields that are None are omitted.
+
+    So versions of kv_pool without salt regions read requests without them, and refuse the others.
+    """
 
     request_id: RequestId
     token_ids: list[int]
@@ -20,6 +24,7 @@ class SerializedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     mm_features: list[MultiModalFeature] | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    salt_regions: list[SaltRegion] | None = None
 
 
 def dump_request(request: Request) -> bytes:
@@ -40,6 +45,7 @@ def dump_request(request: Request) -> bytes:
         None if features is None else list(features),
         request.cache_salt,
         request.session_id,
+        None if request.salt_regions is None else list(request.salt_regions),
     )
     try:
         return msgspec.msgpack.encode(state)
@@ -71,6 +77,7 @@ def load_request(state: bytes, hasher: BlockHasher) -> Request:
         mm_features=found.mm_features,
         cache_salt=found.cache_salt,
         session_id=found.session_id,
+        salt_regions=found.salt_regions,
     )
     request.append_output_token_ids(found.token_ids[found.num_prompt_tokens :])
     request.num_computed_tokens = found.num_computed_tokens

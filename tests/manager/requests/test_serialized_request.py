@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from damage import craft_or_damage
 
-from kv_pool import BlockHasher, InvalidArgumentError, KVPoolError, Request
+from kv_pool import BlockHasher, InvalidArgumentError, KVPoolError, Request, SaltRegion
 from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, PlaceholderRange
 from kv_pool.manager.requests.serialized_request import SerializedRequest, dump_request, load_request
 
@@ -23,6 +23,7 @@ def make_request():
         mm_features=[MultiModalFeature("a picture", PlaceholderRange(2, 3))],
         cache_salt="tenant",
         session_id="chat 7",
+        salt_regions=[SaltRegion(6, "tenant 7"), SaltRegion(9, "user 3")],
     )
     request.append_output_token_ids([7, 8, 9])
     request.num_computed_tokens = 12
@@ -38,6 +39,19 @@ def test_a_loaded_request_continues_as_it_was_dumped():
         name: value for name, value in vars(request).items() if name != "_hasher"
     }
     assert len(found.block_hashes) == 4
+
+
+def test_a_request_without_regions_is_dumped_as_before():
+    """A version without salt regions refuses unknown fields."""
+    fields = msgspec.msgpack.decode(dump_request(Request("r", range(4), HASHER)))
+    assert sorted(fields) == ["num_computed_tokens", "num_prompt_tokens", "request_id", "token_ids"]
+
+
+@pytest.mark.parametrize("regions", [[[2, "a"]], [{"start": 2, "salt": ""}], [{"start": -1, "salt": "a"}]])
+def test_impossible_regions_in_a_dump_are_refused(regions):
+    fields = {**msgspec.msgpack.decode(dump_request(make_request())), "salt_regions": regions}
+    with pytest.raises(InvalidArgumentError):
+        load_request(msgspec.msgpack.encode(fields), HASHER)
 
 
 def test_hashes_are_those_of_the_loading_hasher():

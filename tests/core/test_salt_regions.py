@@ -1,0 +1,316 @@
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cbor2 import loads
+from core.salted_inputs import BLOCK_SIZE, change, describe, describe_as_vllm, draw_input, make_salted
+from drawing import make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    InvalidArgumentError,
+    InvalidTypeError,
+    LoRARequest,
+    MultiModalFeature,
+    PlaceholderRange,
+    Request,
+    SaltRegion,
+)
+from kv_pool.core.block_hash import HASH_ALGORITHMS
+from kv_pool.core.extra_keys import find_extra_keys, untag_extra_keys
+from kv_pool.core.salt_regions import MAX_SALT_REGIONS
+
+VECTORS = json.loads((Path(__file__).parent / "data" / "salt_region_vectors.json").read_text())
+
+
+def hash_with(regions, tokens=range(16), algorithm="sha256", **options):
+    hasher = BlockHasher(algorithm, "s", BLOCK_SIZE)
+    return Request("r", tokens, hasher, salt_regions=regions, **options).block_hashes
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+def test_blocks_before_the_first_region_are_public(algorithm):
+    plain = hash_with(None, algorithm=algorithm)
+    one = hash_with([SaltRegion(8, "a")], algorithm=algorithm)
+    other = hash_with([SaltRegion(8, "b")], algorithm=algorithm)
+    assert plain[:2] == one[:2] == other[:2]
+    assert len({*plain[2:], *one[2:], *other[2:]}) == 6
+    assert one == hash_with([SaltRegion(8, "a")], algorithm=algorithm)
+
+
+@pytest.mark.parametrize("start", range(4, 8))
+def test_a_block_that_straddles_the_border_is_private(start):
+    plain, one, other = (
+        hash_with(None),
+        hash_with([SaltRegion(start, "a")]),
+        hash_with([SaltRegion(start, "b")]),
+    )
+    assert plain[0] == one[0] == other[0]
+    assert len({plain[1], one[1], other[1]}) == 3
+
+
+def test_a_block_between_two_tenants_needs_both_salts():
+    both = hash_with([SaltRegion(5, "a"), SaltRegion(6, "b")])
+    for regions in ([(5, "a")], [(6, "b")], [(5, "b"), (6, "a")], [(5, "a"), (7, "b")]):
+        assert hash_with([SaltRegion(*region) for region in regions])[1] != both[1]
+
+
+def test_a_region_may_begin_in_the_generated_tokens():
+    hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
+    request = Request("r", range(6), hasher, salt_regions=[SaltRegion(6, "a")])
+    plain = Request("r", range(6), hasher)
+    assert request.block_hashes == plain.block_hashes
+    for one in (request, plain):
+        one.append_output_token_ids([6, 7, 8])
+    assert request.block_hashes[0] == plain.block_hashes[0]
+    assert request.block_hashes[1] != plain.block_hashes[1]
+
+
+def test_hashing_in_steps_equals_hashing_at_once():
+    regions = [SaltRegion(3, "a"), SaltRegion(9, "b"), SaltRegion(14, "c")]
+    hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
+    request = Request("r", [0], hasher, salt_regions=regions)
+    for token in range(1, 16):
+        request.append_output_token_ids([token])
+    assert request.block_hashes == hash_with(regions)
+
+
+def test_lookahead_tokens_of_a_region_make_a_block_private():
+    hasher = BlockHasher("sha256", "s", BLOCK_SIZE, num_lookahead_tokens=2)
+    made = [
+        Request("r", range(14), hasher, salt_regions=[SaltRegion(start, salt)]).block_hashes
+        for start, salt in ((5, "a"), (5, "b"), (6, "a"), (6, "b"))
+    ]
+    assert made[0][0] != made[1][0]  # token 5 is a lookahead token of the first block
+    assert made[2][0] == made[3][0]
+    assert made[2][1] != made[3][1]
+
+
+def test_without_regions_the_form_is_that_of_vllm():
+    request = make_request(
+        [],
+        cache_salt="s",
+        lora_request=LoRARequest(1, "n", "p"),
+        mm_features=[MultiModalFeature("i", PlaceholderRange(1, 2))],
+    )
+    expected = (("lora", "n", "p"), ("mm", "i", 1), ("cache_salt", "s"))
+    for regions in (None, (), []):
+        request.salt_regions = regions
+        assert find_extra_keys(request, 0, 4) == expected
+
+
+def test_with_regions_media_are_keyed_with_their_length():
+    request = make_request(
+        [],
+        cache_salt="s",
+        lora_request=LoRARequest(1, "n", "p"),
+        mm_features=[MultiModalFeature("i", PlaceholderRange(1, 2))],
+        salt_regions=[SaltRegion(0, "a"), SaltRegion(3, "b")],
+    )
+    keys = find_extra_keys(request, 0, 4)
+    assert keys == (
+        ("lora", "n", "p"),
+        ("media", "i", 1, 2),
+        ("cache_salt", "s"),
+        ("salt_region", "a", 0),
+        ("salt_region", "b", 3),
+    )
+    assert untag_extra_keys(keys) == ("n", ("i", 1), "s", "a", "b")
+    assert find_extra_keys(request, 4, 8) == (("lora", "n", "p"),)
+
+
+def test_events_carry_the_salts_as_text():
+    hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
+    request = Request("r", range(12), hasher, salt_regions=[SaltRegion(6, "a")])
+    pool = BlockPool(4, True, BLOCK_SIZE, enable_kv_cache_events=True)
+    pool.cache_full_blocks(request, pool.get_new_blocks(3), 0, 3, BLOCK_SIZE, 0)
+    (event,) = pool.take_events()
+    assert event.extra_keys == [None, ("a",), None]
+
+
+@pytest.mark.parametrize(
+    ("regions", "error", "message"),
+    [
+        ([(4, "a"), (4, "b")], InvalidArgumentError, "must start at 5 or later"),
+        ([(4, "a"), (2, "b")], InvalidArgumentError, "must start at 5 or later"),
+        ([(-1, "a")], InvalidArgumentError, "must start at 0 or later"),
+        ([(0, "")], InvalidArgumentError, "tokens after a private region cannot be public"),
+        ([(0, None)], InvalidTypeError, "salt is of type NoneType"),
+        ([(0, b"a")], InvalidTypeError, "salt is of type bytes"),
+        ([("0", "a")], InvalidTypeError, "start is of type str"),
+        ([(start, "a") for start in range(MAX_SALT_REGIONS + 1)], InvalidArgumentError, "at most 256"),
+    ],
+)
+def test_impossible_regions_are_refused(regions, error, message):
+    with pytest.raises(error, match=message):
+        hash_with([SaltRegion(*region) for region in regions])
+    request = make_salted(
+        {"tokens": list(range(8)), "regions": regions, "adapter": None, "media": [], "cache_salt": None}
+    )
+    with pytest.raises(error, match=message):
+        BlockHasher("sha256", "s", BLOCK_SIZE).hash_request(request)
+
+
+def test_regions_of_another_type_are_refused():
+    with pytest.raises(InvalidTypeError, match=r"salt_regions\[0\] is of type tuple"):
+        hash_with([(0, "a")])
+    with pytest.raises(InvalidTypeError, match="salt_regions"):
+        hash_with(7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("cache_salt", "", "cache_salt is empty"),
+        ("cache_salt", b"a", "cache_salt is of type bytes"),
+        ("lora_request", SimpleNamespace(lora_name=b"a", lora_path="p"), "lora_name of a request"),
+        ("lora_request", SimpleNamespace(lora_name="a", lora_path=None), "lora_path of a request"),
+        ("mm_features", [MultiModalFeature(("a",), PlaceholderRange(0, 1))], "identifier of a request"),
+        ("mm_features", [MultiModalFeature(1, PlaceholderRange(0, 1))], "identifier of a request"),
+    ],
+)
+def test_with_regions_ambiguous_types_are_refused(field, value, message):
+    request = make_request([], salt_regions=[SaltRegion(0, "a")], **{field: value})
+    with pytest.raises((InvalidTypeError, InvalidArgumentError), match=message):
+        find_extra_keys(request, 0, 4)
+
+
+def test_a_salt_that_cannot_be_encoded_is_refused():
+    with pytest.raises(InvalidArgumentError, match="surrogates not allowed"):
+        hash_with([SaltRegion(0, "\ud800")])
+
+
+def read_case(case):
+    adapter = case.get("adapter")
+    return {
+        "lora_request": adapter and LoRARequest(1, *adapter),
+        "mm_features": [
+            MultiModalFeature(name, PlaceholderRange(offset, length))
+            for name, offset, length in case.get("media", [])
+        ],
+        "cache_salt": case.get("cache_salt"),
+        "salt_regions": [SaltRegion(*region) for region in case.get("salt_regions", [])],
+    }
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: case["name"])
+def test_published_vectors(case):
+    """The vectors are in tests/core/data/, the recipe in kv_pool/manager/requests/salts.md."""
+    options = read_case(case)
+    for algorithm in HASH_ALGORITHMS:
+        hasher = BlockHasher(algorithm, VECTORS["seed"], VECTORS["block_size"])
+        request = Request("r", case["tokens"], hasher, **options)
+        assert [one.hex() for one in request.block_hashes] == case["hashes"][algorithm]
+    for position, text in enumerate(case["extra_keys_cbor"]):
+        start = position * VECTORS["block_size"]
+        keys = find_extra_keys(request, start, start + VECTORS["block_size"])
+        decoded = None if text is None else loads(bytes.fromhex(text))
+        assert decoded == (None if keys is None else [list(key) for key in keys])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 2**32), st.integers(1, 4))
+def test_changed_inputs_have_other_hashes(seed, num_changes):
+    rng = random.Random(seed)
+    original = draw_input(rng)
+    changed = original
+    for _ in range(num_changes):
+        changed = change(changed, rng)
+        if not changed["regions"]:
+            return
+    compare_inputs([original, changed], {})
+
+
+def compare_inputs(inputs, seen, algorithm="sha256"):
+    """Hash each input. Fail if two different ones have the same last hash. Return the number of hashes.
+
+    Equal digests mean equal bytes, and each digest covers the one before it. An input without regions is
+    compared without what vLLM's keys do not cover.
+    """
+    hasher = BlockHasher(algorithm, "s", BLOCK_SIZE)
+    num_hashed = 0
+    for one in inputs:
+        try:
+            hashes = hasher.hash_request(make_salted(one))
+        except (InvalidArgumentError, InvalidTypeError):
+            continue
+        if not hashes:
+            continue
+        text = describe(one) if one["regions"] else describe_as_vllm(one)
+        assert seen.setdefault(hashes[-1], text) == text
+        num_hashed += 1
+    return num_hashed
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("seed", range(9))
+def test_no_two_mutated_inputs_have_equal_bytes(seed, share):
+    assert fuzz(seed, 400, share) > 250
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_no_two_of_many_mutated_inputs_are_equal(seed, share):
+    assert fuzz(seed, 250_000, share) > 150_000
+
+
+def fuzz(seed, num_inputs, share):
+    """Hash inputs that differ by one change each from an earlier one. Return the number of hashed ones.
+
+    Args:
+        share: of the inputs that have salt regions.
+    """
+    rng = random.Random(seed)
+    seen = {}
+    drawn = [draw_input(rng)]
+    num_hashed = 0
+    while num_inputs:
+        if rng.random() < 0.2:
+            drawn.append(draw_input(rng))
+        changed = change(rng.choice(drawn[-50:]), rng)
+        if not changed["regions"]:
+            continue
+        num_inputs -= 1
+        shown = changed
+        if rng.random() >= share:
+            texts = [one for one in changed["media"] if isinstance(one[0], (str, bytes))]
+            shown = {**changed, "regions": [], "media": texts}
+        if compare_inputs([shown], seen, HASH_ALGORITHMS[seed % 3]):
+            num_hashed += 1
+            drawn.append(changed)
+    assert len(seen) > num_hashed // 3
+    return num_hashed
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"cache_salt": ""}, {"cache_salt": None}),
+        ({"media": [("i", 1, 2)]}, {"media": [("i", 1, 3)]}),
+        ({"media": [("i", 4, 0)]}, {"media": []}),
+        ({"media": [(("i",), 0, 1)]}, {"media": [(["i"], 0, 1)]}),
+    ],
+    ids=["empty-salt", "length-of-media", "medium-without-tokens", "tuple-and-list"],
+)
+def test_inputs_that_the_form_of_vllm_confuses(one, other):
+    """Limits of the form that is kept for compatibility, listed in kv_pool/manager/requests/salts.md."""
+    empty = {"tokens": list(range(8)), "regions": [], "adapter": None, "media": [], "cache_salt": None}
+    for algorithm in HASH_ALGORITHMS:
+        hasher = BlockHasher(algorithm, "s", BLOCK_SIZE)
+        found = [hasher.hash_request(make_salted({**empty, **fields})) for fields in (one, other)]
+        assert found[0] == found[1]
+    private = {**empty, "regions": [(4, "a")]}
+    hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
+    found = []
+    for fields in (one, other):
+        try:
+            found.append(hasher.hash_request(make_salted({**private, **fields})))
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            found.append(error)
+    assert found[0] != found[1]
