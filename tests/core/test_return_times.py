@@ -65,3 +65,32 @@ def test_a_class_that_returns_is_worth_more():
     for seconds in (4.0, 8.0):
         age = returns.find_age(seconds)
         assert returns.values[NUM_AGES + age] > 4 * returns.values[age]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_recent_evictions_equal_those_of_a_list(seed):
+    """The blocks after the stamp are at most the number asked for, and their evicted ones are counted."""
+    rng = random.Random(seed)
+    returns = ReturnTimes(capacity=rng.choice([8, 100, 1000]), num_classes=2)
+    entries = []  # [stamp, class, blocks in the cache, evicted blocks]
+    for step in range(3000):
+        action = rng.random()
+        if action < 0.5 or not entries:
+            kind, num_blocks = rng.randrange(2), rng.randint(1, 20)
+            entries.append([returns.enter(float(step), kind, num_blocks), kind, num_blocks, 0])
+            continue
+        entry = rng.choice(entries)
+        stamp, kind, num_cached, num_evicted = entry
+        if action < 0.75:
+            num_blocks = rng.randint(0, num_cached)
+            returns.note_evicted(stamp, num_blocks)
+            entry[2:] = num_cached - num_blocks, num_evicted + num_blocks
+        else:
+            returns.leave(stamp, kind, num_cached)
+            returns.leave(stamp, kind, num_evicted, True)
+            entries.remove(entry)
+        num_asked = rng.randint(0, 2000)
+        stamp, num_found = returns.count_recent(num_asked)
+        recent = [entry for entry in entries if entry[0] > stamp]
+        assert num_found == sum(entry[3] for entry in recent)
+        assert sum(entry[2] + entry[3] for entry in recent) <= num_asked
