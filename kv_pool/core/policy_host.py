@@ -303,7 +303,7 @@ class PolicyHost(PolicyRunner):
                 elif block.key is not None or block.is_null or block.owner is not owner:
                     break
                 else:
-                    block.retention_id = 0  # as above
+                    block.retention_id = 0  # it was evicted while in use
                 index += 1
             if first > 0:
                 self.table.split(run, first)

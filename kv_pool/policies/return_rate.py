@@ -7,7 +7,7 @@ from kv_pool.core.return_times import NUM_AGES, ReturnTimes
 NUM_CLASSES = 8
 LOSS_SHARE = 0.0007  # hits that may be lost against LRU, of the blocks freed
 LEAST_RISK = 0.2  # assumed share of early evictions that cost a hit
-HALF_LIFE = 0.989  # of what is counted for the risk, per update: 64 updates, which are 4 capacities
+DECAY = 0.989  # of the counts for the risk, per update: half in 64 updates, which are 4 capacities
 
 
 class ReturnRate(CachePolicy):
@@ -37,8 +37,8 @@ class ReturnRate(CachePolicy):
         self.next_update = 0
         self.gain = 0  # blocks hit here, less the blocks that LRU would have hit
         self.is_learning = True
-        # Blocks that LRU would still have were freed after this stamp; the evicted ones of them; and how many
-        # were evicted early so far, and lost or gained hits, both decaying.
+        # Blocks that LRU would still have were freed after this stamp; how many of them are evicted; and,
+        # decaying, how many blocks were evicted early, and the hits of LRU less those here.
         self.early_stamp = 0
         self.num_early = 0
         self.sum_early = 0.0
@@ -121,8 +121,8 @@ class ReturnRate(CachePolicy):
             returns.set_scale(max(now - (self.start_time or 0.0), 1e-6))
         self.is_learning = returns.num_entered < self.capacity
         self.early_stamp, self.num_early = returns.count_recent(self.capacity)
-        self.sum_early *= HALF_LIFE
-        self.sum_lost *= HALF_LIFE
+        self.sum_early *= DECAY
+        self.sum_lost *= DECAY
         for index in range(len(self.queues) - 1, -1, -1):
             kind, age = index // NUM_AGES, index % NUM_AGES
             run = self.queues[index].first
