@@ -6,6 +6,7 @@ from typing import Any
 
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.environment import CONTROL
 from kv_pool.integrations.vllm.locked_calls import locked
 from kv_pool.integrations.vllm.pool_control import PoolControl, open_socket
 
@@ -22,7 +23,7 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.control = PoolControl(self)
             super().__init__(*args, **kwargs)
-            open_socket(self, self.control, os.environ.get("KV_POOL_VLLM_CONTROL", ""))
+            open_socket(self, self.control, os.environ.get(CONTROL, ""))
 
         get_new_blocks = locked(pool_class.get_new_blocks)
         touch = locked(pool_class.touch)

@@ -14,6 +14,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.control.server import ControlServer
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
+from kv_pool.environment import CONTROL, LEVEL
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import GroupId, NodeName, RequestId
 from kv_pool.manager.engine.engine_manager import EngineManager
@@ -103,7 +104,7 @@ class PoolControl:
         if self._manager is None:
             raise ControlError(
                 "the block tables of requests are in vLLM's scheduler, not in the pool; use stats, layout or "
-                "sequences --holds, set KV_POOL_VLLM=manager, or read vLLM's metrics"
+                f"sequences --holds, set {LEVEL}=manager, or read vLLM's metrics"
             )
         with self.lock:
             immovable_ids = set(self.block_pool.holds.list_immovable_ids())
@@ -149,7 +150,7 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
         )
         server.start()
     except (ControlError, OutOfThreadsError) as error:
-        own = "" if setting == "1" else ". With KV_POOL_VLLM_CONTROL=1 each engine process has its own"
+        own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, _stop, server, os.getpid())

@@ -32,6 +32,7 @@ from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
+from kv_pool.integrations.vllm.log_warnings import warn_if_unused
 from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -82,6 +83,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
             self._host_blocks, self._disk_blocks = self._count_tier_blocks()
         if role is KVConnectorRole.SCHEDULER:
+            warn_if_unused()
             self.handler = make_request_handler(vllm_config, self.settings)
             if has_tiers:
                 self.scheduler = self._make_scheduler()
