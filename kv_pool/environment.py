@@ -21,8 +21,7 @@ class Variable(NamedTuple):
 
     Attributes:
         name: its name.
-        values: its values, for readers.
-        default: what applies if it is empty or not set, for readers.
+        values: its values for readers; the first one is the default, also if it is empty.
         meaning: what it decides, for readers.
         choices: its values, if these are all; () for any text.
         needs_manager: it has no effect at level `pool`.
@@ -30,7 +29,6 @@ class Variable(NamedTuple):
 
     name: str
     values: str
-    default: str
     meaning: str
     choices: tuple[str, ...] = ()
     needs_manager: bool = False
@@ -40,44 +38,38 @@ VARIABLES: Final = (
     Variable(
         LEVEL,
         "pool, manager",
-        "pool",
         "the classes of vLLM that are replaced: those of the block pool, or of the KV cache manager as well",
         LEVELS,
     ),
     Variable(
         CONTROL,
         "0, 1, a path",
-        "0",
         "open a control socket for kv-pool stats and others: 1 under the name vllm-PID, or at this path",
     ),
-    Variable(POLICY, "a policy", "vLLM's LRU", "the cache policy that chooses the blocks to evict"),
+    Variable(POLICY, "lru, a policy", "the cache policy that chooses the blocks to evict"),
     Variable(
         LIVE_CURVE,
         "0, 1",
-        "0",
         "1: estimate the hit rates at other capacities, for kv-pool stats",
         ("0", "1"),
     ),
     Variable(
         MAX_PINNED_BLOCKS,
-        "a number",
-        "0",
+        "0, a number",
         "the blocks that clients may pin, all together; 0 refuses pins",
         needs_manager=True,
     ),
     Variable(
         STATES,
         "checkpoints, bounded",
-        "checkpoints",
         "the states of hybrid models that stay cached: vLLM's, or at most two per request",
         ("checkpoints", "bounded"),
         needs_manager=True,
     ),
-    Variable(FORCE, "0, 1", "0", "1: use kv_pool with a vLLM that was not checked, too", ("0", "1")),
+    Variable(FORCE, "0, 1", "1: use kv_pool with a vLLM that was not checked, too", ("0", "1")),
     Variable(
         BUILD,
         "auto, compiled, plain",
-        "auto",
         "read when kv_pool is installed: compile the core if possible, or fail, or do not compile it",
         ("auto", "compiled", "plain"),
     ),

@@ -6,14 +6,21 @@ import os
 import sys
 from typing import Final
 
-from kv_pool import environment
 from kv_pool.core.mode import COMPILED
-from kv_pool.environment import LEVELS
+from kv_pool.environment import (
+    CONTROL,
+    FORCE,
+    LEVEL,
+    LEVELS,
+    explain_plugins,
+    find_level,
+    list_mistakes,
+)
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
-from kv_pool.integrations.vllm.log_warnings import warn
 from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
+from kv_pool.integrations.vllm_warnings import warn
 from kv_pool.version import __version__
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -38,7 +45,7 @@ def register(level: str | None = None) -> None:
     Does nothing in these cases, and warns:
 
     - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
-      The warning is left out if no variable of `environment.VARIABLES` is set.
+      The warning is left out if no variable of `kv_pool.environment` is set.
     - KV_POOL_VLLM is neither `pool` nor `manager`.
     - vLLM's version is not among the `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
     - kv_pool's classes for the level cannot be loaded, or vLLM lacks one of those to replace.
@@ -52,15 +59,15 @@ def register(level: str | None = None) -> None:
     if level is not None:
         if level not in LEVELS:
             raise InvalidArgumentError(f"level is {level!r}; it is one of {', '.join(LEVELS)}")
-        os.environ[environment.LEVEL] = level
-    if environment.explain_plugins():
+        os.environ[LEVEL] = level
+    if explain_plugins():
         logger.debug("kv_pool is installed but not enabled: VLLM_PLUGINS does not name it")
-        for mistake in environment.list_mistakes():
+        for mistake in list_mistakes():
             _warn(mistake)
         return
-    level = environment.find_level()
+    level = find_level()
     if level not in LEVELS:
-        _warn(f"{environment.LEVEL} is {level!r}; it is one of {', '.join(LEVELS)}")
+        _warn(f"{LEVEL} is {level!r}; it is one of {', '.join(LEVELS)}")
         return
     if level == "pool" and _find_active_level() == "manager":
         _warn("a level cannot be lowered. Later processes use level pool")
@@ -91,7 +98,7 @@ def register(level: str | None = None) -> None:
     except SwapError as error:
         _warn(str(error))
         return
-    for mistake in environment.list_mistakes(level=level):
+    for mistake in list_mistakes(level=level):
         warn(f"kv_pool has a wrong setting: {mistake}")
     logger.info(
         "kv_pool %s (%s) replaces the %s of vLLM %s: %d classes, rebound in %d places",
@@ -106,11 +113,11 @@ def register(level: str | None = None) -> None:
 
 def _choose_level(level: str, version: str, release: Release) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
-    is_forced = os.environ.get(environment.FORCE) == "1"
+    is_forced = os.environ.get(FORCE) == "1"
     if not is_checked(level, version) and is_checked("pool", version) and not is_forced:
         warn(
             f"kv_pool uses level pool: level {level} was checked with vLLM "
-            f"{', '.join(CHECKED_VERSIONS[level])}, and this is {version}. Set {environment.FORCE}=1 to use "
+            f"{', '.join(CHECKED_VERSIONS[level])}, and this is {version}. Set {FORCE}=1 to use "
             "it anyway."
         )
         level = "pool"
@@ -120,14 +127,11 @@ def _choose_level(level: str, version: str, release: Release) -> str | None:
     if is_forced:
         major, minor = release.number
         warn(
-            f"kv_pool was checked with vLLM {checked}; {environment.FORCE}=1 forces it on {version}, with "
+            f"kv_pool was checked with vLLM {checked}; {FORCE}=1 forces it on {version}, with "
             f"its classes for {major}.{minor}"
         )
         return level
-    _warn(
-        f"this is vLLM {version}, and it was checked with {checked}. Set {environment.FORCE}=1 to use it "
-        "anyway."
-    )
+    _warn(f"this is vLLM {version}, and it was checked with {checked}. Set {FORCE}=1 to use it anyway.")
     return None
 
 
@@ -150,7 +154,7 @@ def _find_active_level() -> str | None:
 def _find_replacements(release: Release, level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
     new_classes = load_classes(release, level)
-    if os.environ.get(environment.CONTROL, "0") not in ("", "0"):
+    if os.environ.get(CONTROL, "0") not in ("", "0"):
         from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
 
         new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])

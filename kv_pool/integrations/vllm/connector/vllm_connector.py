@@ -32,8 +32,8 @@ from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
-from kv_pool.integrations.vllm.log_warnings import warn_if_unused
 from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
+from kv_pool.integrations.vllm_warnings import warn_if_unused
 
 logger = logging.getLogger("vllm.kv_pool")
 

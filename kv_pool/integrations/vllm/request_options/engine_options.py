@@ -94,9 +94,9 @@ class EngineOptions:
         self._num_refused += 1
         if is_worth_logging(self._num_refused):
             logger.warning(
-                "kv_pool refuses the options%s of request %s: %s (%d requests with refused options so far)",
-                f" in {self._place}" if self._place else "",
+                "kv_pool refuses the options of request %s%s: %s (%d requests with refused options so far)",
                 request_id,
+                f" in {self._place}" if self._place else "",
                 reason.removeprefix("kv_pool: "),
                 self._num_refused,
             )

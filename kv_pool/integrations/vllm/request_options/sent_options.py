@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from kv_pool.environment import LEVEL
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.integrations.vllm.log_warnings import warn
+from kv_pool.integrations.vllm_warnings import warn
 
 FIELD: Final = "kv_pool"
 """The name of the object."""
@@ -35,11 +35,11 @@ def find_options(extra_args: Any) -> Any:
 
 
 def find_place(extra_args: Any) -> str:
-    """Return where the object is in vLLM's `SamplingParams.extra_args`, for messages; "" without one."""
+    """Return the place of the object below vLLM's `SamplingParams`, for messages; "" without one."""
     if not isinstance(extra_args, dict):
         return ""
     if FIELD in extra_args:
-        return f"extra_args[{FIELD!r}] (vllm_xargs in HTTP requests)"
+        return f"extra_args[{FIELD!r}]"
     params = extra_args.get("kv_transfer_params")
     return f"kv_transfer_params[{FIELD!r}]" if isinstance(params, dict) and FIELD in params else ""
 

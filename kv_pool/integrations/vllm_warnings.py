@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kv_pool import environment
+from kv_pool.environment import explain_plugins, list_mistakes
 
 # A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
@@ -60,6 +60,6 @@ def warn(message: str) -> None:
 
 def warn_if_unused() -> None:
     """Warn if variables of the plugin are set and vLLM does not load it. For code that it loads otherwise."""
-    if environment.explain_plugins():
-        for mistake in environment.list_mistakes():
+    if explain_plugins():
+        for mistake in list_mistakes():
             warn(f"kv_pool is not used: {mistake}")
