@@ -42,8 +42,8 @@ def info(json: Json = False) -> None:
     for title in ("variable", "set to", "values, default first", "meaning"):
         table.add_column(title, no_wrap=title != "meaning")
     for variable in VARIABLES:
-        value = make_cell(variables[variable.name] or "")
-        table.add_row(variable.name, value, variable.values, variable.meaning)
+        given = make_cell(variables[variable.name] or "")
+        table.add_row(variable.name, given, variable.values, variable.meaning)
     print_table(table)
     for mistake in mistakes:
         print(f"wrong setting: {escape_lines(mistake)}")

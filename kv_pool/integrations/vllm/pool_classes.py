@@ -5,8 +5,7 @@ Only `register` causes its import, since it imports vLLM. The names are those of
 
 import logging
 import os
-from collections.abc import Iterable
-from functools import wraps
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm import envs
@@ -21,6 +20,7 @@ from kv_pool.core.kv_events import MEDIUM_GPU, KVEventTypes
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver
 from kv_pool.environment import LIVE_CURVE, POLICY
+from kv_pool.ids import GroupId
 from kv_pool.integrations.vllm.request_options.sent_options import warn_of_unread_options
 from kv_pool.metrics import residency
 from kv_pool.metrics.residency import BlockMetricsState
@@ -82,11 +82,22 @@ class BlockPool(block_pool.BlockPool):
             "" if self.policy_host is None else f", cache policy {self.policy_host.name}",
         )
 
-    @wraps(block_pool.BlockPool.cache_full_blocks)
-    def cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: GroupId,
+        block_mask: Sequence[Any] | None = None,
+    ) -> None:
+        """Cache blocks as `BlockPool` does; warn if the request has options that no manager reads."""
         if not self.reads_options:
             warn_of_unread_options(request)
-        super().cache_full_blocks(request, *args, **kwargs)
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
 
     # A list, as in vLLM, whose callers may slice and compare it. For Python callers only: the compiled core
     # reads the tuple in its own field.
