@@ -34,6 +34,13 @@ def can_import_vllm():
     return True
 
 
+def can_run_engine():
+    """Return whether vLLM's compiled parts for CPUs are installed, too."""
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    return importlib.util.find_spec("vllm._C") is not None and can_import_vllm()
+
+
 def can_import_torch():
     return importlib.util.find_spec("torch") is not None
 
@@ -83,6 +90,7 @@ def can_import_router():
 
 NEEDS = {
     "vllm": can_import_vllm,
+    "engine": can_run_engine,
     "torch": can_import_torch,
     "transformers": can_import_transformers,
     "triton": can_import_triton,
