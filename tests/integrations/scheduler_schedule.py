@@ -24,6 +24,7 @@ EOS = 1
 class Pace:
     """How many requests arrive and leave: the most at a time, and the probabilities in each step.
 
+    `session` is the probability that a new request gets its input in pieces.
     `watermark` replaces that of the options, if it is not None.
     """
 
@@ -31,6 +32,7 @@ class Pace:
     arrival: float = 0.35
     abort: float = 0.03
     reset: float = 0.02
+    session: float = 0.04
     watermark: float | None = None
 
 
@@ -43,6 +45,7 @@ def draw_pace(rng):
         arrival=rng.choice([0.35, 0.7, 0.95]),
         abort=rng.choice([0.03, 0.1, 0.3]),
         reset=rng.choice([0.02, 0.1, 0.2]),
+        session=rng.choice([0.04, 0.3]),
         watermark=rng.choice([0.0, 0.05, 0.1, 0.1, 0.2, 0.4]),
     )
 
@@ -125,7 +128,7 @@ class SchedulerSchedule:
         if options["encoder_budget"] and (options["is_encoder_decoder"] or rng.random() < 0.5):
             request["images"] = self.some_images(len(tokens))
         has_session = options["has_sessions"] and "images" not in request
-        if rng.random() < 0.04 and has_session:
+        if rng.random() < self.pace.session and has_session:
             request["resumable"] = True
             self.sessions[name] = False
         self.living[name] = list(tokens)

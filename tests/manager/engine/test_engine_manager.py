@@ -260,6 +260,18 @@ def test_watermark_applies_to_waiting_requests_beside_others():
     assert engine.allocate_slots(request, 32, has_scheduled_reqs=False) is not None
 
 
+@pytest.mark.parametrize("sequence_must_fit", [False, True])
+@pytest.mark.parametrize(("watermark", "is_admitted"), [(0.4, True), (0.5, False)])
+def test_states_of_rejected_drafts_count_against_the_watermark(watermark, is_admitted, sequence_must_fit):
+    """3 of 10 blocks are free; the request has one state more than it needs, which vLLM counts as -1."""
+    engine = make_engine("drafted states", num_blocks=10, watermark=watermark)
+    request = EngineRequest("r", range(6))
+    assert engine.allocate_slots(request, 9, has_scheduled_reqs=False).get_block_ids()[1] == [0, 0, 4, 5, 6]
+    request.num_computed_tokens = 5
+    added = engine.allocate_slots(request, 1, full_sequence_must_fit=sequence_must_fit)
+    assert (added is not None) == is_admitted
+
+
 def test_new_blocks_are_listed_for_zeroing_once():
     engine = make_engine()
     request = EngineRequest("r", range(10))
