@@ -181,3 +181,16 @@ def check_served(
     has_drafter = use_eagle or any(group.is_eagle_group for group in config.kv_cache_groups)
     if has_drafter and num_prefill_lookahead > scheduler_block_size:
         raise NotServedError(f"{num_prefill_lookahead} draft tokens with blocks of {scheduler_block_size}")
+    marked = [number for number, group in enumerate(config.kv_cache_groups) if group.is_eagle_group]
+    if (
+        use_eagle
+        and num_prefill_lookahead > 1
+        and any(
+            isinstance(groups[number], MambaSpec) and groups[number].block_size > hash_block_size
+            for number in marked or range(len(groups))
+        )
+    ):
+        # vLLM's manager then caches the state after later tokens under the hash of earlier ones.
+        raise NotServedError(
+            f"a drafter with {num_prefill_lookahead} modules whose groups have Mamba states and finer hashes"
+        )
