@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -23,6 +23,7 @@ class PrefixCaching:
 
     Attributes:
         unwritten: cached states whose content exists only after the step whose slots are being allocated.
+        has_encoder: whether K and V also depend on an encoder's input, through a group that is never hit.
     """
 
     def __init__(self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int) -> None:
@@ -30,6 +31,24 @@ class PrefixCaching:
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
         self.unwritten: set[Any] = set()
+        self.has_encoder: bool = any(not group.is_cacheable for group in groups)
+        self._reads_whole_sequence: bool = any(group.reads_whole_sequence for group in groups)
+
+    def covers_encoder(self, request: SchedulableRequest) -> bool:
+        """Return whether the request's hashes cover the encoder's input, on which its K and V depend, too.
+
+        They do if the first block's hash covers all its multimodal inputs or, without such inputs, a salt. If
+        an encoder reads the whole prompt, only a salt can stand for that. For groups with `has_encoder`; a
+        request that its hashes do not cover is neither cached nor hit.
+        """
+        num_inputs = num_salts = 0
+        for key in find_extra_keys(request, 0, self._pool.hash_block_size) or ():
+            num_inputs += key[0] in ("mm", "media")
+            num_salts += key[0] in ("cache_salt", "salt_region")
+        features = request.mm_features
+        if not features or self._reads_whole_sequence:
+            return num_salts > 0
+        return num_inputs == len(features)
 
     def begin_step(self) -> None:
         """Start a step: all blocks allocated so far are written before blocks allocated later are read."""
@@ -63,6 +82,8 @@ class PrefixCaching:
         """
         pool = self._pool
         ends: list[int] | None = None
+        if self.has_encoder and not self.covers_encoder(request):
+            return None
         for group in self._groups:
             if not group.is_cacheable:
                 continue

@@ -46,7 +46,10 @@ class ManagerQueries(RequestTables):
         request_id = get_request_id("request", request)
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
-        if not self.block_pool.enable_caching:
+        caching = self._caching
+        if not self.block_pool.enable_caching or (
+            caching.has_encoder and not caching.covers_encoder(request)
+        ):
             blocks = [[] for _ in self._groups]
         else:
             num_known = request.num_tokens

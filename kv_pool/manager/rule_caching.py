@@ -103,6 +103,8 @@ class RuleCaching(PrefixCaching):
         num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         limits = [0] * len(self._groups)
         is_any = False
+        if self.has_encoder and not self.covers_encoder(request):
+            return None
         for group in self._groups:
             if not group.is_cacheable:
                 continue
