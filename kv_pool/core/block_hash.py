@@ -173,7 +173,7 @@ class BlockHasher:
         """Return the hashes of the full blocks that `request.block_hashes` does not cover yet.
 
         Changes nothing. Hashes only the new blocks, and also checks the tokens of a partial last block.
-        Raises: as `hash_blocks`.
+        Raises: as `hash_blocks`, and InvalidArgumentError for hashes of more tokens than the request has.
         """
         unchecked: Any = request
         try:
@@ -181,6 +181,11 @@ class BlockHasher:
         except AttributeError:
             refuse_type("request", request, "a request")
         start = len(known) * self.block_size
+        if start > len(request.all_token_ids):
+            raise InvalidArgumentError(
+                f"the request has {len(request.all_token_ids)} tokens but hashes for {start}; withdraw "
+                "tokens together with their hashes, as Request.truncate() does"
+            )
         token_ids = request.all_token_ids[start:]
         num_blocks = len(token_ids) // self.block_size
         extra_keys: list[ExtraKeys | None] = []

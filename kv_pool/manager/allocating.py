@@ -314,4 +314,8 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
             table.num_edits += 1
             state._taken = nothing
             pool.free_out_of(leaving)
+        for block in table.blocks[max(table.num_cached_blocks, step.num_computed // group.block_size) :]:
+            if block.num_key_tokens > step.num_computed:
+                # Cached by a request that held it, too, and has left; this one was truncated within it.
+                pool.evict_blocks([block.block_id])
         table.is_forked = False

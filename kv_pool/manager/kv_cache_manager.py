@@ -19,7 +19,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCach
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
-from kv_pool.manager.freeing import free_tables
+from kv_pool.manager.freeing import free_tables, truncate_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.queries import ManagerQueries
@@ -403,6 +403,37 @@ class KVCacheManager(ManagerQueries):
         except BaseException:
             recover(self)
             raise
+
+    def truncate(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
+        """Withdraw all tokens after the first `num_tokens` from a request, between two steps.
+
+        For sessions whose next input replaces their last tokens. Blocks after those tokens are released; they
+        stay cached. A last block that is no longer full loses its hash; if others hold it, the next step
+        replaces it by a copy. `num_computed_tokens` decreases to `num_tokens`, and `request.truncate` is
+        called, which also withdraws the hashes; a request class of your own needs this method.
+
+        Raises:
+            InvalidArgumentError: the request has fewer tokens; its last step is not counted yet; or a group
+                has dropped what the next token would read: a `MambaSpec` has no state of an earlier token, a
+                window no earlier blocks. Nothing has changed. Free such a request, truncate it, and admit it
+                again.
+        Cost: O(blocks released).
+        """
+        if self._unsettled is not None:
+            recover(self)
+        request_id = get_request_id("request", request)
+        unchecked: Any = request
+        num_left = as_int("num_tokens", num_tokens)
+        num_computed = as_int("num_computed_tokens", unchecked.num_computed_tokens)
+        if not 1 <= num_left <= request.num_tokens:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has {request.num_tokens} tokens; {num_left} of them cannot be left"
+            )
+        if request_id in self._tables or num_computed:
+            tables = find_tables(self, request_id)
+            truncate_tables(self, request_id, tables, num_computed, num_left)
+        unchecked.num_computed_tokens = min(num_computed, num_left)
+        unchecked.truncate(num_left)
 
     def free(self, request: SchedulableRequest) -> None:
         """Release all blocks of the request. Its tail is reused before its head.

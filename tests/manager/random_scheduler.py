@@ -17,6 +17,7 @@ from manager.slow_manager_model import (
     count_free_blocks,
     count_longest_hit,
     expect_allocation,
+    find_first_kept,
     list_to_cache,
 )
 from manager.token_engine import TokenEngine, mix
@@ -26,6 +27,7 @@ from kv_pool import (
     BlockHasher,
     BlockPool,
     EncoderOnlyAttentionSpec,
+    InvalidArgumentError,
     KVCacheManager,
     MambaSpec,
     MultiModalFeature,
@@ -182,6 +184,8 @@ class RandomScheduler:
             one = rng.choice(late)
             self.manager.cache_blocks(one.request, one.request.num_computed_tokens)
             self.done["cached late"] += 1
+        if self.running and rng.random() < 0.06:
+            self._truncate(rng.choice(self.running))
         if rng.random() < 0.03:
             self.manager.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
         if rng.random() < (0.01 if self.running or self.loading else 0.2):
@@ -190,6 +194,41 @@ class RandomScheduler:
             is_idle = not self.manager.list_request_ids() and not any(others.values())
             assert self.manager.reset_prefix_cache() == is_idle
             self.done["reset"] += is_idle
+
+    def _truncate(self, sequence):
+        """Withdraw the last tokens of a request; some groups cannot go back."""
+        request = sequence.request
+        num_tokens = self.rng.randint(max(1, request.num_tokens - 9), request.num_tokens)
+        num_computed = request.num_computed_tokens
+        can_go_back = num_tokens >= num_computed or not any(
+            isinstance(spec, MambaSpec)
+            or (
+                spec.is_cacheable
+                and any(
+                    block_id == 0
+                    for block_id in self._get_table(sequence, group_id)[
+                        find_first_kept(spec, num_tokens) : num_tokens // spec.block_size + 1
+                    ]
+                )
+            )
+            for group_id, spec in enumerate(self.setup.groups)
+        )
+        try:
+            self.manager.truncate(request, num_tokens)
+        except InvalidArgumentError:
+            assert not can_go_back
+            assert request.num_computed_tokens == num_computed
+            return
+        assert can_go_back
+        assert (request.num_tokens, request.num_computed_tokens) == (
+            num_tokens,
+            min(num_tokens, num_computed),
+        )
+        del sequence.digests[num_tokens:]
+        if request.num_computed_tokens == num_tokens:
+            request.append_output_token_ids(self._draw_tokens(1))
+        sequence.note_tokens()
+        self.done["truncated"] += 1
 
     def _arrive(self):
         rng = self.rng
