@@ -9,7 +9,13 @@ from typing import Any
 import xxhash
 
 from kv_pool.core.arguments import as_int, as_list, check_type, refuse_type
-from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, ExtraKeysWalk, has_extra_keys
+from kv_pool.core.extra_keys import (
+    CacheableRequest,
+    ExtraKeys,
+    ExtraKeysWalk,
+    find_adapter_load,
+    has_extra_keys,
+)
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, TokenIds
@@ -192,8 +198,10 @@ class BlockHasher:
         if num_blocks and has_extra_keys(request):
             covered = self.block_size + self.num_lookahead_tokens
             walk = ExtraKeysWalk(request)
+            load = find_adapter_load(request, self.algorithm != "sha256_cbor")
             for first in range(start, start + num_blocks * self.block_size, self.block_size):
-                extra_keys.append(walk.find(first, first + covered))
+                keys = walk.find(first, first + covered)
+                extra_keys.append(keys if load is None or keys is None else (*keys, load))
         return self.hash_blocks(token_ids, known[-1] if known else None, extra_keys)
 
 

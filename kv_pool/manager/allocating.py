@@ -65,6 +65,8 @@ def allocate(
             if state._rules is not None and state._rules.chains is not None:
                 release_superseded(state, state._rules.chains)
         if is_new:
+            if state._owners is not None:
+                state._owners.note_started(request)
             state._tables[step.request_id] = tables
     except BaseException:
         state._is_leaving = False

@@ -18,6 +18,9 @@ def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTa
             retention = None
     if state._rules is not None:
         state._rules.note_ended(tables)
+    if state._owners is not None:
+        state._owners.note_ended(request_id)
+        state._caching.barred.discard(request_id)
     try:
         state._is_leaving = True
         state._leaving_id = request_id

@@ -21,6 +21,7 @@ from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
+from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.queries import ManagerQueries
 from kv_pool.manager.recovery import recover
@@ -66,6 +67,7 @@ class KVCacheManager(ManagerQueries):
             `BlockPool.open_policy`. None: as the pool has it.
         prefix_rules: which blocks of windows and states are cached, and how hits with drafters end. None:
             all blocks that can serve a hit; no drafter.
+        tracks_owners: remember the hashes of requests with an adapter, salt or session, for `evict_owned`.
 
     Attributes:
         detached_requests: id -> reason, such as "it is being moved to another node", for errors.
@@ -87,7 +89,9 @@ class KVCacheManager(ManagerQueries):
         retention: BlockRetention | None = None,
         prefix_rules: PrefixRules | None = None,
         policy: Any = None,
+        tracks_owners: bool = False,
     ) -> None:
+        check_type("tracks_owners", tracks_owners, bool)
         check_type("block_pool", block_pool, BlockPoolCore)
         check_number("watermark", watermark)
         if groups is None:
@@ -106,6 +110,10 @@ class KVCacheManager(ManagerQueries):
             prefix_rules,
             policy,
         )
+        if tracks_owners:
+            self._owners = OwnedPrefixes(
+                block_pool, [group.group_id for group in self._groups if group.is_cacheable]
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._tables)} requests over {self.block_pool!r}>"
@@ -350,6 +358,47 @@ class KVCacheManager(ManagerQueries):
         evict_invalid_blocks(self.block_pool, listed)
         if self.retention is not None and self.retention.is_active:
             self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+
+    def evict_owned(
+        self, *, adapter: str | None = None, cache_salt: str | None = None, session_id: str | None = None
+    ) -> int:
+        """Evict all that requests of an adapter, a salt or a session have cached, in the lower tiers, too.
+
+        For an adapter that is loaded again with other weights, or data to be deleted. Running requests of these
+        owners keep their blocks; what they compute from now on is not cached.
+
+        Args:
+            adapter: the adapter's name, whatever its path, id and version.
+            cache_salt: of the whole request, or of a region: then the blocks from there on.
+            session_id: blocks that the session shares with others are evicted, too.
+            Of several arguments, all must match.
+        Returns:
+            The number of blocks of the pool that are evicted.
+        Raises:
+            InvalidArgumentError: no argument, or a manager without `tracks_owners`. Nothing has changed.
+
+        Does not find blocks that came by a migration, from a dump or from an earlier run's disk tier: no
+        request of this manager computed them. For those use an adapter's version or a new salt, or
+        `reset_prefix_cache`.
+        Cost: O(blocks of the pool + hashes of the requests whose blocks are cached).
+        """
+        if self._owners is None:
+            raise InvalidArgumentError(
+                "the manager does not know which requests cached its blocks; make it with tracks_owners=True"
+            )
+        running, keys = self._owners.find(adapter, cache_salt, session_id)
+        self._caching.barred.update([one for one in running if one in self._tables])
+        pool = self.block_pool
+        if pool.lower_tiers is not None and keys:
+            pool.lower_tiers.on_content_invalidated(keys)
+        wanted = set(keys)
+        evicted = [
+            block.block_id
+            for block in pool.blocks
+            if block.key is not None and not wanted.isdisjoint(pool.list_keys([block]))
+        ]
+        self.evict_blocks(evicted)
+        return len(evicted)
 
     def report_invalid_blocks(self, block_ids: Collection[BlockId]) -> InvalidBlocksReport:
         """Evict blocks that failed to load, and report how much of the affected requests is still valid.

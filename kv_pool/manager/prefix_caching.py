@@ -9,6 +9,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -23,6 +24,7 @@ class PrefixCaching:
 
     Attributes:
         unwritten: cached states whose content exists only after the step whose slots are being allocated.
+        barred: running requests that cache nothing any more; see `KVCacheManager.evict_owned`.
         has_encoder: whether K and V also depend on an encoder's input, through a group that is never hit.
     """
 
@@ -31,6 +33,7 @@ class PrefixCaching:
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
         self.unwritten: set[Any] = set()
+        self.barred: set[RequestId] = set()
         self.has_encoder: bool = any(not group.is_cacheable for group in groups)
         self._reads_whole_sequence: bool = any(group.reads_whole_sequence for group in groups)
 
@@ -83,6 +86,8 @@ class PrefixCaching:
         pool = self._pool
         ends: list[int] | None = None
         if self.has_encoder and not self.covers_encoder(request):
+            return None
+        if len(self.barred) > 0 and request.request_id in self.barred:
             return None
         for group in self._groups:
             if not group.is_cacheable:

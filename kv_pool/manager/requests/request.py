@@ -14,7 +14,14 @@ from kv_pool.manager.requests.salt_region import SaltRegion, as_regions
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter of a request. Its name and path keep its KV apart from that of other adapters.
+    """The adapter of a request. Its name, path and version keep its KV apart from that of other adapters.
+
+    Attributes:
+        version: names the weights, such as by a digest or a time; None: `adapter_id` does. Give a version
+            where several processes, or runs with a disk tier, share blocks: their ids may differ for the same
+            weights, or be the same for others. `sha256_cbor` hashes, like vLLM's, do not cover the id:
+            there, an adapter that is loaded again with other weights needs a new version, or
+            `KVCacheManager.evict_owned`.
 
     Raises:
         InvalidTypeError: an id that is not an int, or a name or path that is not a string. The arguments are
@@ -24,8 +31,11 @@ class LoRARequest:
     adapter_id: int
     name: str
     path: str
+    version: str | None = None
 
     def __post_init__(self) -> None:
+        if self.version is not None:
+            check_type("version", self.version, str)
         for field, value, wanted in (
             ("adapter_id", self.adapter_id, SupportsIndex),
             ("name", self.name, str),
