@@ -14,8 +14,8 @@ A request with salts by region, which vLLM does not have, has two other kinds (s
 - `("salt_region", salt, offset)` in the block in which a region starts, after `cache_salt`.
 
 Hashes, but not events, also cover `("adapter_load", version or id)` as the last key of each block of a
-request with an adapter: an adapter that is loaded again under its name may have other weights. vLLM's hashes do
-not, so `sha256_cbor` has it only for an adapter with a `version`.
+request with an adapter: an adapter that is loaded again under its name may have other weights. vLLM's hashes
+do not, so `sha256_cbor` has it only for an adapter with a `version`.
 """
 
 import hashlib

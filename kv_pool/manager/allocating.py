@@ -61,7 +61,8 @@ def allocate(
         if state._rules is not None:
             state._rules.note_step(request, tables, step)
         if full is not None:
-            state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
+            num_loaded = step.num_before if num_external else 0
+            state._caching.cache(request, tables, full, step.num_scheduled, False, num_loaded)
             if state._rules is not None and state._rules.chains is not None:
                 release_superseded(state, state._rules.chains)
         if is_new:

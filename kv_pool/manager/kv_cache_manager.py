@@ -52,8 +52,10 @@ class KVCacheManager(ManagerQueries):
         [1, 2, 4]
 
     Args:
-        block_pool: the pool that the blocks come from; others may use it as well. With a `RunBlockPool` a
-            request's blocks have consecutive ids as far as possible, also when it grows.
+        block_pool: the pool that the blocks come from. Several managers may use one pool, but they hit each
+            other's blocks, which only hashes keep apart: for two models, or one model with other groups, use
+            `BlockHasher`s with different seeds, or no caching. With a `RunBlockPool` a request's blocks have
+            consecutive ids as far as possible, also when it grows.
         block_size: tokens per block of a single full-attention group; a multiple of the pool's
             `hash_block_size`, which is the default.
         groups: instead of `block_size`, the KV cache groups of a model whose layers differ.
@@ -364,8 +366,8 @@ class KVCacheManager(ManagerQueries):
     ) -> int:
         """Evict all that requests of an adapter, a salt or a session have cached, in the lower tiers, too.
 
-        For an adapter that is loaded again with other weights, or data to be deleted. Running requests of these
-        owners keep their blocks; what they compute from now on is not cached.
+        For an adapter that is loaded again with other weights, or data to be deleted. Running requests of
+        these owners keep their blocks; what they compute from now on is not cached.
 
         Args:
             adapter: the adapter's name, whatever its path, id and version.

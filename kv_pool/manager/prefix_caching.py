@@ -143,6 +143,7 @@ class PrefixCaching:
         ends: list[int],
         num_written: int,
         is_written: bool,
+        num_loaded: int = 0,
     ) -> None:
         """Cache the blocks from the head of each table to its end in `ends` that are not cached yet.
 
@@ -150,6 +151,8 @@ class PrefixCaching:
             ends: the result of `count_full`.
             num_written: tokens after the step, including speculative ones in blocks that are not full.
             is_written: whether the content is there already, not only after the coming step.
+            num_loaded: tokens with the external ones, whose state a connector writes before the step; 0 for
+                none.
         """
         for group in self._groups:
             table = tables[group.group_id]
@@ -157,6 +160,11 @@ class PrefixCaching:
             if end <= first:
                 continue
             mask = None if group.is_downward_closed else group.make_mask(first, end, num_written)
+            if group.reads_before_writes and mask is not None and num_loaded % group.block_size == 0:
+                loaded = num_loaded // group.block_size - 1
+                if first <= loaded < end:
+                    mask[loaded - first] = True
+                    self.note_unwritten(table.blocks[loaded])
             for position in range(first, end):
                 block = table.blocks[position]
                 if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:

@@ -133,6 +133,7 @@ class RuleCaching(PrefixCaching):
         ends: list[int],
         num_written: int,
         is_written: bool,
+        num_loaded: int = 0,
     ) -> None:
         num_prompt = get_num_prompt_tokens(request)
         for group in self._groups:

@@ -531,3 +531,12 @@ def test_tokens_before_the_window_are_not_recomputed():
     request.num_computed_tokens = 4
     with pytest.raises(InvalidArgumentError, match="its first 12 tokens have left the window of group 0"):
         manager.allocate_slots(request, 16)
+
+
+def test_the_seeds_of_hashers_keep_two_managers_over_one_pool_apart():
+    pool = BlockPool(41, True, 4)
+    target, draft = KVCacheManager(pool), KVCacheManager(pool)
+    start(target, Request("a", range(13), BlockHasher("sha256", "target", 4)))
+    assert start(draft, Request("b", range(13), BlockHasher("sha256", "draft", 4)))[0] == 0
+    # With the same seed, one model would hit what the other has computed.
+    assert start(draft, Request("c", range(13), BlockHasher("sha256", "target", 4)))[0] == 12
