@@ -211,8 +211,8 @@ def group_by_pool(own: PoolState, blocks: list[KVCacheBlock]) -> dict[int, tuple
             raise InvalidBlockError(f"block {block.block_id} belongs to a pool that was deleted")
         if pool is own:
             raise InvalidBlockError(
-                f"block {block.block_id} is of this pool, but its owner is not the pool's block_owner; do not "
-                "assign either of them"
+                f"block {block.block_id} is of this pool, but its owner is not the pool's block_owner; do "
+                "not assign either of them"
             )
         left = references.get(id(block), block.ref_cnt) - 1
         if left < 0:
