@@ -140,7 +140,9 @@ class KVCacheManager(ManagerQueries):
     ) -> AllocStatus:
         """Return OK if `allocate_slots` with the same arguments would succeed now, else LATER or NEVER.
 
-        Changes nothing. Raises the errors of `allocate_slots`.
+        LATER: it would succeed if all other requests released their blocks. NEVER: not even then; blocks that
+        are pinned without a deadline stay pinned, see `explain_fit`. Changes nothing. Raises the errors of
+        `allocate_slots`.
         """
         if not isinstance(num_in_flight_tokens, int):
             num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
@@ -170,6 +172,9 @@ class KVCacheManager(ManagerQueries):
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
         num_usable = self.block_pool.num_gpu_blocks - 1
+        if self.retention is not None:
+            own = self._needs.list_own_blocks(step)
+            num_usable -= len(self.list_lasting_pins(step.request_id, own))
         fits_alone = self._needs.fits_alone(num_usable, step, num_sequence, reserved_blocks)
         return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
