@@ -171,10 +171,8 @@ class SlotNeeds:
             if step.tables is not None:
                 own += step.tables[group.group_id].blocks
             else:
-                first = (
-                    group.count_skipped_tokens(step.num_before) // group.block_size if group.forgets else 0
-                )
-                own += step.prefix_blocks[group.group_id][first:]
+                num_skipped = group.count_skipped_tokens(step.num_before) if group.forgets else 0
+                own += step.prefix_blocks[group.group_id][num_skipped // group.block_size :]
         return own
 
     def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
