@@ -123,29 +123,30 @@ class PoolFreeing(PoolQueries):
         """Pin blocks: they are not evicted, moved or migrated until each is unpinned as often.
 
         Args:
-            sequence_id: the sequence that must hold the blocks; None for any.
+            sequence_id: the sequence that must hold the blocks and in whose name they are pinned: when it
+                releases a block that others still hold, these pins end. None: until unpinned.
         Raises:
             InvalidBlockError: a block does not exist, is free, or is not held by that sequence.
             EvictedSequenceError: as `free`.
             PinLimitError: the pin limit would be exceeded. In all cases nothing has changed.
         """
         with self.lock:
-            blocks, _ = self.holdings.find_named(block_ids, sequence_id)
+            blocks, holder = self.holdings.find_named(block_ids, sequence_id)
             self.holdings.check_not_frozen(blocks)
             with self._aborting:
-                self._pins.pin(blocks)
+                self.holdings.pin(blocks, holder)
 
     def unpin(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         """Remove one pin from each block.
 
         Args:
-            sequence_id: the sequence that must hold the blocks; None for any.
+            sequence_id: the sequence that must hold the blocks; its pins are removed first. None for any.
         Raises:
             InvalidBlockError: a block does not exist, has fewer pins, or is not held by that sequence.
             EvictedSequenceError: as `free`. In all cases nothing has changed.
         """
         with self.lock, self._aborting:
-            self._pins.unpin(self.holdings.find_named(block_ids, sequence_id)[0])
+            self.holdings.unpin(*self.holdings.find_named(block_ids, sequence_id))
 
     # ---- internals, called with the lock held ----------------------------------------------------
 

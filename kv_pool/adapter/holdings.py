@@ -24,15 +24,20 @@ _RETENTION = {HIGH: 65, URGENT: 95}
 
 
 class Holder:
-    """A sequence and the distinct blocks that it holds, in the order of its tokens."""
+    """A sequence and the distinct blocks that it holds, in the order of its tokens.
 
-    __slots__ = ("blocks", "last_access_time", "priority", "sequence_id")
+    Attributes:
+        pins: the pins that were made in the sequence's name, by block; None before the first.
+    """
+
+    __slots__ = ("blocks", "last_access_time", "pins", "priority", "sequence_id")
 
     def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
         self.sequence_id = sequence_id
         self.priority = priority
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
+        self.pins: dict[KVCacheBlock, int] | None = None
 
 
 class Holdings:
@@ -161,6 +166,35 @@ class Holdings:
                 del self.holders[holder.sequence_id]
         self._drops = {}
 
+    def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
+        """Add one pin to each block, in the name of a sequence that holds them, if one is given.
+
+        A block's pins in the name of a sequence end when the sequence releases the block.
+        Raises PinLimitError with nothing changed.
+        """
+        self.pins.pin(blocks)
+        if holder is not None:
+            own = {} if holder.pins is None else holder.pins
+            for block in blocks:
+                own[block] = own.get(block, 0) + 1
+            holder.pins = own
+
+    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
+        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
+
+        Raises InvalidBlockError with nothing changed.
+        """
+        self.pins.unpin(blocks)
+        for block in blocks:
+            owners = [one for one in self.list_holders(block) if one.pins is not None and block in one.pins]
+            num_named = sum(one.pins[block] for one in owners if one.pins is not None)
+            if holder in owners or num_named > self.pins.counts.get(block, 0):
+                own = holder.pins if holder is not None and holder in owners else owners[0].pins
+                assert own is not None
+                own[block] -= 1
+                if not own[block]:
+                    del own[block]
+
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
         if holder.priority != NORMAL and self._block_pool.policy_host is None:
@@ -224,6 +258,10 @@ class Holdings:
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Remove a sequence from a block's holders. Idempotent: completes a partial removal."""
         holder.blocks.pop(block, None)
+        if holder.pins:
+            num_pins = min(holder.pins.pop(block, 0), self.pins.counts.get(block, 0))
+            if num_pins:
+                self.pins.unpin([block] * num_pins)
         if not holder.blocks and self.holders.get(holder.sequence_id) is holder:
             del self.holders[holder.sequence_id]
         later = self.later_holders.get(block)

@@ -112,7 +112,8 @@ class PoolState:
         self._unfinished_blocks: list[KVCacheBlock] = []
         self._unfinished_hashes: list[BlockHash] = []
         self._unfinished_suffix: bytes = b""
-        self.block_owner: Any = ref(self)
+        # Compiled, a Final attribute cannot be assigned from outside: blocks compare it with their own.
+        self.block_owner: Final[Any] = ref(self)
         for block in blocks:
             block.owner = self.block_owner
         # The cyclic GC untracks a tuple of objects without GC headers at its first visit (but never a list).

@@ -49,6 +49,10 @@ def fork_tables(
             copy.num_null_blocks = min(table.num_null_blocks, num_shared)
             state.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)
         state._has_forks = True
+        if state._owners is not None:
+            state._owners.note_started(child)
+            if parent.request_id in state._caching.barred:
+                state._caching.barred.add(child.request_id)
         state._tables[child.request_id] = copies
     except BaseException:
         state._is_leaving = True

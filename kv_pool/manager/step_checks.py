@@ -5,8 +5,11 @@ from typing import Any, SupportsIndex
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import RequestId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.prefix_hit import check_still_cached
@@ -88,6 +91,8 @@ def read_step(
                         f"{table.num_null_blocks * group.block_size} tokens have left the window of group "
                         f"{group.group_id} and their blocks are released. Free it and admit it again"
                     )
+                if num_computed < table.num_cached_blocks * group.block_size:
+                    check_same_content(state, request, group, table, num_computed)
     elif num_computed:
         raise_missing_blocks(state, request_id, num_computed, 0, state.block_size)
     num_before = num_computed + num_prefix + num_external_computed_tokens
@@ -106,6 +111,25 @@ def read_step(
         num_lookahead_tokens,
         num_encoder_tokens,
     )
+
+
+def check_same_content(
+    state: ManagerState, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_computed: int
+) -> None:
+    """Raise InvalidArgumentError if a step would write other tokens to a block than it is cached for."""
+    hashes = request.block_hashes
+    for position in range(num_computed // group.block_size, table.num_cached_blocks):
+        block = table.blocks[position]
+        if block.num_key_tokens != (position + 1) * group.block_size:
+            continue  # not cached, or for fewer tokens
+        number = (position + 1) * group.stride - 1
+        keys = state.block_pool.list_keys([block])
+        if number >= len(hashes) or make_block_hash_with_group_id(hashes[number], group.group_id) not in keys:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has num_computed_tokens {num_computed}, and its block "
+                f"{block.block_id} is cached for tokens that the request does not have any more; withdraw "
+                "computed tokens with KVCacheManager.truncate()"
+            )
 
 
 def raise_missing_blocks(

@@ -157,17 +157,25 @@ class TierOnboarder:
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
             if not hit.num_tokens:
-                options["delay_cache_blocks"] = delay_cache_blocks
-                if self.manager.allocate_slots(request, num_new, prefix, **options) is None:
+                if (
+                    self.manager.allocate_slots(
+                        request, num_new, prefix, delay_cache_blocks=delay_cache_blocks, **options
+                    )
+                    is None
+                ):
                     return None
                 self.note_started(prefix)
+                request.num_computed_tokens = num_found
                 break
             plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
             if plan is None:
                 return None
             if plan.apply():
+                request.num_computed_tokens = num_found
+                if not delay_cache_blocks:
+                    # The plan has cached what it loaded; this caches the blocks to be computed as well.
+                    self.manager.allocate_slots(request, num_new, **options)
                 break
-        request.num_computed_tokens = num_found
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
     def plan_onboard(
