@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.errors import InvalidArgumentError, KVPoolError, PlanClosedError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -88,6 +88,8 @@ class SwapPlan(TwoPhasePlan):
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
+        # The generations of all these blocks when the plan was opened: content that turns out invalid has others.
+        self._generations: list[int] = []
 
     def commit(self) -> None:
         """Complete the swap after the copies are done: the request moves to the other side.
@@ -96,10 +98,12 @@ class SwapPlan(TwoPhasePlan):
         them. Full blocks can now be hit on the target side, and on the source side until they are reused.
         Raises:
             PlanClosedError: the plan is already committed or aborted.
+            InvalidBlockError: the content of one of its blocks was reported as invalid since. Abort the plan.
             InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
-                data for an event. In both cases nothing has changed.
+                data for an event. In all cases nothing has changed.
         """
         self._check_open()
+        self._check_valid()
         self._check_commit()
         self._open_plans.close(self, PlanState.COMMITTED)
 
@@ -117,10 +121,14 @@ class SwapPlan(TwoPhasePlan):
         self._open_plans.close(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
-        """Call `copy` with the moves, if any, and commit. If `copy` raises, abort and re-raise."""
+        """Call `copy` with the moves, if any, and commit.
+
+        If `copy` raises, or content was reported as invalid before the copies, abort and re-raise.
+        """
         self._check_open()
         is_copied = False
         try:
+            self._check_valid()
             if self.moves:
                 copy(self.moves)
             is_copied = True
@@ -133,6 +141,16 @@ class SwapPlan(TwoPhasePlan):
     def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
         """Keep the blocks of one side at the ids in `moves` until the plan is closed."""
         self._hold(side.pool, blocks, self._reason)
+
+    def _list_generations(self) -> list[int]:
+        return [block.generation for row in (*self._sources, *self._targets) for block in row]
+
+    def _check_valid(self) -> None:
+        if self._list_generations() != self._generations:
+            raise InvalidBlockError(
+                f"blocks of request {self.request_id!r} were reported as invalid since the plan was opened; "
+                "abort the plan, and continue from the valid tokens in the report"
+            )
 
     def _check_open(self) -> None:
         self._open_plans.recover()
@@ -165,6 +183,7 @@ class SwapPlan(TwoPhasePlan):
         self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
         self._hold_blocks(self._source, [block for row in self._sources for block in row])
         self._hold_blocks(self._target, [block for row in self._targets for block in row])
+        self._generations = self._list_generations()
         self._source.pop_tables_onto(self.request_id, self._tables)
         return True
 
@@ -217,11 +236,16 @@ class SwapPlan(TwoPhasePlan):
         """Cache the copies of cached blocks, and replace the tables' blocks by those of the target side."""
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             self._cache(group, table, row)
+        moved = {(move.source, move.target) for move in self.moves}
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
+            for before, after in zip(table.blocks, row, strict=True):
+                if not after.is_null and (before.block_id, after.block_id) in moved:
+                    self._target.pool.note_copy(after, before)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
             table.blocks = row
             table.num_null_blocks = num_skipped
+            table.num_hits = len(row)
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
 
