@@ -32,7 +32,7 @@ class KVCacheBlock:
         key, num_key_tokens: plain attributes behind `block_hash` and `block_hash_num_tokens` (-1 for None).
         owner: a weak reference to `pool`, one object for all of its blocks, or None.
         retention_id: the integer handle under which a retention knows the block; 0 for none.
-        parent: of a cached block, the key of the block before it in its sequence; b"" for the first block, None
+        parent: of a cached block, the key of the block before it in its sequence; b"" for the first one, None
             if unknown. Of a block that was left out of the cache, or evicted by `evict_blocks`, its own hash;
             `num_key_tokens` is then -1 minus the tokens of that hash. Read when content turns out to be bad.
 

@@ -4,9 +4,10 @@
         table    good    | bad     | computed from it: evicted, too
                  valid  ->|
 
-Bad content spreads in three ways: a request computes from what its tables have, or had; a block is copied; a later
-request hits what an earlier one has left in the cache. The first two are followed block by block. For the third, the
-keys of cached blocks say which prefixes continue a bad one; what cannot be proven good is evicted.
+Bad content spreads in three ways: a request computes from what its tables have, or had; a block is copied; a
+later request hits what an earlier one has left in the cache. The first two are followed block by block. For
+the third, the keys of cached blocks say which prefixes continue a bad one; what cannot be proven good is
+evicted.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -29,10 +30,11 @@ class InvalidBlocksReport:
     """The result of a failed load.
 
     Attributes:
-        num_valid_tokens: for each request that holds or held a bad block, or was computed from one, the number
-            of leading tokens from which it can continue in its blocks; the rest is recomputed. Requests that are
-            swapped out, or in an open plan, are included. 0: none; free the request (`BlockSwapper.drop` if it
-            is swapped out) and admit it again, and its valid blocks are found as a prefix.
+        num_valid_tokens: for each request that holds or held a bad block, or was computed from one, the
+            number of leading tokens from which it can continue in its blocks; the rest is recomputed.
+            Requests that are swapped out, or in an open plan, are included. 0: none; free the request
+            (`BlockSwapper.drop` if it is swapped out) and admit it again, and its valid blocks are found as a
+            prefix.
         evicted_blocks: the bad blocks, and those computed from them; they can no longer be hit.
     """
 
@@ -49,7 +51,7 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
     further reports include it.
 
     The tables keep their blocks, since the recomputed content goes there. Their `num_cached_blocks`
-    decreases, so that it is cached again. A table counts as forked, since others may hold a block to be written.
+    decreases, so that it is cached again. A table counts as forked: others may hold a block to be written.
 
     Raises:
         InvalidBlockError: an id is not one of this pool's, or the null block's. Nothing has changed.
@@ -79,6 +81,8 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
         keys = spread.list_tier_keys()
         if keys:
             pool.lower_tiers.on_content_invalidated(keys)
+    for host in state.list_hosts():
+        host.note_invalid(spread.suspect)
     evicted: list[KVCacheBlock] = []
     for one in spread.pools:
         blocks = [block for block in spread.suspect if block.owner is one.block_owner]
@@ -167,11 +171,11 @@ class _Spread:
 
     # ---- tables ----------------------------------------------------------------------------------
 
-    def _list_entries(
-        self, holder: _Holder
-    ) -> Iterator[tuple[BlockGroup, int, KVCacheBlock, bool, bool]]:
-        """Yield the blocks of a request's tables: group, position, block, whether it still has the content that
-        the request knows, and whether the request has written it."""
+    def _list_entries(self, holder: _Holder) -> Iterator[tuple[BlockGroup, int, KVCacheBlock, bool, bool]]:
+        """Yield the blocks that a request's tables have, or had: group, position, block, and two flags.
+
+        The first: the block still has the content that it had in the table. The second: written by the request.
+        """
         for table, group in zip(holder.tables, self._groups, strict=True):
             for position, block in enumerate(table.blocks):
                 if not block.is_null:
@@ -199,23 +203,26 @@ class _Spread:
         has_changed = False
         for holder in self.holders:
             num_valid = holder.num_valid
-            for group, position, block, is_there, is_own in self._list_entries(holder):
+            for group, position, block, is_there, _ in self._list_entries(holder):
                 start = position * group.block_size
                 if is_there and block in self.suspect:
                     first = max(start, self.suspect[block]) if group.is_cacheable else 0
                     num_valid = min(num_valid, first)
-                elif position < holder.tables[group.group_id].num_hits and not (is_there and block.key):
-                    # Not from this request: its block is reused now, or was filled without a key.
-                    if self._find_first_bad(holder, group, position) < ALL_TOKENS:
-                        num_valid = min(num_valid, start)
+                elif (
+                    # From elsewhere: its block is reused now, or was filled without a key.
+                    position < holder.tables[group.group_id].num_hits
+                    and not (is_there and block.key is not None)
+                    and self._find_first_bad(holder, group, position) < ALL_TOKENS
+                ):
+                    num_valid = min(num_valid, start)
             has_changed = has_changed or num_valid < holder.num_valid
             holder.num_valid = num_valid
             if num_valid == ALL_TOKENS:
                 continue
             for group, position, block, is_there, _ in self._list_entries(holder):
-                if is_there and group.is_cacheable and (position + 1) * group.block_size > num_valid:
-                    if not self._is_proven(block):
-                        has_changed = self._add(block, max(num_valid, position * group.block_size)) or has_changed
+                start, end = position * group.block_size, (position + 1) * group.block_size
+                if is_there and group.is_cacheable and end > num_valid and not self._is_proven(block):
+                    has_changed = self._add(block, max(num_valid, start)) or has_changed
         return has_changed
 
     def _find_first_bad(self, holder: _Holder, group: BlockGroup, position: int) -> int:
@@ -241,9 +248,10 @@ class _Spread:
         has_changed = False
         for pool in self.pools:
             for target, (generation, source, generation_of_source) in pool.copied_from.items():
-                if source is not None and source in self.suspect and target.generation == generation:
-                    if source.generation == generation_of_source:
-                        has_changed = self._add(target, self.suspect[source]) or has_changed
+                if source is None or source not in self.suspect:
+                    continue
+                if target.generation == generation and source.generation == generation_of_source:
+                    has_changed = self._add(target, self.suspect[source]) or has_changed
         return has_changed
 
     # ---- the prefix cache ------------------------------------------------------------------------
@@ -308,7 +316,7 @@ class _Spread:
         return bad
 
     def _list_hashes(self, pool: BlockPoolCore, block: KVCacheBlock) -> Iterator[tuple[bytes, int, int]]:
-        """Yield the hashes of a block's content: the tokens of the prefix, and of the prefix before the block."""
+        """Yield the hashes of a block's content, each with the tokens of its prefix with and without it."""
         unit = pool.hash_block_size
         if block.key is None:
             if block.num_key_tokens < -1:

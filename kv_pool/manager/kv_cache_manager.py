@@ -346,8 +346,8 @@ class KVCacheManager(ManagerQueries):
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Evict these blocks, whose content is invalid, and all that was computed from them.
 
-        As `report_invalid_blocks`, for a caller that frees all requests with these blocks. A request that goes
-        on nevertheless computes from invalid content, and what it computes is not cached.
+        As `report_invalid_blocks`, for a caller that frees all requests with these blocks. A request that
+        goes on nevertheless computes from invalid content, and what it computes is not cached.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
@@ -363,8 +363,8 @@ class KVCacheManager(ManagerQueries):
 
         See `invalid_blocks.report_invalid_blocks`. Before the next `allocate_slots` of each request in the
         report, set its `num_computed_tokens` to the reported value, unless it is smaller already; blocks that
-        several of them recompute are then replaced like those of forks. If the value is 0, free the request and
-        admit it again.
+        several of them recompute are then replaced like those of forks. If the value is 0, free the request
+        and admit it again.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.

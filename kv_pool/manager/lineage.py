@@ -1,4 +1,4 @@
-"""`Lineage`: which cached prefixes continue which; finds those that may have been computed from bad content."""
+"""`Lineage`: which cached prefixes continue which, and which may have been computed from bad content."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ _UNKNOWN = -1
 class Lineage:
     """The hashes that blocks, requests and tiers know, each with the hashes of shorter prefixes.
 
-        tokens   0      4      8      12           a block of 8 tokens knows the hash at its start only; a
-        hashes   root <- a <--- b <--- c           request knows all hashes of its sequence
-                 root <-------- b
+    tokens   0      4      8      12           a block of 8 tokens knows the hash at its start only; a
+    hashes   root <- a <--- b <--- c           request knows all hashes of its sequence
+             root <-------- b
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class Lineage:
 
         Args:
             bad: for each hash whose content is bad, the tokens of its prefix, and the first bad one of them.
-            inside: bad blocks in which prefixes of unknown hashes end: the hash before the block (b"" if it is
-                unknown, or for the first block), and the tokens before its start and its end.
+            inside: bad blocks in which prefixes of unknown hashes end: the hash before the block (b"" if it
+                is unknown, or for the first block), and the tokens before its start and its end.
         """
         ends = sorted({num_tokens for num_tokens, _ in bad.values()})
         verdicts = Verdicts(bad)
@@ -84,8 +84,10 @@ class Lineage:
                     if first == _UNKNOWN:
                         continue
                     if first < ALL_TOKENS:
-                        found = min(found, first) if 0 <= found else first
-                    elif found == _UNKNOWN and bisect_right(ends, num_shorter) == bisect_left(ends, num_tokens):
+                        found = min(found, first) if found >= 0 else first
+                    elif found == _UNKNOWN and bisect_right(ends, num_shorter) == bisect_left(
+                        ends, num_tokens
+                    ):
                         found = ALL_TOKENS  # no bad prefix ends between the two
             verdicts.before[block_hash] = found
             if block_hash in bad:

@@ -1,6 +1,6 @@
 """`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import lcm
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class HostBlocks(Protocol):
 
     def is_idle(self) -> bool:
         """Return True if no request has blocks there."""
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, of either pool, whose content is invalid."""
 
     def reset_host(self) -> None:
         """Evict every prefix there, after the device's pool was reset."""

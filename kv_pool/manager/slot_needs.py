@@ -68,7 +68,11 @@ class SlotNeeds:
                     if table.copy_position in shared:
                         has_copy = False  # the cached state stays with the other request
                 if group.adds_null_blocks:
-                    if num_blocks > num_entries - table.num_speculative or has_copy or self._plans_checkpoints:
+                    if (
+                        num_blocks > num_entries - table.num_speculative
+                        or has_copy
+                        or self._plans_checkpoints
+                    ):
                         num_free += self._count_states(
                             group, step, step.num_scheduled, True, is_alone, has_copy
                         )

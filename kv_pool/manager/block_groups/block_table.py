@@ -8,7 +8,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId
 from kv_pool.manager.block_groups.state_chains import ChainedState
 
-
 ALL_TOKENS: Final = 2**62
 """`BlockTable.num_valid_tokens` of a request without suspect content."""
 
@@ -38,8 +37,8 @@ class BlockTable:
         unaligned_position: entry whose state was left within its block, so that it is not the state at the
             block's end; -1. With `PrefixRules` only.
         request: the request as it was passed last; None if it is not known yet.
-        num_hits: leading entries whose content may come from elsewhere: a hit, a lower tier, another pool. The
-            request itself has written the later ones.
+        num_hits: leading entries whose content may come from elsewhere: a hit, a lower tier, another pool.
+            The request itself has written the later ones.
         past: entries that left the table while the request ran: for each release, the first position, the
             blocks, and their generations. None for none.
         num_valid_tokens: tokens before the first one that was reported as invalid and is not recomputed yet.

@@ -11,7 +11,7 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -88,8 +88,7 @@ class SwapPlan(TwoPhasePlan):
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
-        # The generations of all these blocks when the plan was opened: content that turns out invalid has others.
-        self._generations: list[int] = []
+        self._is_invalid = False
 
     def commit(self) -> None:
         """Complete the swap after the copies are done: the request moves to the other side.
@@ -98,7 +97,7 @@ class SwapPlan(TwoPhasePlan):
         them. Full blocks can now be hit on the target side, and on the source side until they are reused.
         Raises:
             PlanClosedError: the plan is already committed or aborted.
-            InvalidBlockError: the content of one of its blocks was reported as invalid since. Abort the plan.
+            InvalidBlockError: a block that the target side had turned out to be invalid. Abort the plan.
             InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
                 data for an event. In all cases nothing has changed.
         """
@@ -123,7 +122,7 @@ class SwapPlan(TwoPhasePlan):
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
         """Call `copy` with the moves, if any, and commit.
 
-        If `copy` raises, or content was reported as invalid before the copies, abort and re-raise.
+        If `copy` raises, or a block of the target side turned out to be invalid before, abort and re-raise.
         """
         self._check_open()
         is_copied = False
@@ -142,14 +141,19 @@ class SwapPlan(TwoPhasePlan):
         """Keep the blocks of one side at the ids in `moves` until the plan is closed."""
         self._hold(side.pool, blocks, self._reason)
 
-    def _list_generations(self) -> list[int]:
-        return [block.generation for row in (*self._sources, *self._targets) for block in row]
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse a commit if blocks that the target side had are among these, whose content is invalid.
+
+        Invalid blocks of the source side are not cached on the target side; reports name their request.
+        """
+        if any(block in blocks for row in self._match.found for block in row if block is not None):
+            self._is_invalid = True
 
     def _check_valid(self) -> None:
-        if self._list_generations() != self._generations:
+        if self._is_invalid:
             raise InvalidBlockError(
-                f"blocks of request {self.request_id!r} were reported as invalid since the plan was opened; "
-                "abort the plan, and continue from the valid tokens in the report"
+                f"blocks that the plan shares for request {self.request_id!r} were reported as invalid; abort "
+                "it and make a new one"
             )
 
     def _check_open(self) -> None:
@@ -183,7 +187,6 @@ class SwapPlan(TwoPhasePlan):
         self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
         self._hold_blocks(self._source, [block for row in self._sources for block in row])
         self._hold_blocks(self._target, [block for row in self._targets for block in row])
-        self._generations = self._list_generations()
         self._source.pop_tables_onto(self.request_id, self._tables)
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
@@ -297,6 +298,11 @@ class BlockSwapper:
         """Return True if no request is swapped out or in an open plan."""
         return not self._host.tables and not self._open_plans.by_request
 
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, whose content is invalid."""
+        for plan in self.list_open_plans():
+            plan.note_invalid(blocks)
+
     def reset_host(self) -> None:
         """Evict every prefix on the host: the device's were evicted. Called by the manager."""
         self.host_pool.reset_prefix_cache()
@@ -361,9 +367,9 @@ class BlockSwapper:
             num_valid = tables[0].num_valid_tokens
             if not (num_valid < num_computed and 0 <= request.num_computed_tokens <= num_valid):
                 raise InvalidArgumentError(
-                    f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; it "
-                    f"was swapped out with {num_computed}, and must keep that count, unless a report of invalid "
-                    "blocks has decreased it"
+                    f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; "
+                    f"it was swapped out with {num_computed}, and must keep that count, unless a report of "
+                    "invalid blocks decreases it"
                 )
         return tables
 

@@ -30,8 +30,8 @@ class RowsRecord(msgspec.Struct, array_like=True):
         num_keys: uint32, number of keys of each block.
         key_lengths: uint32, length of each key in bytes, block by block, the primary key first.
         keys: all keys, concatenated.
-        parent_lengths: int32, length of each block's `KVCacheBlock.parent` in bytes, -1 if it is not known; empty
-            in dumps of older versions.
+        parent_lengths: int32, length of each block's `KVCacheBlock.parent` in bytes, -1 if it is not known;
+            empty in dumps of older versions.
         parents: all of these, concatenated.
     """
 
