@@ -69,7 +69,11 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
     num_valid_tokens: dict[RequestId, int] = {}
     for holder in spread.holders:
         if holder.num_valid < ALL_TOKENS:
-            num_valid = holder.num_valid if _can_go_on(holder.tables, state._groups, holder.num_valid) else 0
+            num_valid = holder.num_valid
+            # A swap keeps the windows of the tokens that are computed now, not earlier ones.
+            is_away = state._forgets and holder.request_id not in state._tables
+            if is_away or not _can_go_on(holder.tables, state._groups, num_valid):
+                num_valid = 0
             for table, group in zip(holder.tables, state._groups, strict=True):
                 table.num_valid_tokens = min(num_valid, table.num_valid_tokens)
                 table.is_forked = True
@@ -172,7 +176,7 @@ class _Spread:
     # ---- tables ----------------------------------------------------------------------------------
 
     def _list_entries(self, holder: _Holder) -> Iterator[tuple[BlockGroup, int, KVCacheBlock, bool, bool]]:
-        """Yield the blocks that a request's tables have, or had: group, position, block, and two flags.
+        """Yield the blocks that a request's tables have, or had: group, position, block, two flags.
 
         The first: the block still has the content that it had in the table. The second: written by the request.
         """

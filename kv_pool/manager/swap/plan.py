@@ -152,8 +152,8 @@ class SwapPlan(TwoPhasePlan):
     def _check_valid(self) -> None:
         if self._is_invalid:
             raise InvalidBlockError(
-                f"blocks that the plan shares for request {self.request_id!r} were reported as invalid; abort "
-                "it and make a new one"
+                f"blocks that the plan shares for request {self.request_id!r} were reported as invalid; "
+                "abort it and make a new one"
             )
 
     def _check_open(self) -> None:
