@@ -2,6 +2,8 @@
 
 from typing import Any, cast
 
+from mypy_extensions import i32
+
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hashes
 from kv_pool.core.pool_state import PoolState
@@ -27,6 +29,12 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
             if pool._unannounced:
                 announce_removed(pool)
     return pool.num_evictions > num_before
+
+
+def note_own_hash(block: KVCacheBlock, block_hash: bytes, num_tokens: i32) -> None:
+    """Note on a block without a key the hash that its content has: see `KVCacheBlock.parent`."""
+    block.parent = block_hash
+    block.num_key_tokens = -1 - num_tokens
 
 
 def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:

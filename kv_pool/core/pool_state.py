@@ -100,6 +100,8 @@ class PoolState:
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
+        # Blocks whose content was copied, not computed: see `note_copy`.
+        self.copied_from: dict[KVCacheBlock, tuple[int, KVCacheBlock | None, int]] = {}
         self.lower_tiers: LowerTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
@@ -157,6 +159,15 @@ class PoolState:
     @kv_event_queue.setter
     def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
         self._kv_event_queue = events
+
+    def note_copy(self, target: KVCacheBlock, source: KVCacheBlock | None) -> None:
+        """Note that the content of `target` is a copy, for the case that `source` turns out to be bad.
+
+        Args:
+            source: the original, of this pool or another; None if it comes from a tier, a node or a dump.
+        The note is valid while the generations of both blocks are those of now.
+        """
+        self.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
 
     def _recover(self) -> None:
         """Complete or undo an interrupted call. May itself be interrupted and called again."""

@@ -20,7 +20,7 @@ from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
-from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_invalid_blocks, report_invalid_blocks
+from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.queries import ManagerQueries
@@ -249,6 +249,8 @@ class KVCacheManager(ManagerQueries):
         tables = step.tables
         is_new = tables is None
         full: list[int] | None = None
+        if self._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
+            delay_cache_blocks = True  # what it computes from invalid content is not cached
         if self.block_pool.enable_caching and not delay_cache_blocks:
             full = self._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
 
@@ -351,20 +353,25 @@ class KVCacheManager(ManagerQueries):
                     f"not {num_computed_tokens}; call allocate_slots() first"
                 )
         if self.block_pool.enable_caching:
+            num_computed_tokens = min(num_computed_tokens, tables[0].num_valid_tokens)
             full = self._caching.count_full(request, tables, 0, num_computed_tokens)
             if full is not None:
                 self._caching.cache(request, tables, full, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
-        """Evict these blocks here and in the lower tiers, so that they are not hit. References stay.
+        """Evict these blocks, whose content is invalid, and all that was computed from them.
+
+        As `report_invalid_blocks`, for a caller that frees all requests with these blocks. A request that
+        goes on nevertheless computes from invalid content, and what it computes is not cached.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
-        evict_invalid_blocks(self.block_pool, listed)
-        if self.retention is not None and self.retention.is_active:
-            self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+        for block_id in listed:
+            if not 0 <= block_id < self.block_pool.num_gpu_blocks:
+                self.block_pool.evict_blocks([block_id])  # raises
+        report_invalid_blocks(self, [block_id for block_id in listed if block_id])
 
     def evict_owned(
         self, *, adapter: str | None = None, cache_salt: str | None = None, session_id: str | None = None
@@ -411,33 +418,39 @@ class KVCacheManager(ManagerQueries):
         """Evict blocks that failed to load, and report how much of the affected requests is still valid.
 
         See `invalid_blocks.report_invalid_blocks`. Before the next `allocate_slots` of each request in the
-        report, set its `num_computed_tokens` to the reported value; blocks that several of them recompute are
-        then replaced like those of forks. If the value is 0, free the request and admit it again.
+        report, set its `num_computed_tokens` to the reported value, unless it is smaller already; blocks that
+        several of them recompute are then replaced like those of forks. If the value is 0, free the request
+        and admit it again.
 
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
-        listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
-        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
-        if report.num_valid_tokens:
-            self._has_forks = True
-        if self.retention is not None and self.retention.is_active:
-            self.retention.forget_blocks(report.evicted_blocks)
-        return report
+        return report_invalid_blocks(self, cast("list[BlockId]", as_ints("block_ids", block_ids)))
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
         """Iterate over the cached keys, as `BlockPool.iter_cached_keys`: hash, group, name in events."""
         return self.block_pool.iter_cached_keys()
 
     def reset_prefix_cache(self) -> bool:
-        """Evict every prefix. Return False, with nothing changed, while any request holds blocks."""
+        """Evict every prefix, also in the host pools of swappers and in lower tiers.
+
+        Return False, with nothing changed, while any request holds blocks, here or swapped out.
+        """
         pool = self.block_pool
+        hosts = self.list_hosts()
+        for host in hosts:
+            if not host.is_idle():
+                return False
         retention = self.retention
         if retention is not None:
             num_free = pool.free_block_queue.num_free_blocks + retention.num_pinned
             if num_free == pool.num_gpu_blocks - 1:
                 retention.release_all()
-        return pool.reset_prefix_cache()
+        if not pool.reset_prefix_cache():
+            return False
+        for host in hosts:
+            host.reset_host()
+        return True
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""

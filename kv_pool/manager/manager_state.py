@@ -1,8 +1,8 @@
 """`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -26,6 +26,22 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
 
 
+class HostBlocks(Protocol):
+    """A pool in host memory with copies of a manager's blocks, such as that of a `BlockSwapper`."""
+
+    @property
+    def host_pool(self) -> BlockPoolCore: ...
+
+    def is_idle(self) -> bool:
+        """Return True if no request has blocks there."""
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, of either pool, whose content is invalid."""
+
+    def reset_host(self) -> None:
+        """Evict every prefix there, after the device's pool was reset."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ManagerState:
     """The tables of a manager's requests, and the leftovers of an interrupted call; see `recovery.recover`.
@@ -33,6 +49,9 @@ class ManagerState:
     Args:
         max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
         prefix_rules, policy: as for `KVCacheManager`.
+
+    Attributes:
+        detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
     """
 
     def __init__(
@@ -66,6 +85,8 @@ class ManagerState:
         self._forgets: bool = any(group.forgets for group in self._groups)
         self._tables: dict[RequestId, list[BlockTable]] = {}
         self.detached_requests: dict[RequestId, str] = {}
+        self.detached_tables: dict[RequestId, list[BlockTable]] = {}
+        self._hosts: list[Callable[[], HostBlocks | None]] = []  # weak references
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
@@ -106,6 +127,16 @@ class ManagerState:
                 host.unchain(group.group_id)
         if retention is not None:
             self.attach_retention(retention)
+
+    def add_host(self, host: Callable[[], HostBlocks | None]) -> None:
+        """Add a weak reference to a pool in host memory whose content follows that of the device."""
+        self._hosts = [one for one in self._hosts if one() is not None]
+        self._hosts.append(host)
+
+    def list_hosts(self) -> list[HostBlocks]:
+        """Return the pools in host memory that are still in use."""
+        hosts = [host() for host in self._hosts]
+        return [host for host in hosts if host is not None]
 
     def attach_retention(self, retention: BlockRetention) -> None:
         """Start to keep cached blocks as this retention says; requests may hold blocks already.

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.evicting import note_own_hash
 from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
@@ -176,6 +177,12 @@ class PrefixCaching:
                 self._pool.cache_full_blocks(
                     request, table.blocks, first, end, group.block_size, group.group_id, mask
                 )
+            else:
+                for position in range(first, end):
+                    block = table.blocks[position]
+                    if not block.is_null and block.key is None:
+                        block_hash = request.block_hashes[(position + 1) * group.stride - 1]
+                        note_own_hash(block, block_hash, (position + 1) * group.block_size)
             if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
                 self.note_unwritten(table.blocks[end - 1])
             table.num_cached_blocks = end

@@ -190,6 +190,7 @@ class ManagerSequences(DeviceSide):
         if self.holds(sequence_id) and self.manager.get_table(sequence_id).blocks is rows[0]:
             self.manager.pop_tables(sequence_id)
         self.free_request(sequence_id, rows)
+        self.manager.forget_tables(sequence_id)
         retention = self.manager.retention
         if retention is not None and retention.is_active and not self.holds(sequence_id):
             retention.forget_request(sequence_id)

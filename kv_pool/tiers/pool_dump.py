@@ -274,6 +274,8 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
     for row, block in enumerate(blocks, start=num_dropped):
         num_tokens, keys = dumped.rows.num_tokens[row], dumped.rows.keys[row]
         block.set_block_hash(keys[0], None if num_tokens == UNKNOWN else num_tokens)
+        block.parent = dumped.rows.parents[row]
+        pool.note_copy(block, None)
         if len(keys) > 1:
             pool.cached_block_hashes_by_block[block.block_id] = dict.fromkeys(keys[1:])
         for key in keys:

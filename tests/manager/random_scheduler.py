@@ -187,7 +187,7 @@ class RandomScheduler:
         if self.running and rng.random() < 0.06:
             self._truncate(rng.choice(self.running))
         if rng.random() < 0.03:
-            self.manager.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
+            self.pool.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
         if rng.random() < (0.01 if self.running or self.loading else 0.2):
             others = self.pool.holds.count_by_reason()
             others.pop("pinned by a directive", None)  # a reset ends pins

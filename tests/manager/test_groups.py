@@ -67,7 +67,7 @@ def test_a_hit_needs_only_the_blocks_in_the_window():
     a = make_request("a", range(12))
     start(manager, a)
     manager.free(a)
-    manager.evict_blocks([1])
+    manager.block_pool.evict_blocks([1])
     b = make_request("b", range(13))
     assert start(manager, b) == 12
     assert draw(manager, b) == "- - 3* 4"
@@ -79,9 +79,9 @@ def test_a_hit_ends_before_a_hole_in_the_window():
     a = make_request("a", range(16))
     start(manager, a)
     manager.free(a)
-    manager.evict_blocks([3])
+    manager.block_pool.evict_blocks([3])
     assert manager.get_computed_blocks(make_request("b", range(17))).num_tokens == 8
-    manager.evict_blocks([2])
+    manager.block_pool.evict_blocks([2])
     assert manager.get_computed_blocks(make_request("b", range(17))).num_tokens == 4
 
 
@@ -140,7 +140,7 @@ def test_a_hit_within_a_chunk_needs_the_chunk_from_its_start():
     b = make_request("b", range(15))
     assert start(manager, b) == 12
     assert draw(manager, b) == "- - 3*x2 9 / 5*x2 6*x2 7*x2 10"
-    manager.evict_blocks([3])
+    manager.block_pool.evict_blocks([3])
     assert manager.get_computed_blocks(make_request("c", range(15))).num_tokens == 8
     stop(manager, a, b)
 
@@ -293,9 +293,9 @@ def test_the_common_hit_is_the_longest_of_all_groups():
     start(manager, a)
     assert draw(manager, a) == "1* 2* 3* 4* / 5* 6* 7* 8*"
     manager.free(a)
-    manager.evict_blocks([4])  # full attention now has 12 cached tokens
+    manager.block_pool.evict_blocks([4])  # full attention now has 12 cached tokens
     assert manager.get_computed_blocks(make_request("b", range(17))).num_tokens == 12
-    manager.evict_blocks([7])  # the window can continue after 8 or 16
+    manager.block_pool.evict_blocks([7])  # the window can continue after 8 or 16
     b = make_request("b", range(11))
     assert start(manager, b) == 8
     assert draw(manager, b) == "1* 2* 9 / - 6* 10"
