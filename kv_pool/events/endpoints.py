@@ -1,5 +1,6 @@
 """ZeroMQ endpoints: bind or connect, the ports of data-parallel ranks, loopback addresses."""
 
+import ipaddress
 import re
 
 from kv_pool.errors import InvalidArgumentError
@@ -8,7 +9,7 @@ MAX_PORT = 65535
 
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\[\]:]+|::|::1):(?P<port>\d{1,5}|\*)")
-_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost|\[?::1\]?")
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost")
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -29,11 +30,15 @@ def should_bind(endpoint: str) -> bool:
     """Return True if a publisher binds this endpoint by default, False if it connects to it.
 
     As in vLLM, it binds ipc, inproc and addresses with `*` or `::`, and connects to other hosts. Unlike vLLM,
-    it also binds loopback addresses and 0.0.0.0, where vLLM connects to a subscriber that binds them.
+    it also binds loopback addresses, 0.0.0.0 and its IPv6 form, where vLLM connects to a subscriber that
+    binds them.
     """
     if "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
+    address = _parse_ipv6(host)
+    if address is not None and address.is_unspecified:
+        return True
     return host == "0.0.0.0" or is_loopback(endpoint)
 
 
@@ -42,12 +47,21 @@ def is_loopback(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
-    return _LOOPBACK.fullmatch(host) is not None
+    address = _parse_ipv6(host)
+    return _LOOPBACK.fullmatch(host) is not None if address is None else address.is_loopback
 
 
 def is_ipv6(endpoint: str) -> bool:
     """Return True if the endpoint needs ZeroMQ's IPv6 option."""
-    return endpoint.startswith("tcp://") and "::" in endpoint
+    return endpoint.startswith("tcp://") and ":" in _split_tcp(endpoint)[0]
+
+
+def _parse_ipv6(host: str) -> ipaddress.IPv6Address | None:
+    """Return the address of an IPv6 host, with or without brackets; None for other hosts."""
+    try:
+        return ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
 
 
 def offset_endpoint(endpoint: str, rank: int) -> str:
