@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.events.publisher_blocks import to_medium
 from kv_pool.replay.formats.foreign_request import ForeignRequest, check_block_size, check_lengths
 from kv_pool.replay.line_reader import LineReader
 
@@ -89,7 +91,7 @@ class EventLineReader:
         record = self._decode(text)
         if record.kind != "stored":
             return record.ts
-        if record.medium not in (None, "GPU") or record.group_idx:
+        if to_medium(record.medium) != MEDIUM_GPU or record.group_idx:
             return record.ts
         hashes = record.block_hashes or []
         if not hashes or record.block_size is None:

@@ -280,7 +280,8 @@ BROKEN = {
         GOOD["vllm"].replace("11-23", "13-41"),
         GOOD["vllm"].replace("11-23 18:30:01", ""),
         "DEBUG 11-23 18:30:01 [x.py:1] Generated response a details: output_token_ids: [1, 2",
-        '{"message": "Request a',
+        '{"message": "Request a details: prompt: None, prompt_token_ids: [1, 2',
+        '{"message": "Request a details: prompt: None, prompt_token_ids: None, x: None"}',
     ],
     "events": [
         "nonsense",

@@ -207,3 +207,72 @@ def test_log_may_pass_a_new_year(tmp_path):
     found = [one.arrival_ms for one in read_vllm(tmp_path, lines)]
     assert found[1] - found[0] == 2000.0
     assert found == sorted(found)
+
+
+def generated(name, tokens, more=""):
+    return f"Generated response {name}{more} details: output_token_ids: {tokens}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "output_lengths"),
+    [
+        (
+            [
+                details("a", [1]),
+                generated("a", [4, 5]),
+                details("a", [1, 2]),
+                generated("a", [4, 5, 6]),
+            ],
+            [2, 3],
+        ),
+        ([details("a", [1]), generated("a", [4, 5]), details("a", [1, 2])], [2, 0]),
+        (
+            [
+                details("a", [1]),
+                details("b", [1]),
+                generated("a", [4], " (streaming delta)"),
+                generated("b", [4, 4, 4], " (streaming delta)"),
+                generated("a", [5], " (streaming delta)"),
+                details("a", [1, 2]),
+                generated("a", [6], " (streaming delta)"),
+            ],
+            [2, 3, 1],
+        ),
+        ([generated("a", [4, 5]), details("a", [1]), generated("a", [4])], [1]),
+        (
+            [details("a", [1]), generated("a", [4, 5]), "Received request a: prompt: 'x', prompt_token_ids: [1]"],
+            [2, 0],
+        ),
+    ],
+)
+def test_responses_belong_to_the_request_before_them(tmp_path, messages, output_lengths):
+    """An id that occurs again used to give all its requests the outputs of the last one."""
+    found = read_vllm(tmp_path, [log(1, one) for one in messages])
+    assert [one.output_length for one in found] == output_lengths
+
+
+FOREIGN = [
+    "{",
+    "{}",
+    '  "model": "m",',
+    "}",
+    '{"ts": 1, "message": null}',
+    '{"message": {"text": "Request a details: prompt: "}, "asctime": 3}',
+    '{"level": "info", "msg": "GET /health 200"}',
+    '{"message": "cut',
+    "[1, 2",
+    b"INFO 11-23 18:30:00 \xf0\x9f",
+    b"\x00\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("number", range(len(FOREIGN)))
+def test_foreign_lines_in_a_log_are_passed_over(tmp_path, number):
+    lines = [log(1, details("a", [1])), FOREIGN[number], log(1, generated("a", [4]))]
+    (found,) = read_vllm(tmp_path, lines)
+    assert found.output_length == 1
+
+
+def test_prompt_with_a_cut_character_is_read(tmp_path):
+    line = log(1, details("a", [1, 2], prompt="'?'")).encode().replace(b"?", b"\xe4\xbd")
+    assert [one.token_ids for one in read_vllm(tmp_path, [line])] == [[1, 2]]
