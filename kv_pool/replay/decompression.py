@@ -54,6 +54,21 @@ class XzReader(RawIOBase):
                 return len(found)
 
 
+class _Pieces(RawIOBase):
+    """The content of a decompressor, as far as each of its steps gives: what comes before damage is read."""
+
+    def __init__(self, content: IO[bytes]) -> None:
+        self._content = content
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
+        found: bytes = self._content.read1(len(buffer))  # type: ignore[attr-defined]  # not in IO
+        buffer[: len(found)] = found
+        return len(found)
+
+
 @contextmanager
 def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     """Yield the decompressed content of `raw`. Its first bytes decide: gzip, xz, zstd or uncompressed.
@@ -65,7 +80,7 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     raw.seek(0)
     if magic[:2] == b"\x1f\x8b":
         with gzip.open(raw) as content:
-            yield BufferedReader(content, _BUFFER)
+            yield BufferedReader(_Pieces(content), _BUFFER)
     elif magic == b"\xfd7zXZ\x00":
         yield BufferedReader(XzReader(raw), _BUFFER)
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
@@ -76,6 +91,6 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
                 f"{path}: reading .zst needs backports.zstd: {describe_install('lab')}"
             ) from error
         with zstd.open(raw) as content:
-            yield BufferedReader(content, _BUFFER)
+            yield BufferedReader(_Pieces(content), _BUFFER)
     else:
         yield raw
