@@ -162,6 +162,14 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
     return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank, has_raw_tokens=True)
 
 
+def read_rank(payload: bytes) -> int | None:
+    """Return the data-parallel rank of an encoded batch; None if it has none or is no batch."""
+    try:
+        return _RANK_DECODER.decode(payload).data_parallel_rank
+    except _UNREADABLE:
+        return None
+
+
 class _UnreadStored(BlockStored, tag="BlockStored"):
     """A `BlockStored` whose tokens are not decoded yet."""
 
@@ -187,6 +195,14 @@ class _RawBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class _Envelope(msgspec.Struct, array_like=True):
+    """A batch of which only the rank is read."""
+
+    ts: msgspec.Raw
+    events: msgspec.Raw
+    data_parallel_rank: int | None = None
+
+
 _LARGE_BYTES = 100_000
 """From this size on, decoding in one C call blocks other threads for longer than Python's switch interval."""
 
@@ -196,6 +212,7 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
 _RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
+_RANK_DECODER = msgspec.msgpack.Decoder(_Envelope)
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _GROUPED_DECODER = msgspec.msgpack.Decoder(list[list[int]] | None)
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)

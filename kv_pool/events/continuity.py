@@ -42,6 +42,7 @@ from kv_pool.events.stream_items import (
     ReceivedBatch,
     StreamCounts,
     StreamItem,
+    StreamSource,
 )
 
 _MAX_HEALING_WAITS = 64
@@ -70,6 +71,9 @@ class Continuity:
             a live batch ends the delay; after a later one the batch may be from the previous incarnation.
             None to send the request at once.
 
+    Attributes:
+        source: the publisher, which the items name.
+
     After an answer the queued batches are returned in portions: call `take_queued` while `has_ready`.
     Memory: at most `max_queued` payloads with `max_queued_bytes` in total, plus `ReplayedBatches`.
     """
@@ -91,6 +95,8 @@ class Continuity:
         self.silence_after_s = silence_after_s
         self.request: BatchRequest | None = None
         self.is_silent = False
+        self.source = StreamSource()
+        self._rank: int | None = None
         self._counts = StreamCounts()
         self._queued = QueuedBatches(max_queued, max_queued_bytes)
         self._last_message_at = now
@@ -330,12 +336,14 @@ class Continuity:
         except EventStreamError:
             self._counts.num_malformed += 1
             return [self._lose(sequence, sequence)]
+        if batch.data_parallel_rank != self._rank:
+            self._check_rank(batch.data_parallel_rank)
         self._counts.num_batches += 1
         self._counts.num_replayed += is_replayed
         self._counts.num_dropped_events += batch.num_dropped
         if is_read_again:
             batch = DecodedBatch(batch.ts, [AllBlocksCleared(), *batch.events], batch.data_parallel_rank)
-        item = ReceivedBatch(sequence, batch, is_replayed)
+        item = ReceivedBatch(sequence, batch, is_replayed, self.source)
         if item.is_reset and not is_read_again:
             self._known_since = 0
         elif self._known_since is None or is_read_again:
@@ -344,6 +352,14 @@ class Continuity:
             self._counts.num_heals += 1
             self._healing.end()
         return [item]
+
+    def _check_rank(self, rank: int | None) -> None:
+        if self._rank is not None and rank is not None:
+            raise EventStreamError(
+                f"publishers with ranks {self._rank} and {rank} send under the topic {self.source.topic!r}; "
+                "give each publisher a topic, or an endpoint"
+            )
+        self._rank = rank
 
     def _take_snapshot(self, sequence: int, payload: bytes) -> list[StreamItem]:
         """Handle a snapshot, which replaces all batches up to its number."""
@@ -408,7 +424,7 @@ class Continuity:
         self._num_fruitless = 0
         self._known_since = None
         self._counts.num_restarts += 1
-        return PublisherRestarted()
+        return PublisherRestarted(self.source)
 
     def _lose(self, first: int, last: int, is_healed: bool = False) -> StreamItem:
         if is_healed:
@@ -416,7 +432,7 @@ class Continuity:
         else:
             self._counts.num_lost += last - first + 1
             self._known_since = None
-        return BatchesLost(first, last, is_healed)
+        return BatchesLost(first, last, is_healed, self.source)
 
     def _ask(self, now: float, is_overlapping: bool = True, is_probe: bool = False) -> list[StreamItem]:
         """Request the next batches, starting with the last batch received if overlapping."""
@@ -447,4 +463,4 @@ class Continuity:
     def _fall_silent(self, now: float) -> StreamItem:
         self.is_silent = True
         self._counts.num_silences += 1
-        return PublisherSilent(now - self._last_message_at)
+        return PublisherSilent(now - self._last_message_at, self.source)

@@ -2,7 +2,7 @@
 
 import gzip
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
 from pathlib import Path
@@ -57,14 +57,14 @@ class XzReader(RawIOBase):
 class _Pieces(RawIOBase):
     """The content of a decompressor, as far as each of its steps gives: what comes before damage is read."""
 
-    def __init__(self, content: IO[bytes]) -> None:
-        self._content = content
+    def __init__(self, read_once: Callable[[int], bytes]) -> None:
+        self._read_once = read_once
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
-        found: bytes = self._content.read1(len(buffer))  # type: ignore[attr-defined]  # not in IO
+        found = self._read_once(len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
@@ -80,7 +80,7 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     raw.seek(0)
     if magic[:2] == b"\x1f\x8b":
         with gzip.open(raw) as content:
-            yield BufferedReader(_Pieces(content), _BUFFER)
+            yield BufferedReader(_Pieces(content.read1), _BUFFER)
     elif magic == b"\xfd7zXZ\x00":
         yield BufferedReader(XzReader(raw), _BUFFER)
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
@@ -91,6 +91,6 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
                 f"{path}: reading .zst needs backports.zstd: {describe_install('lab')}"
             ) from error
         with zstd.open(raw) as content:
-            yield BufferedReader(_Pieces(content), _BUFFER)
+            yield BufferedReader(_Pieces(content.read1), _BUFFER)
     else:
         yield raw

@@ -212,7 +212,8 @@ class DynamoReader:
     def _parse(self, reader: LineReader, text: bytes, line: int) -> "ForeignRequest | _Row | None":
         record = self._decode(text)
         if record.schema == ROWS_SCHEMA:
-            return self._parse_header(record)
+            self._parse_header(record)
+            return None
         if record.hash_ids is not None:
             return self._parse_row(record, record.hash_ids, reader, line)
         event = record.event or record
@@ -271,6 +272,7 @@ class DynamoReader:
         check_lengths(input_length, output_length, arrival_ms)
         check_blocks(input_length, len(hash_ids), block_size)
         session_id = None if record.session_id is None else str(record.session_id)
+        needed: list[tuple[_Key, bool, float]]
         needed = [(("request", str(one)), True, delay_ms) for one in record.wait_for or ()]
         for one in record.dependencies or ():
             is_end = one.trigger != "dispatch"

@@ -57,7 +57,7 @@ class _JsonLine(msgspec.Struct):
 
 
 class _Response(NamedTuple):
-    count: int
+    num_tokens: int
     is_delta: bool
 
 
@@ -96,7 +96,7 @@ class VLLMLogReader:
                 line_of[name] = line
             elif name in line_of:
                 at = line_of[name]
-                num_outputs[at] = response.count + (num_outputs.get(at, 0) if response.is_delta else 0)
+                num_outputs[at] = response.num_tokens + (num_outputs.get(at, 0) if response.is_delta else 0)
         last_ms = 0.0
         years_ms = 0.0
         for request in self._reader.read(_parse_request):
