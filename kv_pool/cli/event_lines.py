@@ -109,6 +109,8 @@ def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
         "is_replayed": item.is_replayed,
         "kind": kind,
     }
+    if item.source.topic:
+        fields["topic"] = item.source.topic
     text = f"{item.sequence:>8} {kind:<8}"
     if isinstance(event, BlockStored | BlockRemoved):
         hashes = [to_wire_hash(one) for one in event.block_hashes]

@@ -13,7 +13,7 @@ class StreamSource(NamedTuple):
 
     Attributes:
         topic: the topic of its messages.
-        rank: its data-parallel rank, for subscribers that bind; otherwise None.
+        rank: its data-parallel rank, for subscribers that bind and request no replays; otherwise None.
     """
 
     topic: str = ""

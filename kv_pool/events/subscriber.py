@@ -344,13 +344,13 @@ class KVEventSubscriber:
         if machine is not None or len(self._machines) >= MAX_PUBLISHERS:
             return machine
         machine = self._machine
-        source = StreamSource(topic.decode(errors="backslashreplace"), key[1])
+        source = name_source(topic, None if self.replay_endpoint is not None else key[1])
         if self._machines:
             if self.replay_endpoint is not None:
                 raise EventStreamError(
-                    f"{self.endpoint}: a second publisher (topic {source.topic!r}, rank {source.rank}) sends "
-                    f"beside topic {machine.source.topic!r}, rank {machine.source.rank}; the replay endpoint "
-                    f"{self.replay_endpoint} is of one publisher. Leave it out, or subscribe to one topic"
+                    f"{self.endpoint}: a second publisher (topic {source.topic!r}, rank {key[1]}) sends "
+                    f"beside topic {machine.source.topic!r}; the replay endpoint {self.replay_endpoint} is "
+                    "that of one publisher. Leave it out, or subscribe to one topic"
                 )
             machine = Continuity(False, self._clock(), silence_after_s=self._silence_after_s)
         machine.source = source
@@ -380,6 +380,8 @@ class KVEventSubscriber:
         except EventStreamError:
             self._num_unreadable += 1
             return
+        if len(frames) == 4 and not self._machines:
+            self._machine.source = name_source(frames[1])
         self._take(self._machine.handle_replayed(sequence, frames[-1], now))
 
     def _send_request(self) -> None:
@@ -394,6 +396,11 @@ class KVEventSubscriber:
                 return
             self._is_closed = self._is_closing = True
         self._sockets.close()
+
+
+def name_source(topic: bytes, rank: int | None = None) -> StreamSource:
+    """Return the publisher of messages with this topic."""
+    return StreamSource(topic.decode(errors="backslashreplace"), rank)
 
 
 def check_bounds(**bounds: int) -> None:
