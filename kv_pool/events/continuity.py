@@ -21,7 +21,7 @@ uses no sockets and no clock.
 If requests are not answered, the missing batches are reported as lost and the stream continues live. From
 then on all that the publisher has is requested, with growing pauses, until it answers: with a snapshot, or
 with batches from before the loss, which are read again after a clear. Live batches do not wait for these
-requests.
+requests, and further gaps are lost at once.
 """
 
 from dataclasses import replace
@@ -63,6 +63,7 @@ class Continuity:
         replay_timeout_s: a request is repeated after this long without a reply.
         max_attempts: after this many requests in a row without a new batch, the missing batches are lost;
             healing starts `replay_timeout_s` later. Its pauses double, up to 64 times `replay_timeout_s`.
+            Until a request is answered, a new connection is followed by one request only, and a gap by none.
         silence_after_s: after this long without a message the publisher is probed, then reported as silent.
             None for publishers without heartbeats.
         max_queued, max_queued_bytes: bounds on the live batches queued during a replay; beyond them the
@@ -240,7 +241,7 @@ class Continuity:
             if self._healing.is_due(now):
                 self._ask_to_heal(now)
                 return []
-            if self.can_replay:
+            if self.can_replay and not self.is_incomplete:
                 self._ask(now, is_probe=True)
                 return []
             return [self._fall_silent(now)]
@@ -274,9 +275,10 @@ class Continuity:
         """
         if not self.can_replay:
             return []
+        is_unanswered = self._was_connected and self.is_incomplete
+        self._num_fruitless = self.max_attempts - 1 if is_unanswered else 0
         self._is_doubtful = self._was_connected
         self._was_connected = True
-        self._num_fruitless = 0
         self._queued.clear()
         self._settle_and_ask(now)
         return []
@@ -314,7 +316,8 @@ class Continuity:
         """Handle a live batch when the expected sequence, `first`, is at most `sequence`."""
         items: list[StreamItem] = []
         if sequence > first:
-            if self.can_replay and self._num_fruitless < min(self.max_attempts, 2):
+            is_worth_asking = self._num_fruitless < min(self.max_attempts, 2) and not self.is_incomplete
+            if self.can_replay and is_worth_asking:
                 self._queued.put_back(sequence, payload)
                 return self._ask(now)
             items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
