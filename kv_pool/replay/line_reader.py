@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 from kv_pool.replay.decompression import decompress
 
 MAX_LINE_BYTES = 64 << 20
@@ -14,9 +14,6 @@ MAX_LINE_BYTES = 64 << 20
 
 MAX_DECOMPRESSED_BYTES = 64 << 30
 """Maximum decompressed size of a compressed file. Reading beyond it is an error."""
-
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Begins UTF-8 files of Windows, and their parts where files were joined."""
 
 _FOREIGN_FILES = (
     ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text; save it as UTF-8"),

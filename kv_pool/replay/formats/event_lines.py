@@ -98,7 +98,7 @@ class EventLineReader:
             raise ValueError("stored blocks without hashes or block_size")
         if min(hashes) < 0 or max(hashes) >= 2**64:
             raise ValueError("a block hash is not in 0..2**64-1")
-        check_lengths(1, 0, record.ts)
+        check_lengths(1, 0, record.ts * 1000)
         block_size = check_block_size(record.block_size, self.block_size)
         parent = record.parent_block_hash
         if parent is not None and parent not in self._parents:

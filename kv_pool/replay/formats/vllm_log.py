@@ -37,6 +37,10 @@ WRITE_LOSSES = (
     "hash ids: a block's tokens are all equal to its id; a partial block without an id has one of its own",
 )
 
+MAX_WRITTEN_TOKENS = 4_000_000
+"""Bound on tokens that are written for a number in the input. The longest contexts have a quarter of it."""
+
+_MAX_WRITTEN_MS = 2.5e14
 _TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
 _ISO_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[,.](\d{1,6}))?")
 # The first of these in a line says what the line is; later ones may be text of a prompt or an output.
@@ -183,11 +187,24 @@ def _read_time(text: str) -> float:
 
 
 def make_vllm_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
-    """Return the two JSON lines of a log for a request with integer keys that ends when it arrives."""
+    """Return the two JSON lines of a log for a request with integer keys that ends when it arrives.
+
+    Raises:
+        ValueError: the prompt or the output has more than `MAX_WRITTEN_TOKENS` that are not in the input, or
+            the arrival is beyond the year 9999.
+    """
     tokens = request.token_ids
     if tokens is None:
+        _check_written("prompt", request.input_length)
+        tokens = []
         keys: list[Any] = [*(request.blocks or ()), (1 << 63) + number]
-        tokens = [key for key in keys for _ in range(block_size or 1)][: request.input_length]
+        for key in keys:
+            tokens += [key] * min(block_size or 1, request.input_length - len(tokens))
+    _check_written("output", request.output_length)
+    if request.arrival_ms > _MAX_WRITTEN_MS:
+        raise ValueError(
+            f"the request arrives {request.arrival_ms:g} ms after the first one, beyond all dates"
+        )
     when = _START + timedelta(milliseconds=request.arrival_ms)
     record = {
         "asctime": f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03}",
@@ -208,3 +225,11 @@ def make_vllm_lines(request: ForeignRequest, number: int, block_size: int | None
             "message": f"Generated response {name} details: output_token_ids: {[0] * request.output_length}",
         },
     ]
+
+
+def _check_written(name: str, num_tokens: int) -> None:
+    if num_tokens > MAX_WRITTEN_TOKENS:
+        raise ValueError(
+            f"the {name} has {num_tokens:,} tokens; a log has them one by one, and at most "
+            f"{MAX_WRITTEN_TOKENS:,} are written"
+        )
