@@ -1,9 +1,13 @@
 """ZeroMQ endpoints: bind or connect, the ports of data-parallel ranks, loopback addresses."""
 
+import errno
 import ipaddress
+import os
 import re
+import socket
+import stat
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import EndpointError, InvalidArgumentError
 
 MAX_PORT = 65535
 
@@ -40,6 +44,35 @@ def should_bind(endpoint: str) -> bool:
     if address is not None and address.is_unspecified:
         return True
     return host == "0.0.0.0" or is_loopback(endpoint)
+
+
+def check_unused(endpoint: str) -> None:
+    """Check that an ipc endpoint may be bound; ZeroMQ would replace any file at its path.
+
+    Raises:
+        EndpointError: another socket listens there, or the file is no socket.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith(("@", "*")):  # abstract names, and names that ZeroMQ chooses
+        return
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return
+    if not is_socket:
+        raise EndpointError(errno.EEXIST, f"cannot bind {endpoint}: a file that is no socket has this path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):  # left by a process that has ended
+            return
+        except OSError:  # a socket of another user, or a busy one
+            pass
+    raise EndpointError(
+        errno.EADDRINUSE,
+        f"cannot bind {endpoint}: another process or object listens there; close it, or use another path",
+    )
 
 
 def is_loopback(endpoint: str) -> bool:

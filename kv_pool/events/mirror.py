@@ -233,7 +233,8 @@ class PrefixMirror:
 
         Args:
             extra_keys: per block, as in `BlockStored.extra_keys`: (identifier, offset) of multimodal inputs,
-                the salt (first block only). The adapter's name may be omitted.
+                the salt (first block only); with salts by region, the salt and the offset of each region, and
+                the length of a multimodal input after its pair. The adapter's name may be omitted.
         Raises:
             InvalidArgumentError: the mirror was created without `learns_tokens`.
             InvalidArgumentError, InvalidTypeError: an invalid token.
