@@ -213,7 +213,22 @@ def check_announceable(request: CacheableRequest) -> None:
 
 
 def untag_extra_keys(keys: ExtraKeys | None) -> tuple[Any, ...] | None:
-    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salts, digest."""
+    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salt, digest.
+
+    With salts by region, the length follows the pair of a multimodal input, and the offset of a region
+    follows its salt. Both are integers of their own: readers of vLLM's events accept no longer arrays.
+    """
     if keys is None:
         return None
-    return tuple(key[1:3] if key[0] in ("mm", "media") else key[1] for key in keys)
+    untagged: list[Any] = []
+    for key in keys:
+        kind: str = key[0]
+        if kind == "mm":
+            untagged.append(key[1:3])
+        elif kind == "media":
+            untagged += (key[1:3], key[3])
+        elif kind == "salt_region":
+            untagged += key[1:3]
+        else:
+            untagged.append(key[1])
+    return tuple(untagged)

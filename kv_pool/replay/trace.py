@@ -17,6 +17,12 @@ from kv_pool.replay.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, L
 BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
 """Traces that ship with the package: name to file."""
 
+MAX_LENGTH = 10**9
+"""Maximum number of tokens of a prompt or an output. A longer one is broken."""
+
+MAX_ARRIVAL_MS = 1e17
+"""Maximum arrival, three million years. A later one is broken."""
+
 _EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
 _MAX_HASH_ID = 2**64 - 1
 _CANDIDATE_BLOCK_SIZES = tuple(1 << power for power in range(13))
@@ -56,9 +62,9 @@ class TraceRequest:
 
 
 class _Record(msgspec.Struct):
-    timestamp: float = 0.0
+    timestamp: float | None = None
     input_length: int | None = None
-    output_length: int = 0
+    output_length: int | None = None
     hash_ids: list[int] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -161,12 +167,19 @@ class Trace:
                 raise self._broken(line, "a token id is not in 0..2**64-1")
         if input_length is None:
             raise self._broken(line, "a request with hash_ids needs its input_length")
-        if input_length < 1:
-            raise self._broken(line, f"input_length is {input_length}; a prompt has at least 1 token")
-        if record.output_length < 0:
-            raise self._broken(line, f"output_length is {record.output_length}")
-        if not 0 <= record.timestamp < float("inf"):
-            raise self._broken(line, f"timestamp is {record.timestamp}; it must be 0 or more")
+        if not 1 <= input_length <= MAX_LENGTH:
+            raise self._broken(
+                line,
+                f"input_length is {input_length}; a prompt has at least 1 token, at most {MAX_LENGTH:,}",
+            )
+        output_length = record.output_length or 0
+        if not 0 <= output_length <= MAX_LENGTH:
+            raise self._broken(line, f"output_length is {output_length}; it must be 0 to {MAX_LENGTH:,}")
+        arrival_ms = (record.timestamp or 0.0) * self._ms_per_unit
+        if not 0 <= arrival_ms <= MAX_ARRIVAL_MS:
+            raise self._broken(
+                line, f"timestamp is {record.timestamp}; it must be 0 to {MAX_ARRIVAL_MS:g} ms (--time-unit)"
+            )
         if hash_ids is not None:
             if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
                 raise self._broken(line, "a hash id is not in 0..2**64-1")
@@ -180,9 +193,9 @@ class Trace:
                 )
         return TraceRequest(
             line,
-            record.timestamp * self._ms_per_unit,
+            arrival_ms,
             input_length,
-            record.output_length,
+            output_length,
             hash_ids,
             token_ids,
             _name_session(record),

@@ -24,7 +24,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
-from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
+from kv_pool.events.stream_items import (
+    BatchesLost,
+    PublisherRestarted,
+    PublisherSilent,
+    ReceivedBatch,
+    StreamSource,
+)
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
 
@@ -145,6 +151,22 @@ def test_narrow_terminal_shows_the_first_mirror_columns_whole(width):
     assert f"{endpoint} │ 1,234 in group 0 GPU │" in printed
     assert "…" not in printed
     assert ("restarts" in printed) == (width == 200)
+
+
+def test_mirror_shows_each_publisher_of_a_bound_endpoint():
+    endpoint = "tcp://10.0.0.1:5557"
+    with KVEventSubscriber("ipc://nowhere") as subscriber:
+        table = MirrorTable({endpoint: subscriber}, None, None, None, True)
+        for number, source in enumerate([StreamSource("kv@a", 0), StreamSource("kv@b", 1)], 1):
+            store = BlockStored([*range(number)], None, [], 4, None, "GPU", None)
+            table.take(endpoint, ReceivedBatch(0, DecodedBatch(1.0, [store], 0), source=source))
+            console = Console(file=io.StringIO(), width=200)
+            console.print(table.make_table())
+    rows = [line.split("│")[1:3] for line in console.file.getvalue().splitlines() if "in group" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        [f"{endpoint} kv@a rank 0", "1 in group 0 GPU"],
+        [f"{endpoint} kv@b rank 1", "2 in group 0 GPU"],
+    ]
 
 
 @pytest.mark.parametrize("replay", [None, "ipc://nowhere-replay"])

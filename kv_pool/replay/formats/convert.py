@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, TraceError
@@ -167,7 +167,7 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     if settings.target_format == "kv-cache-tester":
         write_sessions(requests, lambda: renumbered.block_size or DEFAULT_BLOCK_SIZE, output, counts.note)
     else:
-        _write_lines(settings.target_format, requests, renumbered, output, counts)
+        _write_lines(settings, requests, renumbered, output, counts)
     return ConvertReport(
         counts.num_requests, counts.num_late, renumbered.block_size, reader.num_broken, reader.first_broken
     )
@@ -245,19 +245,32 @@ class _Renumbering:
 
 
 def _write_lines(
-    target: str, requests: Iterable[ForeignRequest], renumbered: _Renumbering, output: str, counts: _Counts
+    settings: ConvertSettings,
+    requests: Iterable[ForeignRequest],
+    renumbered: _Renumbering,
+    output: str,
+    counts: _Counts,
 ) -> None:
     with ExitStack() as stack:
         write = stack.enter_context(open_trace_writer(output))
         for number, request in enumerate(requests, 1):
-            if target == "mooncake":
-                write(mooncake.make_mooncake_line(request))
-            elif target == "vllm":
-                for line in vllm_log.make_vllm_lines(request, number, renumbered.block_size):
-                    write(line)
-            else:
-                make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
-                write(make(request, number, renumbered.block_size or DEFAULT_BLOCK_SIZE))
+            try:
+                lines = _make_lines(settings.target_format, request, number, renumbered.block_size)
+            except ValueError as error:
+                raise TraceError(f"{settings.source}:{request.line}: {error}") from error
+            for line in lines:
+                write(line)
             counts.note()
         if not counts.num_requests:
             raise TraceError(f"{os.fspath(output)}: not written: the input contains no request")
+
+
+def _make_lines(
+    target: str, request: ForeignRequest, number: int, block_size: int | None
+) -> list[dict[str, Any]]:
+    if target == "mooncake":
+        return [mooncake.make_mooncake_line(request)]
+    if target == "vllm":
+        return vllm_log.make_vllm_lines(request, number, block_size)
+    make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
+    return [make(request, number, block_size or DEFAULT_BLOCK_SIZE)]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.events.publisher_blocks import to_medium
 from kv_pool.replay.formats.foreign_request import ForeignRequest, check_block_size, check_lengths
 from kv_pool.replay.line_reader import LineReader
 
@@ -89,14 +91,14 @@ class EventLineReader:
         record = self._decode(text)
         if record.kind != "stored":
             return record.ts
-        if record.medium not in (None, "GPU") or record.group_idx:
+        if to_medium(record.medium) != MEDIUM_GPU or record.group_idx:
             return record.ts
         hashes = record.block_hashes or []
         if not hashes or record.block_size is None:
             raise ValueError("stored blocks without hashes or block_size")
         if min(hashes) < 0 or max(hashes) >= 2**64:
             raise ValueError("a block hash is not in 0..2**64-1")
-        check_lengths(1, 0, record.ts)
+        check_lengths(1, 0, record.ts * 1000)
         block_size = check_block_size(record.block_size, self.block_size)
         parent = record.parent_block_hash
         if parent is not None and parent not in self._parents:

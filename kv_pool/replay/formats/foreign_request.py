@@ -4,6 +4,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_pool.replay.trace import MAX_ARRIVAL_MS, MAX_LENGTH
+
 
 @dataclass(slots=True)
 class ForeignRequest:
@@ -48,14 +50,14 @@ class ForeignReader(Protocol):
     def __iter__(self) -> Iterator[ForeignRequest]: ...
 
 
-def check_lengths(input_length: int, output_length: int, arrival: float) -> None:
+def check_lengths(input_length: int, output_length: int, arrival_ms: float) -> None:
     """Raise ValueError if a request's lengths or its arrival are out of range."""
-    if input_length < 1:
-        raise ValueError(f"the prompt has {input_length} tokens; it must have 1 or more")
-    if output_length < 0:
-        raise ValueError(f"the output has {output_length} tokens")
-    if not 0 <= arrival < float("inf"):
-        raise ValueError(f"the arrival is {arrival}; it must be 0 or more")
+    if not 1 <= input_length <= MAX_LENGTH:
+        raise ValueError(f"the prompt has {input_length} tokens; it must have 1 to {MAX_LENGTH:,}")
+    if not 0 <= output_length <= MAX_LENGTH:
+        raise ValueError(f"the output has {output_length} tokens; it must have 0 to {MAX_LENGTH:,}")
+    if not 0 <= arrival_ms <= MAX_ARRIVAL_MS:
+        raise ValueError(f"the arrival is {arrival_ms:g} ms; it must be 0 to {MAX_ARRIVAL_MS:g}")
 
 
 def check_blocks(num_tokens: int, num_blocks: int, block_size: int) -> None:

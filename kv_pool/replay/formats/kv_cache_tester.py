@@ -170,7 +170,7 @@ def _make_request(
     num_out = (request.output_length if request.out is None else request.out) or 0
     if num_in is None or request.hash_ids is None:
         raise ValueError("a request has no `in` or no `hash_ids`")
-    check_lengths(num_in, num_out, t)
+    check_lengths(num_in, num_out, start_ms + t * 1000)
     check_blocks(num_in, len(request.hash_ids), block_size)
     return ForeignRequest(
         1,

@@ -74,7 +74,7 @@ class LMCacheReader:
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest:
         record = self._decode(text)
-        check_lengths(record.seq_len, 0, record.timestamp)
+        check_lengths(record.seq_len, 0, record.timestamp * 1000)
         self.block_size = check_block_size(record.chunk_size, self.block_size)
         check_blocks(record.seq_len, len(record.chunk_hashes), record.chunk_size)
         model = record.model_name or _MODEL
