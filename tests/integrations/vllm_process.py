@@ -18,7 +18,7 @@ VERSION = f"kv_pool {kv_pool.__version__} ({MODE})"
 def write_metadata(folder):
     """Write the metadata of an installed kv_pool into a folder of `sys.path`, for tests of the sources."""
     metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
-    metadata.mkdir(parents=True)
+    metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
     )
