@@ -2,14 +2,14 @@
 
     python engine_chats.py FOLDER
 
-FOLDER has the file scenarios.json, a list, and gets the model. It is tiny; its random weights make each answer
-depend on all K and V before it. Prints as JSON what each engine did. The fields of a scenario:
+FOLDER has the file scenarios.json, a list, and gets the model. It is tiny; its random weights make each
+answer depend on all K and V before it. Prints as JSON what each engine did. The fields of a scenario:
 
 - `kind`: the kind of model, of `KINDS`
 - `level`: of kv_pool in this engine; null for vLLM's own classes
 - `chats`: a list of {"start": step, "turns": [...]}. A turn has `tokens`, which follow the conversation so
-  far, `max_tokens`, and perhaps `abort`, the number of tokens after which the client aborts it, and `options`,
-  the object `kv_pool` of the request. It starts when the turn before it has ended.
+  far, `max_tokens`, and perhaps `abort`, the number of tokens after which the client aborts it, and
+  `options`, the object `kv_pool` of the request. It starts when the turn before it has ended.
 - `engine`: options of vLLM's `LLM`, besides those of `ENGINE`
 - `in_one_process`: false for vLLM's default, an engine core and a worker in their own processes, whose steps
   and events are not recorded

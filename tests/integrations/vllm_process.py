@@ -37,14 +37,16 @@ def run_program(program, folder, plugins, *arguments, **environment):
         environment: more variables.
     """
     write_metadata(folder)
+    # First what comes first in this process: perhaps another vLLM than the installed one.
     ours = Path(kv_pool.__file__).parent.parent
+    path = [os.environ.get("PYTHONPATH", ""), str(ours), str(TESTS), str(HERE), str(folder)]
     told = subprocess.run(
         [sys.executable, str(HERE / program), str(folder), *arguments],
         capture_output=True,
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": f"{ours}:{TESTS}:{HERE}:{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": ":".join(filter(None, path)),
             "VLLM_PLUGINS": plugins,
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
