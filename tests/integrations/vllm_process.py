@@ -33,7 +33,7 @@ def run_program(program, folder, plugins, *arguments, **environment):
 
     Args:
         program: a path from this folder. The program gets `folder` as its first argument.
-        plugins: the value of VLLM_PLUGINS.
+        plugins: the value of VLLM_PLUGINS; None to leave it unset.
         environment: more variables.
     """
     write_metadata(folder)
@@ -47,7 +47,7 @@ def run_program(program, folder, plugins, *arguments, **environment):
         env={
             **os.environ,
             "PYTHONPATH": ":".join(filter(None, path)),
-            "VLLM_PLUGINS": plugins,
+            **({} if plugins is None else {"VLLM_PLUGINS": plugins}),
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "HF_HUB_OFFLINE": "1",
