@@ -85,11 +85,14 @@ def read_step(
                 num_held = len(table.blocks)
                 if not 0 <= num_computed <= num_held * group.block_size:
                     raise_missing_blocks(state, request_id, num_computed, num_held, group.block_size)
-                if num_computed < table.num_null_blocks * group.block_size:
+                num_released = table.num_null_blocks * group.block_size
+                if num_released and group.count_skipped_tokens(num_computed) < num_released:
                     raise InvalidArgumentError(
-                        f"request {request_id!r} has num_computed_tokens {num_computed}; its first "
-                        f"{table.num_null_blocks * group.block_size} tokens have left the window of group "
-                        f"{group.group_id} and their blocks are released. Free it and admit it again"
+                        f"request {request_id!r} has num_computed_tokens {num_computed}, and its next token "
+                        f"needs the tokens from {group.count_skipped_tokens(num_computed)} on; its first "
+                        f"{num_released} tokens have left the window of group {group.group_id} and their "
+                        "blocks are released. Free it and admit it again. While drafts may be rejected, pass "
+                        "num_in_flight_tokens"
                     )
                 if num_computed < table.num_cached_blocks * group.block_size:
                     check_same_content(state, request, group, table, num_computed)
