@@ -1,7 +1,11 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which sequences are frozen."""
 
+from __future__ import annotations
+
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kv_pool.adapter.access_order import AccessOrder
 from kv_pool.adapter.evictions import Evictions
 from kv_pool.adapter.pins import Pins
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -28,9 +32,10 @@ class Holder:
 
     Attributes:
         pins: the pins that were made in the sequence's name, by block; None before the first.
+        queue, ticket: its place in an `AccessOrder`.
     """
 
-    __slots__ = ("blocks", "last_access_time", "pins", "priority", "sequence_id")
+    __slots__ = ("blocks", "last_access_time", "pins", "priority", "queue", "sequence_id", "ticket")
 
     def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
         self.sequence_id = sequence_id
@@ -38,6 +43,8 @@ class Holder:
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
         self.pins: dict[KVCacheBlock, int] | None = None
+        self.queue: OrderedDict[SequenceId, Holder] | None = None
+        self.ticket = 0
 
 
 class Holdings:
@@ -45,6 +52,7 @@ class Holdings:
 
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
+        order: the same by priority, for evictions.
         first_holders: per block, the sequence that has held it longest.
         later_holders: per block, its other holders, oldest first; only for blocks that have some.
         evictions: evicted sequences; none of them is in `holders`.
@@ -67,6 +75,7 @@ class Holdings:
         self.pins = pins
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
+        self.order = AccessOrder(self)
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.frozen: dict[SequenceId, str] = {}
@@ -118,6 +127,7 @@ class Holdings:
             del holders[holder.sequence_id]
         holders[holder.sequence_id] = holder
         holder.last_access_time = now
+        self.order.note_access(holder)
 
     def settle(self) -> None:
         """Complete `hold`: the arriving blocks belong to their sequence now."""
@@ -164,6 +174,7 @@ class Holdings:
                 del held[block], first_holders[block]
             if not held:
                 del self.holders[holder.sequence_id]
+                self.order.remove(holder)
         self._drops = {}
 
     def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
@@ -254,6 +265,7 @@ class Holdings:
         for sequence_id in self.evictions.list_sequences():
             if sequence_id in self.holders:
                 self.evictions.forget(sequence_id)
+        self.order.rebuild(self.holders.values())
 
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Remove a sequence from a block's holders. Idempotent: completes a partial removal."""
@@ -264,6 +276,7 @@ class Holdings:
                 self.pins.unpin([block] * num_pins)
         if not holder.blocks and self.holders.get(holder.sequence_id) is holder:
             del self.holders[holder.sequence_id]
+            self.order.remove(holder)
         later = self.later_holders.get(block)
         if self.first_holders.get(block) is holder:
             if later:

@@ -1,6 +1,6 @@
 """`Victims`: chooses and evicts sequences when too few blocks are free, by an `EvictionPolicy`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,12 +76,22 @@ class Victims:
         self.num_evicted = 0
         self.together: frozenset[SequenceId] = frozenset()
 
-    def rank(self, priority: int, sequence_id: SequenceId | None) -> list[Holder]:
-        """Return the sequences that may be evicted for this one, in the policy's order.
+    def rank(self, priority: int, sequence_id: SequenceId | None) -> Iterator[Holder]:
+        """Yield the sequences that may be evicted for this one, in the policy's order. Change none meanwhile.
 
         Excludes sequences of higher priority, with a pinned block, or frozen by a migration.
+        Cost: O(1) for each with the LRU policy; another policy ranks all of them first.
         """
         holdings = self._holdings
+        if type(self._policy) is LRUEviction:
+            for holder in holdings.order.iterate(priority):
+                if (
+                    holder.sequence_id != sequence_id
+                    and holder.sequence_id not in self.together
+                    and holder.sequence_id not in holdings.frozen
+                ):
+                    yield holder
+            return
         candidates = [
             SequenceInfo(holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time)
             for holder in holdings.holders.values()
@@ -93,7 +103,9 @@ class Victims:
         ]
         allowed = {candidate.sequence_id for candidate in candidates}
         ranked = dict.fromkeys(self._policy.rank(candidates))
-        return [holdings.holders[victim] for victim in ranked if victim in allowed]
+        for victim in ranked:
+            if victim in allowed:
+                yield holdings.holders[victim]
 
     def choose(
         self,

@@ -41,6 +41,7 @@ from kv_pool.control.socket_path import (
     remove_dead_sockets,
     resolve_path,
 )
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName
 from kv_pool.migration.workers import Workers
@@ -103,7 +104,7 @@ class ControlServer:
         self._tiers = tiers
         self._guard = nullcontext() if guard is None else guard
         self._timeout_s = timeout_s
-        self._max_clients = max_clients
+        self._max_clients = as_count("max_clients", max_clients, 1)
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -126,7 +126,10 @@ class KVEventSubscriber:
         if replay_endpoint is not None:
             check_endpoint(replay_endpoint)
         check_bounds(
-            max_queued=max_queued, max_queued_bytes=max_queued_bytes, max_message_bytes=max_message_bytes
+            max_attempts=max_attempts,
+            max_queued=max_queued,
+            max_queued_bytes=max_queued_bytes,
+            max_message_bytes=max_message_bytes,
         )
         self.replay_endpoint = replay_endpoint
         self._clock = clock

@@ -5,7 +5,15 @@ from typing import Any, NoReturn, SupportsIndex, cast
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import (
+    as_count,
+    as_int,
+    as_ints,
+    as_list_of,
+    check_number,
+    check_type,
+    refuse_type,
+)
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
@@ -156,6 +164,7 @@ class KVCacheManager(ManagerQueries):
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
+            num_in_flight_tokens,
         )
         if self._plans_checkpoints and self._rules is not None:
             step.prefill_end = self._rules.find_prefill_end(request)
@@ -243,6 +252,7 @@ class KVCacheManager(ManagerQueries):
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
+            num_in_flight_tokens,
         )
         if self._plans_checkpoints and self._rules is not None:
             step.prefill_end = self._rules.find_prefill_end(request)
@@ -462,11 +472,11 @@ class KVCacheManager(ManagerQueries):
         """Release the blocks that no token after the first `num_tokens` attends to, as `allocate_slots` does.
 
         Raises:
-            InvalidArgumentError: the request has no blocks. Nothing has changed.
+            InvalidArgumentError: the request has no blocks, or a negative count. Nothing has changed.
         """
         request_id = get_request_id("request", request)
         tables = find_tables(self, request_id)
-        num_final = as_int("num_tokens", num_tokens)
+        num_final = as_count("num_tokens", num_tokens)
         try:
             free_skipped_blocks(self, request_id, tables, num_final)
         except BaseException:

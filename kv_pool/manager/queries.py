@@ -5,7 +5,7 @@ from typing import SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, RequestId
@@ -56,7 +56,7 @@ class ManagerQueries(RequestTables):
             num_known = request.num_tokens
             limit = num_known - 1
             if max_num_tokens is not None:
-                limit = as_int("max_num_tokens", max_num_tokens)
+                limit = as_count("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             if len(hashes) * self.block_pool.hash_block_size > num_known:
                 self._caching.raise_wrong_block_size(request, len(hashes))

@@ -28,6 +28,7 @@ def read_step(
     num_encoder_tokens: int,
     full_sequence_must_fit: bool,
     reserved_blocks: int,
+    num_in_flight_tokens: int,
 ) -> Step:
     """Check the arguments and return the step. Raises what `allocate_slots` documents; changes nothing."""
     found = getattr(request, "request_id", None)
@@ -35,9 +36,9 @@ def read_step(
     tables = state._tables.get(request_id)
     num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
     if not isinstance(num_encoder_tokens, int):
-        as_int("num_encoder_tokens", num_encoder_tokens)
+        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
     if not isinstance(reserved_blocks, int):
-        as_int("reserved_blocks", reserved_blocks)
+        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
     if not isinstance(full_sequence_must_fit, bool):
         refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
     if not isinstance(num_lookahead_tokens, int):
@@ -48,6 +49,11 @@ def read_step(
         raise InvalidArgumentError(
             f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
             f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
+        )
+    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
+            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
         )
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens

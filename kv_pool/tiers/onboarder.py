@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, GroupId, RequestId
@@ -99,7 +100,9 @@ class TierOnboarder:
             to be tried.
         """
         start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
+        limit = request.num_tokens - 1
+        if max_num_tokens is not None:
+            limit = as_count("max_num_tokens", max_num_tokens)
         num_tokens = self._prefixes.count_tokens(request, start, limit)
         by_medium = dict.fromkeys(self._media, 0)
         if num_tokens:

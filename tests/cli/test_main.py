@@ -67,7 +67,7 @@ def test_stderr_contains_only_the_message(folder):
         ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
         (
             "table.csv",
-            "table.csv:1: JSON is malformed: invalid character (byte 4); a trace has ",
+            "table.csv:1: this is CSV, with the columns timestamp,input_length; kv-pool trace convert --from csv ",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_preempt_swap_without_effect_is_an_error(folder):
 def test_module_runs_as_the_command_and_shows_the_version(tmp_path):
     done = kv_pool_command("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"kv_pool {kv_pool.__version__}\n")
-    module = [sys.executable, "-m", "kv_pool", "--version"]
+    module = [sys.executable, "-P", "-m", "kv_pool", "--version"]
     report = subprocess.run(
         module, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=True
     )

@@ -162,7 +162,7 @@ def test_command_line_shows_the_pool_of_the_engine(run):
         pool = make_pool()
         pool.get_new_blocks(4)
         for command in (["stats"], ["layout"], ["sequences", "--holds"], ["defrag"]):
-            done = subprocess.run([sys.executable, "-m", "kv_pool", *command, "--socket", "here.sock"])
+            done = subprocess.run([sys.executable, "-P", "-m", "kv_pool", *command, "--socket", "here.sock"])
             print(done.returncode, flush=True)
         """,
         "here.sock",

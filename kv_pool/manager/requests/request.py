@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
 
-from kv_pool.core.arguments import as_int, as_list, check_type, refuse_type
+from kv_pool.core.arguments import as_count, as_int, as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
@@ -58,10 +58,18 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class PlaceholderRange:
-    """The tokens `[offset, offset + length)` of a prompt that stand for one multimodal input."""
+    """The tokens `[offset, offset + length)` of a prompt that stand for one multimodal input.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: not two counts.
+    """
 
     offset: int
     length: int
+
+    def __post_init__(self) -> None:
+        as_count("offset", self.offset)
+        as_count("length", self.length)
 
 
 @dataclass(frozen=True)
