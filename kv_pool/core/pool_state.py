@@ -172,7 +172,7 @@ class PoolState:
         self.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
 
     def note_continued(self, source: KVCacheBlock, start: int, hashes: Any) -> None:
-        """Note that a request continues a copy of a block that is not full, in a block with a hash of its own.
+        """Note that a request continues a copy of a block that is not full, under hashes of its own.
 
         Args:
             start: the block's first token.
@@ -182,8 +182,9 @@ class PoolState:
         noted = self.continued_by.get(source)
         if noted is None or noted[0] != source.generation:
             if len(self.continued_by) >= self._num_continued_to_sweep_at:
-                notes = self.continued_by.items()
-                self.continued_by = {block: one for block, one in notes if block.generation == one[0]}
+                for block, one in list(self.continued_by.items()):
+                    if block.generation != one[0]:
+                        del self.continued_by[block]
                 self._num_continued_to_sweep_at = max(64, 2 * len(self.continued_by))
             noted = self.continued_by[source] = source.generation, []
         noted[1].append((start, hashes))

@@ -190,18 +190,18 @@ class FailingLife:
         num = len(groups)
         self.engine = ByteEngine(
             folder,
-            self.rng.randint(9, 18) * num,
+            self.rng.randint(9, 14) * num,
             self.rng.randint(6, 20) * num,
             groups,
             rules,
-            has_tiers=self.rng.random() < 0.6,
-            num_host_blocks=self.rng.randint(3, 12) * num,
+            has_tiers=self.rng.random() < 0.7,
+            num_host_blocks=self.rng.randint(3, 30) * num,
             num_disk_blocks=self.rng.choice((0, 0, 10 * num)),
             write=self.rng.choice(("back", "through")),
             max_prefetch_blocks=0,
         )
         self.manager = self.engine.manager
-        self.prompts = [self.draw_tokens(self.rng.randint(8, 34)) for _ in range(3)]
+        self.prompts = [self.draw_tokens(self.rng.randint(8, 34)) for _ in range(4)]
         self.waiting, self.running, self.swapped, self.bad = [], [], [], {}
         self.loading, self.named = {}, {}
         self.plans = []
@@ -228,15 +228,15 @@ class FailingLife:
             self.finish_loading: 2,
             self.grow: 6,
             self.fork: 2,
-            self.end: 2.5,
-            self.preempt: 1,
+            self.end: 4,
+            self.preempt: 1.5,
             self.fail_step: 0.5,
             self.swap_out: 1.5,
             self.swap_in: 2,
             self.close_plan: 2,
-            self.onboard: 1.5,
+            self.onboard: 2.5,
             self.report: 1.5,
-            self.evict: 0.3,
+            self.evict: 0.7 if self.bad else 0,
             self.reset: 0.2,
         }
         (action,) = rng.choices(list(actions), list(actions.values()))
@@ -464,17 +464,16 @@ class FailingLife:
                     self.close_plan()
 
     def onboard(self):
-        if not self.waiting or not self.engine.has_tiers:
-            return
-        request = self.rng.choice(self.waiting)
-        prefix = self.manager.get_computed_blocks(request)
-        hit = self.engine.onboarder.find_prefix(request, prefix)
-        if hit.num_tokens:
-            plan = self.engine.onboarder.plan_onboard(request, hit, prefix)
-            if plan is not None:
-                self.waiting.remove(request)
-                self.plans.append((request, plan))
-                plan.load()
+        for request in self.waiting if self.engine.has_tiers else ():
+            prefix = self.manager.get_computed_blocks(request)
+            hit = self.engine.onboarder.find_prefix(request, prefix)
+            if hit.num_tokens:
+                plan = self.engine.onboarder.plan_onboard(request, hit, prefix)
+                if plan is not None:
+                    self.waiting.remove(request)
+                    self.plans.append((request, plan))
+                    plan.load()
+                return
 
     def close_plan(self):
         """Commit or abort a plan; the copies of a swap are made now."""
