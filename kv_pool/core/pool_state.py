@@ -103,6 +103,9 @@ class PoolState:
         self.num_evictions: int = 0
         # Blocks whose content was copied, not computed: see `note_copy`.
         self.copied_from: dict[KVCacheBlock, tuple[int, KVCacheBlock | None, int]] = {}
+        # Blocks whose copies were continued by other requests: see `note_continued`.
+        self.continued_by: dict[KVCacheBlock, tuple[int, list[tuple[int, Any]]]] = {}
+        self._num_continued_to_sweep_at = 64
         self.lower_tiers: LowerTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
@@ -169,6 +172,24 @@ class PoolState:
         The note is valid while the generations of both blocks are those of now.
         """
         self.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
+
+    def note_continued(self, source: KVCacheBlock, start: int, hashes: Any) -> None:
+        """Note that a request continues a copy of a block that is not full, under hashes of its own.
+
+        Args:
+            start: the block's first token.
+            hashes: the request's `block_hashes`, which may still grow.
+        The note is valid while the generation of `source` is that of now.
+        """
+        noted = self.continued_by.get(source)
+        if noted is None or noted[0] != source.generation:
+            if len(self.continued_by) >= self._num_continued_to_sweep_at:
+                for block, one in list(self.continued_by.items()):
+                    if block.generation != one[0]:
+                        del self.continued_by[block]
+                self._num_continued_to_sweep_at = max(64, 2 * len(self.continued_by))
+            noted = self.continued_by[source] = source.generation, []
+        noted[1].append((start, hashes))
 
     def _recover(self) -> None:
         """Complete or undo an interrupted call. May itself be interrupted and called again."""

@@ -322,7 +322,10 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
             leaving = [shared]
             if is_copied:
                 # If `shared` itself is the target of a pending copy, copy from the source of that.
-                state.copies.add(state.copies.find_source(shared), own)
+                source = state.copies.find_source(shared)
+                state.copies.add(source, own)
+                if table.request is not None:
+                    pool.note_continued(source, position * group.block_size, table.request.block_hashes)
             # No call may happen until the table has the block.
             state._leaving = leaving
             table.blocks[position] = own

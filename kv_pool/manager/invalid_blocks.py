@@ -178,7 +178,8 @@ class _Spread:
     def _list_entries(self, holder: _Holder) -> Iterator[tuple[BlockGroup, int, KVCacheBlock, bool, bool]]:
         """Yield the blocks that a request's tables have, or had: group, position, block, two flags.
 
-        The first: the block still has the content that it had in the table. The second: written by the request.
+        The first flag: the block still has the content that it had in the table. The second: the request has
+        written it.
         """
         for table, group in zip(holder.tables, self._groups, strict=True):
             for position, block in enumerate(table.blocks):
@@ -313,6 +314,11 @@ class _Spread:
                     for shorter, num_shorter in found or ():
                         if num_shorter > first:
                             add(shorter, num_shorter, first)
+            for block, (generation, copies) in pool.continued_by.items():
+                if block in self.suspect and block.generation == generation:
+                    for start, hashes in copies:
+                        if start // unit < len(hashes):
+                            add(hashes[start // unit], (start // unit + 1) * unit, start)
         for holder in self.holders:
             index = holder.num_valid // unit
             if index < len(holder.hashes):
@@ -353,6 +359,9 @@ class _Spread:
             for holder in self.holders:
                 lineage.add_sequence(holder.hashes, self._pool.hash_block_size)
             for pool in self.pools:
+                for block, (generation, copies) in pool.continued_by.items():
+                    for _, hashes in copies if block.generation == generation else ():
+                        lineage.add_sequence(hashes, pool.hash_block_size)
                 for block in pool.blocks:
                     if block.key is not None and block.num_key_tokens > 0:
                         primary, *others = pool.list_keys([block])

@@ -13,7 +13,7 @@ import msgspec
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHash, GroupId, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -107,6 +107,9 @@ class ManagerSequences(DeviceSide):
             RequestId(""), len(block_hashes) * self.pool.hash_block_size, block_hashes=block_hashes
         )
         return [list(row) for row in self.manager.get_computed_blocks(wanted, wanted.num_tokens).blocks]
+
+    def evict_invalid(self, block_ids: list[BlockId]) -> None:
+        self.manager.evict_blocks(block_ids)
 
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
         pass

@@ -1,7 +1,7 @@
-"""`FailingLife`: short random lives in which loads fail, and are reported later, over an engine with real bytes.
+"""`FailingLife`: short random lives over real bytes, in which loads fail and are reported later.
 
-What a request computes depends on what it reads: from wrong bytes it computes wrong ones. After the reports no cached
-block, in no tier, has bytes that were not computed from its tokens, and a request that was not named has none either.
+What a request computes depends on what it reads: from wrong bytes it computes wrong ones. After the reports,
+all cached blocks in all tiers have bytes computed from their tokens, and so have all requests not named.
 
     cd tests && python -m lives.failing_loads --lives 10000 --seed 0
 """
@@ -48,10 +48,16 @@ KINDS = {
         None,
     ),
     "sizes": ([FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=6)], None),
-    "chunks": ([FullAttentionSpec(block_size=4), ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)], None),
+    "chunks": (
+        [FullAttentionSpec(block_size=4), ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)],
+        None,
+    ),
     "mamba": ([FullAttentionSpec(block_size=4), MambaSpec(block_size=4)], None),
     "states": ([FullAttentionSpec(block_size=4), MambaSpec(block_size=8)], STATE_RULES),
-    "checkpoints": ([FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)], STATE_RULES),
+    "checkpoints": (
+        [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)],
+        STATE_RULES,
+    ),
 }
 
 
@@ -92,7 +98,13 @@ class ByteEngine(TierEngine):
         values = values_of(request)
         for group_id, spec in enumerate(self.manager.groups):
             blocks = self.manager.get_table(request.request_id, group_id).blocks
-            positions = range(start, end) if not isinstance(spec, MambaSpec) else range(end - 1, end) if end > start else ()
+            positions = (
+                range(start, end)
+                if not isinstance(spec, MambaSpec)
+                else range(end - 1, end)
+                if end > start
+                else ()
+            )
             for position in positions:
                 block = blocks[position // spec.block_size]
                 if block.is_null:
@@ -101,11 +113,13 @@ class ByteEngine(TierEngine):
                 self.kv[block.block_id, slot] = values[position] + group_id if is_good else WRONG + position
 
     def list_reads(self, request, num_tokens, tables=None):
-        """Yield the slots that the next token after `num_tokens` reads: group, block, slot, expected value."""
+        """Yield the slots that the next token after `num_tokens` reads: block, slot, expected value."""
         values = values_of(request)
         for group, spec in zip(self.groups, self.manager.groups, strict=True):
             group_id = group.group_id
-            table = self.manager.get_table(request.request_id, group_id) if tables is None else tables[group_id]
+            table = (
+                self.manager.get_table(request.request_id, group_id) if tables is None else tables[group_id]
+            )
             first = group.count_skipped_tokens(num_tokens)
             if isinstance(spec, MambaSpec):
                 first = max(0, num_tokens - 1)
@@ -164,7 +178,7 @@ class FailingLife:
     """One life.
 
     Attributes:
-        bad: blocks with a failed load that is not reported yet, each with its hold or None, and its generation.
+        bad: blocks with a failed load that is not reported yet, each with a hold or None, and a generation.
         is_lost: such a block was reused before its report, so that the life ends.
     """
 
@@ -176,18 +190,18 @@ class FailingLife:
         num = len(groups)
         self.engine = ByteEngine(
             folder,
-            self.rng.randint(11, 20) * num,
+            self.rng.randint(9, 14) * num,
             self.rng.randint(6, 20) * num,
             groups,
             rules,
-            has_tiers=self.rng.random() < 0.6,
-            num_host_blocks=self.rng.randint(3, 12) * num,
+            has_tiers=self.rng.random() < 0.7,
+            num_host_blocks=self.rng.randint(3, 30) * num,
             num_disk_blocks=self.rng.choice((0, 0, 10 * num)),
             write=self.rng.choice(("back", "through")),
             max_prefetch_blocks=0,
         )
         self.manager = self.engine.manager
-        self.prompts = [self.draw_tokens(self.rng.randint(8, 34)) for _ in range(3)]
+        self.prompts = [self.draw_tokens(self.rng.randint(8, 34)) for _ in range(4)]
         self.waiting, self.running, self.swapped, self.bad = [], [], [], {}
         self.loading, self.named = {}, {}
         self.plans = []
@@ -214,15 +228,15 @@ class FailingLife:
             self.finish_loading: 2,
             self.grow: 6,
             self.fork: 2,
-            self.end: 2.5,
-            self.preempt: 1,
+            self.end: 4,
+            self.preempt: 1.5,
             self.fail_step: 0.5,
             self.swap_out: 1.5,
             self.swap_in: 2,
             self.close_plan: 2,
-            self.onboard: 1.5,
+            self.onboard: 2.5,
             self.report: 1.5,
-            self.evict: 0.3,
+            self.evict: 0.7 if self.bad else 0,
             self.reset: 0.2,
         }
         (action,) = rng.choices(list(actions), list(actions.values()))
@@ -270,9 +284,15 @@ class FailingLife:
             prefix = self.manager.get_computed_blocks(request)
             num_left = request.num_tokens - prefix.num_tokens
             delays = self.rng.random() < 0.2
-            if self.manager.allocate_slots(
-                request, num_left if num_new is None else min(num_new, num_left), prefix, delay_cache_blocks=delays
-            ) is None:
+            if (
+                self.manager.allocate_slots(
+                    request,
+                    num_left if num_new is None else min(num_new, num_left),
+                    prefix,
+                    delay_cache_blocks=delays,
+                )
+                is None
+            ):
                 return
             num_hit = request.num_computed_tokens = prefix.num_tokens
         self.tally["hit"] += num_hit > 0
@@ -298,9 +318,16 @@ class FailingLife:
                 return
         is_async = rng.random() < 0.4
         num_new = 0 if is_async else rng.randint(1, num_left - num_external)
-        if manager.allocate_slots(
-            request, num_new, prefix, num_external_computed_tokens=num_external, delay_cache_blocks=is_async
-        ) is None:
+        if (
+            manager.allocate_slots(
+                request,
+                num_new,
+                prefix,
+                num_external_computed_tokens=num_external,
+                delay_cache_blocks=is_async,
+            )
+            is None
+        ):
             return
         self.waiting.remove(request)
         request.num_computed_tokens = end = prefix.num_tokens + num_external
@@ -324,7 +351,9 @@ class FailingLife:
             group_id = rng.randrange(len(engine.groups))
             spec = self.manager.groups[group_id]
             blocks = self.manager.get_table(request.request_id, group_id).blocks
-            first = start // spec.block_size if not isinstance(spec, MambaSpec) else (end - 1) // spec.block_size
+            first = (
+                start // spec.block_size if not isinstance(spec, MambaSpec) else (end - 1) // spec.block_size
+            )
             loaded = [block for block in blocks[first : -(-end // spec.block_size)] if not block.is_null]
             if start % spec.block_size and loaded and loaded[0] is blocks[start // spec.block_size]:
                 del loaded[0]
@@ -406,7 +435,9 @@ class FailingLife:
             for group_id, spec in enumerate(self.manager.groups):
                 table = self.manager.get_table(request.request_id, group_id)
                 unwritten += table.blocks[request.num_computed_tokens // spec.block_size :]
-        self.note_report(self.manager.report_invalid_blocks({one.block_id for one in unwritten if not one.is_null}))
+        self.note_report(
+            self.manager.report_invalid_blocks({one.block_id for one in unwritten if not one.is_null})
+        )
         self.tally["failed steps"] += bool(unwritten)
 
     # ---- swaps and tiers ---------------------------------------------------------------------------
@@ -433,17 +464,16 @@ class FailingLife:
                     self.close_plan()
 
     def onboard(self):
-        if not self.waiting or not self.engine.has_tiers:
-            return
-        request = self.rng.choice(self.waiting)
-        prefix = self.manager.get_computed_blocks(request)
-        hit = self.engine.onboarder.find_prefix(request, prefix)
-        if hit.num_tokens:
-            plan = self.engine.onboarder.plan_onboard(request, hit, prefix)
-            if plan is not None:
-                self.waiting.remove(request)
-                self.plans.append((request, plan))
-                plan.load()
+        for request in self.waiting if self.engine.has_tiers else ():
+            prefix = self.manager.get_computed_blocks(request)
+            hit = self.engine.onboarder.find_prefix(request, prefix)
+            if hit.num_tokens:
+                plan = self.engine.onboarder.plan_onboard(request, hit, prefix)
+                if plan is not None:
+                    self.waiting.remove(request)
+                    self.plans.append((request, plan))
+                    plan.load()
+                return
 
     def close_plan(self):
         """Commit or abort a plan; the copies of a swap are made now."""
@@ -546,7 +576,13 @@ class FailingLife:
         self.tally["evicted"] += 1
 
     def reset(self):
-        is_idle = not (self.running or self.swapped or self.loading or self.plans or any(hold for hold, _ in self.bad.values()))
+        is_idle = not (
+            self.running
+            or self.swapped
+            or self.loading
+            or self.plans
+            or any(hold for hold, _ in self.bad.values())
+        )
         is_done = self.manager.reset_prefix_cache()
         assert is_done == is_idle, (is_done, is_idle)
         if is_done:

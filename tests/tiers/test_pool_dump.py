@@ -711,3 +711,22 @@ def test_another_process_loads_the_same_bytes(tmp_path):
     dump_pool(tmp_path / "pool", pool, storage=storage)
     told = run_python(LOADING, tmp_path / "pool").stdout.splitlines()
     assert told == [storage.read_block(i).hex() for request in requests for i in find(pool, request)]
+
+
+def test_a_bad_block_of_a_dump_takes_its_descendants_with_it(tmp_path):
+    pool, requests = make_pool()
+    dump_pool(tmp_path / "dump", pool)
+    loaded = BlockPool(10, True, 4)
+    load_pool(tmp_path / "dump", loaded)
+    manager = KVCacheManager(loaded)
+    first = find(loaded, requests[0])[0]
+    manager.report_invalid_blocks([first])
+    assert find(loaded, requests[0]) == []
+    assert [manager.get_computed_blocks(make_request("n", n, 13)).num_tokens for n in (0, 100, 200)] == [
+        0,
+        8,
+        12,
+    ]
+    computed = make_request("again", 0, 5)
+    manager.allocate_slots(computed, 5, manager.get_computed_blocks(computed))
+    assert manager.get_computed_blocks(make_request("n", 0, 13)).num_tokens == 4

@@ -241,9 +241,12 @@ class SwapPlan(TwoPhasePlan):
             self._cache(group, table, row)
         moved = {(move.source, move.target) for move in self.moves}
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
-            for before, after in zip(table.blocks, row, strict=True):
+            for position, (before, after) in enumerate(zip(table.blocks, row, strict=True)):
                 if not after.is_null and (before.block_id, after.block_id) in moved:
                     self._target.pool.note_copy(after, before)
+                    if before.key is None:
+                        start = position * group.block_size
+                        self._source.pool.note_continued(before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
             table.blocks = row
