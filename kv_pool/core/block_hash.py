@@ -29,6 +29,12 @@ _FLAT_TYPES = (str, int, float, bytes, bytearray, type(None))
 
 _VLLM_SEED = "vllm-none-hash"
 _PROCESS_SEED = os.urandom(32).hex()
+_random_roots: list[BlockHash] = []
+
+
+def find_random_root() -> BlockHash | None:
+    """Return the root of this process's hashers with a random seed; None if it has made none."""
+    return _random_roots[0] if _random_roots else None
 
 
 class BlockHasher:
@@ -105,6 +111,8 @@ class BlockHasher:
             secret = hashlib.sha256(b"kv_pool xxh3_128 " + _encode_seed(text)).digest()
             self.root = BlockHash(secret[:16])
             self._xxh3_seed = int.from_bytes(secret[16:24], "big")
+            if seed is None:
+                _random_roots[:] = [self.root]
 
     def hash_blocks(
         self,

@@ -67,7 +67,7 @@ def test_stderr_contains_only_the_message(folder):
         ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
         (
             "table.csv",
-            "table.csv:1: this is CSV, with the columns timestamp,input_length; kv-pool trace convert --from csv ",
+            "table.csv:1: this is CSV, with the columns timestamp,input_length; kv-pool trace convert ",
         ),
     ],
 )
