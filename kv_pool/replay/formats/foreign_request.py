@@ -17,7 +17,7 @@ class ForeignRequest:
         input_length, output_length: number of tokens; 0 generated tokens if the format does not tell.
         blocks: one key per block of the prompt, head first, with or without one for a partial last block.
             Equal keys mean that the prompts are equal up to the end of the block. None for token ids.
-        token_ids: the prompt's tokens, instead of blocks.
+        token_ids: the prompt's tokens, instead of blocks. If both are None, only lengths are known.
         session_id, tenant: as in a trace, or None.
     """
 
@@ -37,9 +37,13 @@ class ForeignReader(Protocol):
     Attributes:
         block_size: tokens per key; None for token ids, and until the first request tells it.
         num_broken, first_broken: as in `Trace`.
+        notes: what else the caller should know of the input, once it is read.
     """
 
     block_size: int | None
+
+    @property
+    def notes(self) -> list[str]: ...
 
     @property
     def num_broken(self) -> int: ...

@@ -78,6 +78,7 @@ class VLLMLogReader:
     block_size: int | None = None
 
     def __init__(self, path: Path, skip_broken: bool = False) -> None:
+        self.notes: list[str] = []
         self._reader = LineReader(path, skip_broken=skip_broken)
 
     @property

@@ -187,19 +187,19 @@ def test_unknown_formats_are_refused(options, message):
         convert_trace(ConvertSettings(*options), "out")
 
 
-@pytest.mark.parametrize("name", ["lmcache", "vllm", "dynamo", "events", "kv-cache-tester", "mooncake"])
+@pytest.mark.parametrize("name", [*convert.READ_LOSSES])
 def test_missing_input_is_an_error(tmp_path, name):
     with pytest.raises(TraceError, match="nowhere"):
         run(tmp_path / "nowhere", name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["lmcache", "vllm", "dynamo", "events", "kv-cache-tester"])
+@pytest.mark.parametrize("name", [name for name in convert.READ_LOSSES if name != "mooncake"])
 def test_folder_without_files_is_an_error(tmp_path, name):
     with pytest.raises(TraceError, match="no file"):
         run(tmp_path, name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["lmcache", "vllm", "dynamo", "events"])
+@pytest.mark.parametrize("name", ["lmcache", "vllm", "dynamo", "events", "csv", "qwen-bailian"])
 def test_input_without_requests_writes_nothing(tmp_path, name):
     (tmp_path / "in").write_text("\n  \n")
     with pytest.raises(TraceError, match="the input contains no request"):
@@ -370,3 +370,21 @@ def test_block_size_of_a_file_may_be_any_number(tmp_path):
     line = {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "request": request}
     run(write_trace(tmp_path / "log.jsonl", [line]), "dynamo", tmp_path / "out", "vllm")
     assert "prompt_token_ids: [0, 0, 0]," in (tmp_path / "out").read_text()
+
+
+def test_times_that_look_like_another_unit_are_noted(tmp_path):
+    lines = [{"timestamp": 30.5 * number, "input_length": 8, "hash_ids": [1]} for number in range(5)]
+    path = write_trace(tmp_path / "rows.jsonl", lines)
+    report = run(path, "dynamo", tmp_path / "out.jsonl", trace_block_size=8)
+    assert "pass --time-unit s" in "".join(report.notes)
+    report = run(path, "dynamo", tmp_path / "out.jsonl", trace_block_size=8, timestamp_unit="s")
+    assert report.notes == ()
+    arrivals = [one.arrival_ms for one in Trace(tmp_path / "out.jsonl", block_size=8)]
+    assert arrivals == [0, 30_500, 61_000, 91_500, 122_000]
+
+
+@pytest.mark.parametrize(("name", "unit"), [("vllm", "s"), ("events", "ms"), ("dynamo", "minutes")])
+def test_units_that_cannot_be_given_are_refused(tmp_path, name, unit):
+    path = write_trace(tmp_path / "log", [GOOD[name]])
+    with pytest.raises(InvalidArgumentError, match=r"--time-unit has no effect|timestamp_unit is 'minutes'"):
+        run(path, name, tmp_path / "out.jsonl", timestamp_unit=unit)

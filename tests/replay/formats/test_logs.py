@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import lzma
 
 import pytest
 from replay.made_trace import write_trace
 
 from kv_pool import TraceError
 from kv_pool.replay.formats.dynamo import DynamoReader
+from kv_pool.replay.formats.kv_cache_tester import KVCacheTesterReader
 from kv_pool.replay.formats.lmcache import LMCacheReader
 from kv_pool.replay.formats.vllm_log import VLLMLogReader
 
@@ -51,6 +53,31 @@ def test_folder_is_read_in_the_order_of_names(tmp_path):
     assert [one.arrival_ms for one in reader] == [1000.0, 2000.0]
     assert reader.num_broken == 2
     assert "lookup_hashes_1.jsonl:2: " in reader.first_broken
+
+
+@pytest.mark.parametrize("copy", [".gz", ".xz", ".bak", "~", ".orig", ".gz~", ".swp"])
+@pytest.mark.parametrize("source_format", ["lmcache", "kv-cache-tester", "dynamo"])
+def test_copies_in_a_folder_are_not_read_and_noted(tmp_path, source_format, copy):
+    """`gzip -k` and editors leave copies; each was a log of its own."""
+    session = {"id": "s", "block_size": 4, "requests": [{"t": 0.0, "in": 9, "out": 1, "hash_ids": [1, 2]}]}
+    make, name, content = {
+        "lmcache": (LMCacheReader, "lookup_hashes_1.jsonl", lookup(1.0, ["0xa"], 300)),
+        "kv-cache-tester": (KVCacheTesterReader, "trace_0001.json", session),
+        "dynamo": (DynamoReader, "trace.000000.jsonl", RECORD),
+    }[source_format]
+    text = (json.dumps(content) + "\n").encode()
+    compress = {".gz": gzip.compress, ".xz": lzma.compress}.get(copy, bytes)
+    (tmp_path / name).write_bytes(text)
+    (tmp_path / f"{name}{copy}").write_bytes(compress(text))
+    reader = make(tmp_path)
+    assert len(list(reader)) == 1
+    assert reader.notes == [f"not read: {tmp_path / name}{copy}, a copy by its name"]
+    (tmp_path / name).unlink()
+    if copy in (".gz", ".xz"):
+        assert len(list(make(tmp_path))) == 1
+    else:
+        with pytest.raises(TraceError, match="the folder has no files"):
+            make(tmp_path)
 
 
 # ---- Dynamo ------------------------------------------------------------------------------------
@@ -97,6 +124,15 @@ def test_arrival_is_found_in_three_ways(tmp_path):
     received = {**RECORD, "request": timed["request"] | {"request_received_ms": 7}}
     found = [one.arrival_ms for one in read_dynamo(tmp_path, [RECORD, timed, received])]
     assert found == [1777312801000.0, 1777312800600.0, 7.0]
+
+
+def test_absent_fields_of_records_may_be_null(tmp_path):
+    line = {**RECORD, "event_time_unix_ms": None, "agent_context": None, "event": None, "hash_ids": None}
+    (one,) = read_dynamo(tmp_path, [line])
+    assert (one.arrival_ms, one.session_id) == (0.0, None)
+    nulls = dict.fromkeys(("timestamp", "delay", "output_length", "session_id", "wait_for", "dependencies"))
+    (one,) = read_dynamo(tmp_path, [{**nulls, "input_length": 8, "hash_ids": [1]}], block_size=8)
+    assert (one.arrival_ms, one.output_length, one.session_id) == (0.0, 0, None)
 
 
 def test_other_events_are_passed_over(tmp_path):
