@@ -471,6 +471,7 @@ class KVCacheManager(ManagerQueries):
     def release_skipped_blocks(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
         """Release the blocks that no token after the first `num_tokens` attends to, as `allocate_slots` does.
 
+        Pass final tokens only: a request that later has fewer computed tokens can no longer get slots.
         Raises:
             InvalidArgumentError: the request has no blocks, or a negative count. Nothing has changed.
         """

@@ -119,7 +119,7 @@ class SlotNeeds:
                 if is_step and not group.counts_most_states:
                     num_free += 1
                     num_entries = group.count_table_blocks(step.num_before)
-                if self._has_rules and hits and hits[-1].ref_cnt == 0:
+                if self._has_rules and hits and hits[-1].ref_cnt == 0 and not hits[-1].is_null:
                     num_free += 1  # vLLM counts the hit, too
         has_checkpoint = (
             group.checkpoint_alignment > 0

@@ -272,6 +272,27 @@ def test_states_of_rejected_drafts_count_against_the_watermark(watermark, is_adm
     assert (added is not None) == is_admitted
 
 
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(10, True), (9, False)])
+def test_a_hit_without_its_state_takes_no_block_for_the_state(num_blocks, is_admitted):
+    """2 blocks of attention, a state after the external tokens and one after the step are new.
+
+    The hit was cut within the blocks that another request holds; its last state is the null block.
+    """
+    engine = make_engine("full and states", num_blocks=num_blocks)
+    first, second = (EngineRequest(name, range(16)) for name in ("first", "second"))
+    for num_new in (8, 4):
+        engine.new_step_starts()
+        engine.allocate_slots(first, num_new)
+        first.num_computed_tokens += num_new
+    hits, num_tokens, _ = engine.get_computed_blocks(second)
+    assert num_tokens == 12
+    hits = engine.truncate_computed_blocks(hits, 8)
+    assert hits.get_block_ids() == ([1, 2], [0, 0])
+    engine.new_step_starts()
+    added = engine.allocate_slots(second, 1, 8, hits, num_external_computed_tokens=4, delay_cache_blocks=True)
+    assert (added is not None) == is_admitted
+
+
 def test_new_blocks_are_listed_for_zeroing_once():
     engine = make_engine()
     request = EngineRequest("r", range(10))
