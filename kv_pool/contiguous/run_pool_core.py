@@ -274,8 +274,8 @@ class RunPoolCore(RunPoolState):
     def track_fragmentation_rate(self, run_length: int) -> float:
         """Return `get_fragmentation_rate(run_length)` from counters that are kept from the first call on.
 
-        Cost: O(1), for the first call and after ids were exchanged O(number of blocks); with fewer free blocks
-        than `run_length`, O(these). Each later change costs two searches more.
+        Cost: O(1); O(number of blocks) for the first call and after ids were exchanged; O(free blocks) if they
+        are fewer than `run_length`. Each later change costs two searches more.
         """
         index = self.run_index
         if index.is_stale:
