@@ -23,7 +23,12 @@ class AccessOrder:
         returned    those that came back from there, by the time of their last access
 
     So a search finds the next sequence at once, however many there are and however many are pinned.
+
+    Attributes:
+        has_excluded: False, as in a `RankedOrder` that has left out no sequence.
     """
+
+    has_excluded = False
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
@@ -41,6 +46,9 @@ class AccessOrder:
         self.remove(holder)
         queue[holder.sequence_id] = holder
         holder.queue = queue
+
+    def note_change(self, holder: Holder) -> None:
+        """Record that a sequence has other blocks, which does not change this order."""
 
     def remove(self, holder: Holder) -> None:
         """Remove a sequence that holds no blocks any more. No-op if it is not there."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kv_pool.adapter.access_order import AccessOrder
 from kv_pool.adapter.evictions import Evictions
 from kv_pool.adapter.pins import Pins
+from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -32,10 +33,19 @@ class Holder:
 
     Attributes:
         pins: the pins that were made in the sequence's name, by block; None before the first.
-        queue, ticket: its place in an `AccessOrder`.
+        queue, ticket, info: its place in an `AccessOrder` or a `RankedOrder`, and what a policy sees of it.
     """
 
-    __slots__ = ("blocks", "last_access_time", "pins", "priority", "queue", "sequence_id", "ticket")
+    __slots__ = (
+        "blocks",
+        "info",
+        "last_access_time",
+        "pins",
+        "priority",
+        "queue",
+        "sequence_id",
+        "ticket",
+    )
 
     def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
         self.sequence_id = sequence_id
@@ -45,6 +55,7 @@ class Holder:
         self.pins: dict[KVCacheBlock, int] | None = None
         self.queue: OrderedDict[SequenceId, Holder] | None = None
         self.ticket = 0
+        self.info: object = None
 
 
 class Holdings:
@@ -75,7 +86,7 @@ class Holdings:
         self.pins = pins
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
-        self.order = AccessOrder(self)
+        self.order: AccessOrder | RankedOrder = AccessOrder(self)
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.frozen: dict[SequenceId, str] = {}
@@ -175,6 +186,8 @@ class Holdings:
             if not held:
                 del self.holders[holder.sequence_id]
                 self.order.remove(holder)
+            else:
+                self.order.note_change(holder)
         self._drops = {}
 
     def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
@@ -277,6 +290,8 @@ class Holdings:
         if not holder.blocks and self.holders.get(holder.sequence_id) is holder:
             del self.holders[holder.sequence_id]
             self.order.remove(holder)
+        elif holder.blocks:
+            self.order.note_change(holder)
         later = self.later_holders.get(block)
         if self.first_holders.get(block) is holder:
             if later:
