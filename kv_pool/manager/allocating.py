@@ -291,9 +291,7 @@ def free_skipped_blocks(
         backwards = passed[::-1]
         if state.retention is not None and state.retention.is_active:
             state.retention.label_table(request_id, group.group_id, first, passed)
-        if table.past is None:
-            table.past = []
-        table.past.append((first, passed, [block.generation for block in passed]))
+        table.add_past(first, passed)
         nulls = [null_block] * (end - first)
         state._leaving = backwards
         blocks[first:end] = nulls
@@ -324,8 +322,11 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 # If `shared` itself is the target of a pending copy, copy from the source of that.
                 source = state.copies.find_source(shared)
                 state.copies.add(source, own)
+                table.add_past(position, [source])
                 if table.request is not None:
-                    pool.note_continued(source, position * group.block_size, table.request.block_hashes)
+                    for block in table.list_past(position):
+                        start = position * group.block_size
+                        pool.note_continued(block, start, table.request.block_hashes)
             # No call may happen until the table has the block.
             state._leaving = leaving
             table.blocks[position] = own

@@ -54,6 +54,11 @@ def fork_tables(
             copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
             copy.num_null_blocks = min(table.num_null_blocks, num_shared)
             state.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)
+            if table.past is not None and group.is_cacheable and num_computed % group.block_size:
+                # The child may continue in the parent's copy of a block.
+                for block in table.list_past(num_computed // group.block_size):
+                    start = num_computed - num_computed % group.block_size
+                    state.block_pool.note_continued(block, start, child.block_hashes)
         state._has_forks = True
         if state._owners is not None:
             state._owners.note_started(child)

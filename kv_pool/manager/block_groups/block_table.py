@@ -39,8 +39,8 @@ class BlockTable:
         request: the request as it was passed last; None if it is not known yet.
         num_hits: leading entries whose content may come from elsewhere: a hit, a lower tier, another pool.
             The request itself has written the later ones.
-        past: entries that left the table while the request ran: for each release, the first position, the
-            blocks, and their generations. None for none.
+        past: entries that left the table: those before a window, and originals of copies. For each change,
+            the first position, the blocks, and their generations. None for none.
         num_valid_tokens: tokens before the first one that was reported as invalid and is not recomputed yet.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
@@ -99,6 +99,21 @@ class BlockTable:
         ids = " ".join([str(block.block_id) for block in self.blocks[:8]])
         more = " ..." if len(self.blocks) > 8 else ""
         return f"<BlockTable of {len(self.blocks)} blocks: {ids}{more}>"
+
+    def add_past(self, first: int, blocks: list[KVCacheBlock]) -> None:
+        """Record that these blocks leave the table, the first of them at this position."""
+        if self.past is None:
+            self.past = []
+        self.past.append((first, blocks, [block.generation for block in blocks]))
+
+    def list_past(self, position: int) -> list[KVCacheBlock]:
+        """Return the blocks that left this position and still have their content."""
+        found: list[KVCacheBlock] = []
+        for first, blocks, generations in self.past or ():
+            place = position - first
+            if 0 <= place < len(blocks) and blocks[place].generation == generations[place]:
+                found.append(blocks[place])
+        return found
 
     def list_ids(self) -> list[BlockId]:
         """Return the block ids, head first; the null block's id for an entry without a block."""

@@ -249,6 +249,7 @@ class SwapPlan(TwoPhasePlan):
                         self._source.pool.note_continued(before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
+            table.add_past(0, table.blocks)
             table.blocks = row
             table.num_null_blocks = num_skipped
             table.num_hits = len(row)
