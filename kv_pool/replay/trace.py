@@ -37,9 +37,10 @@ _LINES_TO_INFER_FROM = 1000
 _EPOCH_MS = 1e11
 _EPOCH_S_AS_MS = 1e9
 # More requests per second than this are seconds taken for ms, or a very large service. Fractions are usual in
-# seconds and rare in ms.
+# seconds and rare in ms, also of few requests within a short time.
 _SUSPICIOUS_RATE = 200.0
 _SUSPICIOUS_RATE_OF_FRACTIONS = 20.0
+_SUSPICIOUS_SPAN_OF_FRACTIONS_S = 10.0
 
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -329,8 +330,9 @@ def describe_suspicious_times(arrivals_ms: Sequence[float]) -> str | None:
         )
     span_s = (max(arrivals_ms) - first_ms) / 1000
     has_fractions = any(arrival_ms % 1 for arrival_ms in arrivals_ms)
-    limit = _SUSPICIOUS_RATE_OF_FRACTIONS if has_fractions else _SUSPICIOUS_RATE
-    if span_s > 0 and (len(arrivals_ms) - 1) / span_s > limit:
+    rate = (len(arrivals_ms) - 1) / span_s if span_s else 0.0
+    is_short = len(arrivals_ms) < _LINES_TO_INFER_FROM and 0 < span_s < _SUSPICIOUS_SPAN_OF_FRACTIONS_S
+    if rate > _SUSPICIOUS_RATE or (has_fractions and (rate > _SUSPICIOUS_RATE_OF_FRACTIONS or is_short)):
         return (
             f"the first {len(arrivals_ms):,} requests arrive within {span_s:.3g} s; if the timestamps are "
             "seconds, pass --time-unit s"

@@ -412,6 +412,8 @@ def test_timestamps_may_have_any_unit(tmp_path, unit, factor):
         ([0.0, 1.5, 61.114], "ms", "the first 3 requests arrive within 0.0611 s; if .* --time-unit s"),
         ([0, 1, 2, 3], "ms", "the first 4 requests arrive within 0.003 s"),
         ([0.5, 30.25, 61.114], "ms", "--time-unit s"),
+        ([0.0, 61.114], "ms", "--time-unit s"),
+        ([0.0, 3600.5], "ms", "the first 2 requests arrive within 3.6 s"),
         (
             [1_790_000_000_000, 1_790_000_060_000],
             "ms",
