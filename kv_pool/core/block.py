@@ -33,8 +33,8 @@ class KVCacheBlock:
         owner: a weak reference to `pool`, one object for all of its blocks, or None.
         retention_id: the integer handle under which a retention knows the block; 0 for none.
         parent: of a cached block, the key of the block before it in its sequence; b"" for the first one, None
-            if unknown. Of a block that was left out of the cache, or evicted by `evict_blocks`, its own hash;
-            `num_key_tokens` is then -1 minus the tokens of that hash. Read when content turns out to be bad.
+            if unknown. Of a block that was left out of the cache, or evicted by `evict_blocks`, its own hash:
+            see `find_own_hash`. Read when content turns out to be bad.
 
     Blocks compare by identity, are hashable, and cannot be weakly referenced.
 

@@ -116,7 +116,7 @@ class BlockCaching(PrefixCache):
             raise_typed(error, range_blocks, "cache_full_blocks()")
         if num_skipped:
             if block_mask is not None:
-                note_left_out(range_blocks, hashes, block_mask, num_cached_blocks * block_size, block_size)
+                note_left_out(range_blocks, hashes, block_mask)
             range_blocks = [
                 self.blocks[0] if block_mask is not None and not block_mask[position] else block
                 for position, block in enumerate(range_blocks)
@@ -140,8 +140,6 @@ class BlockCaching(PrefixCache):
             num_covered: i32 = num_cached_blocks * block_size
             if before.num_key_tokens == num_covered and isinstance(before.key, bytes):
                 parent = before.key
-            elif before.num_key_tokens == -1 - num_covered:
-                parent = before.parent + suffix
             else:
                 (last,) = hashes_of(self, request, num_cached_blocks - 1, num_cached_blocks, block_size)
                 parent = last + suffix
@@ -345,8 +343,8 @@ class BlockCaching(PrefixCache):
             drop_keys(self, src_block, keys)
             for key in keys:
                 add_key(self, key, dst_block, num_tokens, parent)
-            if keys and num_tokens is not None:
-                note_own_hash(src_block, get_block_hash(keys[0]), num_tokens)
+            if keys:
+                note_own_hash(src_block, get_block_hash(keys[0]))
         except BaseException:
             self._moved_keys = keys
             self._moved_num_tokens = num_tokens
@@ -367,20 +365,13 @@ class BlockCaching(PrefixCache):
         return evict(self, block)
 
 
-def note_left_out(
-    blocks: list[KVCacheBlock],
-    hashes: list[BlockHash],
-    block_mask: Sequence[Any],
-    num_tokens: i32,
-    block_size: i32,
-) -> None:
+def note_left_out(blocks: list[KVCacheBlock], hashes: list[BlockHash], block_mask: Sequence[Any]) -> None:
     """Note the hashes of blocks that the mask leaves out: see `KVCacheBlock.parent`."""
     position: i64 = -1
     for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
-        num_tokens += block_size
         position += 1
         if not block_mask[position] and block.key is None and not block.is_null:
-            note_own_hash(block, block_hash, num_tokens)
+            note_own_hash(block, block_hash)
 
 
 def add_key(

@@ -2,8 +2,6 @@
 
 from typing import Any, cast
 
-from mypy_extensions import i32
-
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hashes
 from kv_pool.core.pool_state import PoolState
@@ -31,10 +29,17 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
     return pool.num_evictions > num_before
 
 
-def note_own_hash(block: KVCacheBlock, block_hash: bytes, num_tokens: i32) -> None:
-    """Note on a block without a key the hash that its content has: see `KVCacheBlock.parent`."""
+def note_own_hash(block: KVCacheBlock, block_hash: bytes) -> None:
+    """Note on a block without a key the hash that its content has, until the block is reused."""
     block.parent = block_hash
-    block.num_key_tokens = -1 - num_tokens
+    block.num_key_tokens = -2 - block.generation
+
+
+def find_own_hash(block: KVCacheBlock) -> Any:
+    """Return the hash that `note_own_hash` has noted on the block, as bytes; None if there is none."""
+    if block.key is None and block.num_key_tokens == -2 - block.generation:
+        return block.parent
+    return None
 
 
 def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:

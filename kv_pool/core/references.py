@@ -108,8 +108,6 @@ class BlockReferences(BlockCaching):
                 block.generation += 1
                 if block.key is not None:
                     any_cached = True
-                else:
-                    block.num_key_tokens = -1
                 block = after
             assert block is not None
             front.next_free_block = block

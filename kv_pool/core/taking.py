@@ -50,8 +50,6 @@ def take_listed(
                 raise_not_takeable(block, owner)
             if block.key is not None:
                 any_cached = True
-            elif is_reuse:
-                block.num_key_tokens = -1
             # The block keeps its own links until all blocks are taken, so that an undo finds its position.
             before.next_free_block = after
             after.prev_free_block = before

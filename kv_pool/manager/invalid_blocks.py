@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.evicting import find_own_hash
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
@@ -196,12 +197,7 @@ class _Spread:
     def _is_noted(self, holder: _Holder, group: BlockGroup, position: int, block: KVCacheBlock) -> bool:
         """Return True if the block was evicted, and not reused since, with the content of this entry."""
         place = (position + 1) * group.stride - 1
-        return (
-            block.key is None
-            and block.num_key_tokens < -1
-            and place < len(holder.hashes)
-            and block.parent == holder.hashes[place]
-        )
+        return place < len(holder.hashes) and find_own_hash(block) == holder.hashes[place]
 
     def _find_requests(self) -> bool:
         """Find requests with suspect blocks; what they have computed from these is suspect, too."""
@@ -329,9 +325,10 @@ class _Spread:
         """Yield the hashes of a block's content, each with the tokens of its prefix with and without it."""
         unit = pool.hash_block_size
         if block.key is None:
-            if block.num_key_tokens < -1:
-                num_tokens = -1 - block.num_key_tokens
-                yield block.parent, num_tokens, max(0, num_tokens - self._largest)
+            own_hash = find_own_hash(block)
+            if own_hash is not None:
+                num_tokens = max(unit, self._open_lineage().count_tokens(own_hash))
+                yield own_hash, num_tokens, max(0, num_tokens - self._largest)
             return
         primary, *others = pool.list_keys([block])
         num_tokens = block.num_key_tokens

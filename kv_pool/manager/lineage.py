@@ -18,6 +18,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self._num_tokens: dict[bytes, int] = {}
+        self._num_shorter: dict[bytes, int] = {}  # of hashes that are known only as shorter prefixes, too
         # For each hash, shorter prefixes: the number of their tokens, and their hash.
         self._shorter: dict[bytes, list[tuple[int, bytes]]] = {}
 
@@ -34,6 +35,7 @@ class Lineage:
         else:
             self._num_tokens.setdefault(block_hash, num_tokens)
         self._shorter.setdefault(block_hash, []).append((num_shorter, shorter))
+        self._num_shorter[shorter] = num_shorter
 
     def add_sequence(self, hashes: Sequence[bytes], unit: int) -> None:
         """Add the hashes of a sequence, one for each `unit` tokens."""
@@ -41,6 +43,11 @@ class Lineage:
         for index, block_hash in enumerate(hashes):
             self.add(block_hash, (index + 1) * unit, index * unit, shorter)
             shorter = block_hash
+
+    def count_tokens(self, block_hash: bytes) -> int:
+        """Return the tokens of the prefix with this hash; 0 if neither it nor a longer one is known."""
+        found = self._num_tokens.get(block_hash)
+        return self._num_shorter.get(block_hash, 0) if found is None else found
 
     def list_inside(self, block_hash: bytes, start: int, unit: int) -> list[tuple[bytes, int]] | None:
         """Return the hashes of the same sequence that end between token `start` and this hash's end.

@@ -181,8 +181,7 @@ class PrefixCaching:
                 for position in range(first, end):
                     block = table.blocks[position]
                     if not block.is_null and block.key is None:
-                        block_hash = request.block_hashes[(position + 1) * group.stride - 1]
-                        note_own_hash(block, block_hash, (position + 1) * group.block_size)
+                        note_own_hash(block, request.block_hashes[(position + 1) * group.stride - 1])
             if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
                 self.note_unwritten(table.blocks[end - 1])
             table.num_cached_blocks = end
