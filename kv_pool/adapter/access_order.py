@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ class AccessOrder:
             holder.queue = self._queues[holder.priority]
             holder.queue[holder.sequence_id] = holder
 
-    def iterate(self, priority: int) -> Iterator[Holder]:
+    def iterate(self, priority: int) -> Generator[Holder, None, None]:
         """Yield the sequences of at most this priority without pinned blocks, in the order of eviction.
 
         Lower priority first; within one, the least recently accessed first. Nothing may change meanwhile.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kv_pool.ids import SequenceId
@@ -71,7 +71,7 @@ class RankedOrder:
         for holder in list(holders):
             self.note_access(holder)
 
-    def iterate(self, priority: int) -> Iterator[Holder]:
+    def iterate(self, priority: int) -> Generator[Holder, None, None]:
         """Yield the sequences of at most this priority without pinned blocks, in the policy's order.
 
         Nothing may change meanwhile.

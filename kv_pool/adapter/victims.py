@@ -1,6 +1,7 @@
 """`Victims`: chooses and evicts sequences when too few blocks are free, by an `EvictionPolicy`."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -86,18 +87,19 @@ class Victims:
         self.num_evicted = 0
         self.together: frozenset[SequenceId] = frozenset()
 
-    def rank(self, priority: int, sequence_id: SequenceId | None) -> Iterator[Holder]:
+    def rank(self, priority: int, sequence_id: SequenceId | None) -> Generator[Holder, None, None]:
         """Yield the sequences that may be evicted for this one, in the policy's order. Change none meanwhile.
 
         Excludes sequences of higher priority, with a pinned block, or frozen by a migration.
         """
-        for holder in self._holdings.order.iterate(priority):
-            if (
-                holder.sequence_id != sequence_id
-                and holder.sequence_id not in self.together
-                and holder.sequence_id not in self._holdings.frozen
-            ):
-                yield holder
+        with closing(self._holdings.order.iterate(priority)) as holders:
+            for holder in holders:
+                if (
+                    holder.sequence_id != sequence_id
+                    and holder.sequence_id not in self.together
+                    and holder.sequence_id not in self._holdings.frozen
+                ):
+                    yield holder
 
     def choose(
         self,
@@ -129,14 +131,16 @@ class Victims:
         victims: list[Holder] = []
         freed_ids: list[BlockId] = []
         left: dict[KVCacheBlock, int] = {}
-        for holder in self.rank(priority, sequence_id):
-            victims.append(holder)
-            for position, block in enumerate(holder.blocks):
-                left[block] = left.get(block, block.ref_cnt) - 1
-                if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
-                    freed_ids.append(block.block_id)
-            if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
-                return victims
+        # Closed here: an error in a generator that Python drops would be lost.
+        with closing(self.rank(priority, sequence_id)) as ranked:
+            for holder in ranked:
+                victims.append(holder)
+                for position, block in enumerate(holder.blocks):
+                    left[block] = left.get(block, block.ref_cnt) - 1
+                    if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
+                        freed_ids.append(block.block_id)
+                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
+                    return victims
         return None
 
     def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:

@@ -230,7 +230,7 @@ def test_encrypted_stream_is_printed_with_keys(tmp_path, options):
 
 
 def test_connecting_publisher_is_read_with_bind(tmp_path):
-    command = [sys.executable, "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
+    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
     config = PublisherConfig(endpoint=f"ipc://{tmp_path}/here", bind=False, heartbeat_s=0.05)
     running = subprocess.Popen(
         [*command, "--mirror", "--limit", "2"],
@@ -246,7 +246,7 @@ def test_connecting_publisher_is_read_with_bind(tmp_path):
 
 def test_ctrl_c_ends_it_silently(publisher):
     publisher.publish([STORED])
-    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint]
+    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint]
     running = subprocess.Popen(
         [*command, "--replay", publisher.replay_endpoint],
         env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"},
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_it_silently(publisher):
 def test_terminal_output_has_colours_and_rates(publisher, options):
     publisher.publish([STORED])
     near, far = pty.openpty()
-    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
+    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
     running = subprocess.Popen(
         [*command, "--replay", publisher.replay_endpoint],
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
