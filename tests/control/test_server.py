@@ -260,7 +260,7 @@ def test_socket_of_a_killed_process_is_replaced(path):
         assert client.get_statistics().total_blocks == 10
 
 
-def test_server_at_a_default_path_removes_the_sockets_of_killed_servers(tmp_path, monkeypatch):
+def test_server_removes_the_sockets_of_killed_servers(tmp_path, monkeypatch):
     """vLLM kills its engine process at each SIGTERM, and each process has a name of its own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / "kv_pool"

@@ -41,7 +41,7 @@ def test_options_at_level_pool_are_logged_by_the_engine(run):
     assert "EngineCore" in list_processes(lines, unused)
 
 
-def test_invalid_options_at_level_manager_are_logged_by_the_engine(run):
+def test_invalid_options_are_logged_by_the_engine(run):
     lines, _ = run('{"demote": 7}', KV_POOL_VLLM="manager")
     refused = [line for line in lines if "refuses the options" in line[1]]
     assert {process for process, _ in refused} == {"EngineCore"}
@@ -49,7 +49,7 @@ def test_invalid_options_at_level_manager_are_logged_by_the_engine(run):
     assert [place in message for _, message in refused] == [True, True]
 
 
-def test_a_level_without_the_plugin_is_in_the_log_of_each_process(run):
+def test_a_level_without_the_plugin_is_in_each_log(run):
     lines, _ = run(DEMOTE, plugins=None, KV_POOL_VLLM="manager")
     warning = "kv_pool is not used: KV_POOL_VLLM needs kv_pool's plugin, and VLLM_PLUGINS is not set; set "
     processes = list_processes(lines, warning)

@@ -35,7 +35,7 @@ def run(code):
     return done.stderr.splitlines()
 
 
-def test_warning_before_logging_is_configured_is_logged_again_with_the_next_line():
+def test_warning_before_logging_is_configured_is_repeated():
     code = """
         warn("no level manger")
         logging.getLogger("other").warning("other")

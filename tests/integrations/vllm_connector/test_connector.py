@@ -237,7 +237,7 @@ def test_a_restarted_engine_finds_its_blocks_on_disk(make_engine):
     assert engine.outputs["again"] == expected
 
 
-def test_without_a_handshake_the_first_step_reports_what_is_on_disk(make_engine):
+def test_without_a_handshake_the_first_step_reports_the_disk(make_engine):
     """vLLM's MultiConnector hands the metadata of one connector to all of its connectors."""
     engine = make_engine(24, 200)
     engine.generate("first", PROMPT)
