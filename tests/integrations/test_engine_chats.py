@@ -13,7 +13,7 @@ from integrations.vllm_process import list_lines, run_program
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]  # several engines in each test
 
 LEVELS = ("pool", "manager")
-NUM_BLOCKS = {"full attention": 36, "windows": 60, "states": 60}  # too few for all chats at a time
+NUM_BLOCKS = {"full attention": 36, "windows": 40, "states": 40}  # too few for all chats at a time
 MODES = {
     "synchronous": {},
     "asynchronous": {"async_scheduling": True},
