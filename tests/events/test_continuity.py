@@ -464,7 +464,7 @@ def test_live_clear_ends_healing():
 
 
 @pytest.mark.parametrize("num_gaps", [1, 12])
-def test_gaps_while_requests_are_unanswered_do_not_delay_live_batches(num_gaps):
+def test_gaps_without_answers_do_not_delay_live_batches(num_gaps):
     """Each gap used to wait for all attempts again."""
     gaps = [f"a{number}" for number in range(7, 7 + 3 * num_gaps, 3)]
     stream = unanswered(*gaps)
@@ -479,7 +479,7 @@ def test_gaps_while_requests_are_unanswered_do_not_delay_live_batches(num_gaps):
     assert stream.asked() == last + 1
 
 
-def test_reconnections_while_requests_are_unanswered_cost_one_attempt_each():
+def test_reconnections_without_answers_cost_one_attempt_each():
     stream = unanswered()
     for number in (20, 40, 60):
         assert stream.words(stream.machine.handle_connection(stream.now)) == ""
@@ -489,7 +489,7 @@ def test_reconnections_while_requests_are_unanswered_cost_one_attempt_each():
         assert stream.machine.request is None
 
 
-def test_silence_while_requests_are_unanswered_is_reported_without_a_probe():
+def test_silence_without_answers_is_reported_without_a_probe():
     stream = unanswered(silence_after_s=2.0)
     assert stream.wait(2) == "silent:17"
     assert stream.live("a5") == "a5"

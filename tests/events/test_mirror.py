@@ -357,7 +357,7 @@ def test_adapter_and_extra_keys_distinguish_prompts():
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-def test_blocks_with_an_adapter_number_only_are_not_found_by_prompts_without_adapter(form):
+def test_adapter_with_a_number_only_is_not_found_by_tokens(form):
     """Older engines send `lora_id` and no `lora_name`; 12 of 12 tokens used to be found."""
     mirror = PrefixMirror(learns_tokens=True)
     stores = [

@@ -347,7 +347,7 @@ def store(block_hash):
 @pytest.mark.parametrize(
     "places", [[("kv@a", 0), ("kv@b", 0)], [("", 0), ("", 1)], [("kv@a", 1), ("kv@b", 300)]]
 )
-def test_publishers_of_a_bound_subscriber_have_streams_of_their_own(connect, places):
+def test_each_publisher_of_a_bound_subscriber_has_a_stream(connect, places):
     """Each batch was a restart, and the mirror forgot the blocks of the other publisher."""
     mirror, shared = PrefixMirror(), PrefixMirror()
 
@@ -396,7 +396,7 @@ def test_second_publisher_beside_a_replay_endpoint_is_an_error(connect):
             publish_until_error(pods, subscriber)
 
 
-def test_topics_behind_a_proxy_are_publishers_and_ranks_are_an_error():
+def test_topics_behind_a_proxy_are_publishers_ranks_an_error():
     with WirePublisher() as publisher, KVEventSubscriber(publisher.endpoint) as subscriber:
         items = join(subscriber, publisher)
         for number in range(3):

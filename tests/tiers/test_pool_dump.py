@@ -762,7 +762,7 @@ def dump_elsewhere(path, hasher=(), layout=""):
 
 
 @pytest.mark.parametrize("is_used_here", [False, True])
-def test_hashes_with_the_random_seed_of_another_process_are_a_warning(tmp_path, is_used_here):
+def test_random_seed_of_another_process_is_a_warning(tmp_path, is_used_here):
     """They were loaded without a word, and nothing could hit them."""
     if is_used_here:
         BlockHasher(block_size=4)
@@ -785,7 +785,7 @@ def test_hashes_with_a_known_seed_are_loaded_without_a_warning(tmp_path, layout)
     assert len(pool.claim_prefix(SequenceId(1), hasher.hash_blocks(range(8)))) == 2
 
 
-def test_a_layout_with_the_hasher_refuses_the_hashes_of_another_seed(tmp_path):
+def test_a_layout_with_the_hasher_refuses_another_seed(tmp_path):
     dump_elsewhere(tmp_path / "dump", (), "with the hasher")
     pool = GPUKVPool(8, 4)
     with pytest.raises(LayoutMismatchError, match="hash_seed is"):

@@ -258,7 +258,7 @@ def play_row(request_id, play_id, ids, not_before_ms=0.0, needed=(), **fields):
     }
 
 
-def test_rows_of_version_2_have_dependencies_and_ids_of_their_play(tmp_path):
+def test_rows_of_version_2_have_ids_of_their_play(tmp_path):
     lines = [
         HEADER,
         play_row("1", "p", [1, 2], 50.0, recorded_api_time_ms=400.0),
