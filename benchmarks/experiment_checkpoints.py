@@ -77,6 +77,9 @@ class StateCounter:
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         pass
 
+    def list_parents(self) -> dict[BlockHashWithGroupId, tuple[bytes | None, int]]:
+        return {}
+
     def flush_evicted(self) -> None:
         pass
 

@@ -14,8 +14,9 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHash, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.protocol import NORMAL, URGENT
 
 if TYPE_CHECKING:  # at run time only a pool with a storage imports it
@@ -93,6 +94,9 @@ class PoolSequences:
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         return [self.pool.find_cached_prefix(block_hashes, len(block_hashes))]
+
+    def evict_invalid(self, block_ids: list[BlockId]) -> None:
+        evict_invalid_blocks(self.pool, block_ids)
 
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
         pins = self._holdings.pins

@@ -32,6 +32,9 @@ class KVCacheBlock:
         key, num_key_tokens: plain attributes behind `block_hash` and `block_hash_num_tokens` (-1 for None).
         owner: a weak reference to `pool`, one object for all of its blocks, or None.
         retention_id: the integer handle under which a retention knows the block; 0 for none.
+        parent: of a cached block, the key of the block before it in its sequence; b"" for the first one, None
+            if unknown. Of a block that was left out of the cache, or evicted by `evict_blocks`, its own hash:
+            see `find_own_hash`. Read when content turns out to be bad.
 
     Blocks compare by identity, are hashable, and cannot be weakly referenced.
 
@@ -56,6 +59,7 @@ class KVCacheBlock:
         "next_free_block",
         "num_key_tokens",
         "owner",
+        "parent",
         "prev_free_block",
         "ref_cnt",
         "retention_id",
@@ -73,7 +77,7 @@ class KVCacheBlock:
         *,
         pool: Any = None,
     ) -> None:
-        # In this order the compiled fields leave no gaps, and a block takes 88 bytes.
+        # In this order the compiled fields leave no gaps, and a block takes 96 bytes.
         self.ref_cnt: i32 = ref_cnt
         self.generation: i32 = 0
         # The key as bytes; declared Any, because vLLM's callers also set other types.
@@ -93,6 +97,7 @@ class KVCacheBlock:
         self.block_id: BlockId = block_id
         # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
         self.owner: Any = None if pool is None else ref(pool)
+        self.parent: Any = None
 
     @property
     def block_hash(self) -> Any:
@@ -105,6 +110,7 @@ class KVCacheBlock:
     @_block_hash.setter
     def _block_hash(self, key: Any) -> None:
         self.key = key
+        self.parent = None
 
     @property
     def block_hash_num_tokens(self) -> int | None:
@@ -135,6 +141,7 @@ class KVCacheBlock:
             )
         self.key = block_hash
         self.num_key_tokens = -1 if num_tokens is None else num_tokens
+        self.parent = None
         self._next_cached_id = -1
         if self.retention_id > 0:
             self.retention_id = -self.retention_id

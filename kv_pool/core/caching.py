@@ -8,8 +8,8 @@ from mypy_extensions import i32, i64, mypyc_attr
 from kv_pool.core.arguments import as_int, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_typed
-from kv_pool.core.block_keys import GROUP_0, group_suffix, make_block_hash_with_group_id
-from kv_pool.core.evicting import drop_keys, evict
+from kv_pool.core.block_keys import GROUP_0, get_block_hash, group_suffix, make_block_hash_with_group_id
+from kv_pool.core.evicting import drop_keys, evict, note_own_hash
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import MOVING_KEYS, NOTHING, UNDO_CACHING, PoolState
@@ -115,6 +115,8 @@ class BlockCaching(PrefixCache):
         except Exception as error:
             raise_typed(error, range_blocks, "cache_full_blocks()")
         if num_skipped:
+            if block_mask is not None:
+                note_left_out(range_blocks, hashes, block_mask)
             range_blocks = [
                 self.blocks[0] if block_mask is not None and not block_mask[position] else block
                 for position, block in enumerate(range_blocks)
@@ -131,11 +133,21 @@ class BlockCaching(PrefixCache):
             new_events = make_stored_range(
                 self, request, stored, hashes, num_cached_blocks, block_size, kv_cache_group_id
             )
-        before = blocks[num_cached_blocks - 1] if num_cached_blocks else self.blocks[0]
+        before = self.blocks[0]
+        parent: bytes = b""
+        if num_cached_blocks:
+            before = blocks[num_cached_blocks - 1]
+            num_covered: i32 = num_cached_blocks * block_size
+            if before.num_key_tokens == num_covered and isinstance(before.key, bytes):
+                parent = before.key
+            else:
+                (last,) = hashes_of(self, request, num_cached_blocks - 1, num_cached_blocks, block_size)
+                parent = last + suffix
         cache = self.cached_block_hash_to_block
         is_sure = cache._num_keys == len(cache._cache)
         try:
-            add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
+            num_before: i32 = num_cached_blocks * block_size
+            add_keys(self, before, parent, range_blocks, hashes, suffix, num_before, block_size)
             if new_events is not None:
                 events = self.kv_event_queue
                 events += new_events
@@ -262,15 +274,20 @@ class BlockCaching(PrefixCache):
             event = make_stored(
                 self, request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id
             )
+        start = (num_tokens - 1) // block_size * block_size  # the block's first token
+        before: bytes = b""
+        if start:
+            (last,) = hashes_of(self, request, start // unit - 1, start // unit, unit)
+            before = make_block_hash_with_group_id(last, kv_cache_group_id)
         if replace_existing_hashes or (covered is not None and covered < num_tokens):
             evict(self, block)
         if event is None:
-            add_key(self, key, block, num_tokens)
+            add_key(self, key, block, num_tokens, before)
             return key
         events = self.kv_event_queue
         new_events = [event]
         try:
-            add_key(self, key, block, num_tokens)
+            add_key(self, key, block, num_tokens, before)
             events += new_events
         except MemoryError:
             evict(self, block)  # the key may be there without its event
@@ -278,13 +295,20 @@ class BlockCaching(PrefixCache):
         return key
 
     def _insert_block_hash(
-        self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+        self,
+        block_hash_with_group_id: BlockHashWithGroupId,
+        block: KVCacheBlock,
+        num_tokens: int | None,
+        parent: bytes | None = None,
     ) -> None:
         """Add a key to `block`, as its primary or a secondary key. No-op if the block already has it.
 
         Emits no event. vLLM's CPU offloading calls this method by name.
+
+        Args:
+            parent: see `KVCacheBlock.parent`; None if unknown.
         """
-        add_key(self, block_hash_with_group_id, block, num_tokens)
+        add_key(self, block_hash_with_group_id, block, num_tokens, parent)
 
     def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
         """Move all keys of `src_block` to `dst_block`, a copy of it. `src_block` then has no key.
@@ -313,11 +337,14 @@ class BlockCaching(PrefixCache):
                 f"of block {src_block.block_id} to it"
             )
         num_tokens = src_block.block_hash_num_tokens
+        parent = src_block.parent
         keys: list[BlockHashWithGroupId] = []
         try:
             drop_keys(self, src_block, keys)
             for key in keys:
-                add_key(self, key, dst_block, num_tokens)
+                add_key(self, key, dst_block, num_tokens, parent)
+            if keys:
+                note_own_hash(src_block, get_block_hash(keys[0]))
         except BaseException:
             self._moved_keys = keys
             self._moved_num_tokens = num_tokens
@@ -338,7 +365,22 @@ class BlockCaching(PrefixCache):
         return evict(self, block)
 
 
-def add_key(pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
+def note_left_out(blocks: list[KVCacheBlock], hashes: list[BlockHash], block_mask: Sequence[Any]) -> None:
+    """Note the hashes of blocks that the mask leaves out: see `KVCacheBlock.parent`."""
+    position: i64 = -1
+    for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+        position += 1
+        if not block_mask[position] and block.key is None and not block.is_null:
+            note_own_hash(block, block_hash)
+
+
+def add_key(
+    pool: PoolState,
+    key: BlockHashWithGroupId,
+    block: KVCacheBlock,
+    num_tokens: int | None,
+    parent: bytes | None = None,
+) -> None:
     """Add a key to `block`, without an event. No-op if the block already has it."""
     if block.owner is not pool.block_owner:
         check_ours(block, pool.block_owner, "_insert_block_hash()")
@@ -346,4 +388,4 @@ def add_key(pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num
         raise InvalidBlockError("the null block is never cached")
     if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
         return
-    insert_key(pool, key, block, num_tokens)
+    insert_key(pool, key, block, num_tokens, parent)

@@ -29,6 +29,19 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
     return pool.num_evictions > num_before
 
 
+def note_own_hash(block: KVCacheBlock, block_hash: bytes) -> None:
+    """Note on a block without a key the hash that its content has, until the block is reused."""
+    block.parent = block_hash
+    block.num_key_tokens = -2 - block.generation
+
+
+def find_own_hash(block: KVCacheBlock) -> Any:
+    """Return the hash that `note_own_hash` has noted on the block, as bytes; None if there is none."""
+    if block.key is None and block.num_key_tokens == -2 - block.generation:
+        return block.parent
+    return None
+
+
 def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     """Evict each of these blocks, in order."""
     cache = pool.cached_block_hash_to_block

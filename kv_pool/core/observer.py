@@ -1,6 +1,6 @@
 """The hooks that a pool calls: `BlockObserver` for metrics, `LowerTiers` for lower tiers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
@@ -73,6 +73,12 @@ class LowerTiers(Protocol):
         """Discard what is stored under these keys: the content of their blocks was invalid.
 
         Called by the manager; the pool does not know why a block is evicted.
+        """
+
+    def list_parents(self) -> Mapping[BlockHashWithGroupId, tuple[bytes | None, int]]:
+        """Return all stored keys, each with `KVCacheBlock.parent` of its block and the tokens of its prefix.
+
+        None and 0 where they are not known, such as for blocks of an earlier run.
         """
 
     def flush_evicted(self) -> None:

@@ -12,7 +12,7 @@ from kv_pool.core.block_checks import check_ours
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.clock import read_clock
 from kv_pool.core.deadlines import NEVER
-from kv_pool.core.evicting import announce_removed
+from kv_pool.core.evicting import announce_removed, find_own_hash, note_own_hash
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.freeing import free_all, free_and_place, unpin_all, unpin_and_place
 from kv_pool.core.hash_map import BlockHashToBlockMap
@@ -171,8 +171,12 @@ class BlockPoolCore(BlockReferences):
             self._recover()
         try:
             for block in evicted:
+                key = block.key
+                own_hash = key[:-4] if isinstance(key, bytes) else find_own_hash(block)
                 block.generation += 1
                 self._maybe_evict_cached_block(block)
+                if own_hash is not None:
+                    note_own_hash(block, own_hash)
         except BaseException:
             self._unfinished_blocks = evicted
             self._unfinished = EVICTING

@@ -8,6 +8,7 @@ from weakref import ref
 
 from mypy_extensions import i32, i64, mypyc_attr
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import BandPolicy, EvictionOrder
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
@@ -91,7 +92,7 @@ class PoolState:
         self.hash_block_size: int = hash_block_size
         self.enable_kv_cache_events: bool = enable_kv_cache_events
         self.metrics_collector: BlockObserver | None = metrics_collector
-        self.num_hash_lookahead_tokens: int = num_hash_lookahead_tokens
+        self.num_hash_lookahead_tokens: int = as_count("num_hash_lookahead_tokens", num_hash_lookahead_tokens)
         self.medium: str = medium
         self.stored_type: Any = event_types.stored
         self.removed_type: Any = event_types.removed
@@ -100,6 +101,11 @@ class PoolState:
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
+        # Blocks whose content was copied, not computed: see `note_copy`.
+        self.copied_from: dict[KVCacheBlock, tuple[int, KVCacheBlock | None, int]] = {}
+        # Blocks whose copies were continued by other requests: see `note_continued`.
+        self.continued_by: dict[KVCacheBlock, tuple[int, list[tuple[int, Any]]]] = {}
+        self._num_continued_to_sweep_at = 64
         self.lower_tiers: LowerTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
@@ -112,7 +118,8 @@ class PoolState:
         self._unfinished_blocks: list[KVCacheBlock] = []
         self._unfinished_hashes: list[BlockHash] = []
         self._unfinished_suffix: bytes = b""
-        self.block_owner: Any = ref(self)
+        # Compiled, a Final attribute cannot be assigned from outside: blocks compare it with their own.
+        self.block_owner: Final[Any] = ref(self)
         for block in blocks:
             block.owner = self.block_owner
         # The cyclic GC untracks a tuple of objects without GC headers at its first visit (but never a list).
@@ -156,6 +163,33 @@ class PoolState:
     @kv_event_queue.setter
     def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
         self._kv_event_queue = events
+
+    def note_copy(self, target: KVCacheBlock, source: KVCacheBlock | None) -> None:
+        """Note that the content of `target` is a copy, for the case that `source` turns out to be bad.
+
+        Args:
+            source: the original, of this pool or another; None if it comes from a tier, a node or a dump.
+        The note is valid while the generations of both blocks are those of now.
+        """
+        self.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
+
+    def note_continued(self, source: KVCacheBlock, start: int, hashes: Any) -> None:
+        """Note that a request continues a copy of a block that is not full, under hashes of its own.
+
+        Args:
+            start: the block's first token.
+            hashes: the request's `block_hashes`, which may still grow.
+        The note is valid while the generation of `source` is that of now.
+        """
+        noted = self.continued_by.get(source)
+        if noted is None or noted[0] != source.generation:
+            if len(self.continued_by) >= self._num_continued_to_sweep_at:
+                for block, one in list(self.continued_by.items()):
+                    if block.generation != one[0]:
+                        del self.continued_by[block]
+                self._num_continued_to_sweep_at = max(64, 2 * len(self.continued_by))
+            noted = self.continued_by[source] = source.generation, []
+        noted[1].append((start, hashes))
 
     def _recover(self) -> None:
         """Complete or undo an interrupted call. May itself be interrupted and called again."""

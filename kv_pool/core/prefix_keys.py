@@ -15,6 +15,7 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId
 def add_keys(
     pool: PoolState,
     before: KVCacheBlock,
+    parent: bytes,
     blocks: list[KVCacheBlock],
     hashes: list[BlockHash],
     suffix: bytes,
@@ -25,6 +26,7 @@ def add_keys(
 
     Args:
         before: the block before the first one in the sequence, or the null block.
+        parent: the key of the prefix before the first block; b"" for an empty prefix.
         num_tokens: number of tokens before the first block.
     Raises:
         Any interrupt; `remove_added_keys` then undoes the partial result.
@@ -34,23 +36,31 @@ def add_keys(
     owner = pool.block_owner
     num_added: i64 = 0
     num_keys: i64 = len(entries)
+    skipped: BlockHash | None = None
     try:
         for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
             num_tokens += block_size
             if block.is_null:
+                skipped = block_hash
                 continue
             if block.key is not None:
                 evict(pool, block)
                 num_keys = len(entries)
+            if skipped is not None:
+                parent = skipped + suffix
+                skipped = None
             key = BlockHashWithGroupId(block_hash + suffix)
             if entries.setdefault(key, block) is block and len(entries) > num_keys:
                 num_keys += 1
                 num_added += 1
                 block._next_cached_id = 0
             elif cache.contain(key, block.block_id):
+                parent = key
                 continue
             else:
                 cache.insert(key, block)
+            block.parent = parent
+            parent = key
             block.key = key
             block.num_key_tokens = num_tokens
             if block.retention_id > 0:
@@ -88,9 +98,17 @@ def remove_added_keys(
 
 
 def insert_key(
-    pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+    pool: PoolState,
+    key: BlockHashWithGroupId,
+    block: KVCacheBlock,
+    num_tokens: int | None,
+    parent: bytes | None = None,
 ) -> None:
-    """Add a key that the block does not have yet, as its primary or a secondary key."""
+    """Add a key that the block does not have yet, as its primary or a secondary key.
+
+    Args:
+        parent: see `KVCacheBlock.parent`; used for the primary key only.
+    """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     secondary = pool.cached_block_hashes_by_block
@@ -132,6 +150,7 @@ def insert_key(
     if is_primary:
         block.key = key
         block.num_key_tokens = -1 if num_tokens is None else num_tokens
+        block.parent = parent
         block._next_cached_id = -1
         if block.retention_id > 0:
             block.retention_id = -block.retention_id

@@ -6,7 +6,7 @@ from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.recovery import recover
@@ -37,6 +37,7 @@ def allocate(
     is_new = step.tables is None
     tables: list[BlockTable] = [] if step.tables is None else step.tables
     for table in tables:
+        table.request = request
         table.num_settled = len(table.blocks)
         table.num_settled_cached = table.num_cached_blocks
         table.settled_blocks = None
@@ -44,7 +45,7 @@ def allocate(
         num_external = 0
         if is_new:
             # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
-            start_tables(state, tables, step)
+            start_tables(state, request, tables, step)
             if junction:
                 for table in tables:
                     table.junction = junction
@@ -61,10 +62,13 @@ def allocate(
         if state._rules is not None:
             state._rules.note_step(request, tables, step)
         if full is not None:
-            state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
+            num_loaded = step.num_before if num_external else 0
+            state._caching.cache(request, tables, full, step.num_scheduled, False, num_loaded)
             if state._rules is not None and state._rules.chains is not None:
                 release_superseded(state, state._rules.chains)
         if is_new:
+            if state._owners is not None:
+                state._owners.note_started(request)
             state._tables[step.request_id] = tables
     except BaseException:
         state._is_leaving = False
@@ -74,11 +78,15 @@ def allocate(
     return added
 
 
-def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
+def start_tables(
+    state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step
+) -> None:
     """Append a table with the hits for each group; entries before a window are null blocks."""
     pool = state.block_pool
     for group in state._groups:
         table = BlockTable()
+        table.request = request
+        table.num_hits = 0
         tables.append(table)
         used = step.prefix_blocks[group.group_id]
         num_skipped = 0
@@ -96,6 +104,7 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
         if state.retention is not None and state.retention.holds_blocks:
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
+        table.num_hits = table.num_cached_blocks
         table.num_settled_cached = table.num_cached_blocks
         rules = state._rules
         if rules is not None and rules.chains is not None and group.reads_before_writes and used:
@@ -282,6 +291,7 @@ def free_skipped_blocks(
         backwards = passed[::-1]
         if state.retention is not None and state.retention.is_active:
             state.retention.label_table(request_id, group.group_id, first, passed)
+        table.add_past(first, passed)
         nulls = [null_block] * (end - first)
         state._leaving = backwards
         blocks[first:end] = nulls
@@ -295,6 +305,9 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
     pool = state.block_pool
     for group in state._groups:
         table = tables[group.group_id]
+        if step.num_computed <= table.num_valid_tokens < ALL_TOKENS:
+            table.num_valid_tokens = ALL_TOKENS  # it is recomputed from there
+            table.num_hits = min(table.num_hits, step.num_computed // group.block_size)
         if not table.is_forked:
             continue
         num_blocks = group.count_table_blocks(step.num_scheduled, step.num_lookahead)
@@ -307,11 +320,24 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
             leaving = [shared]
             if is_copied:
                 # If `shared` itself is the target of a pending copy, copy from the source of that.
-                state.copies.add(state.copies.find_source(shared), own)
+                source = state.copies.find_source(shared)
+                state.copies.add(source, own)
+                table.add_past(position, [source])
+                if table.request is not None:
+                    for block in table.list_past(position):
+                        start = position * group.block_size
+                        pool.note_continued(block, start, table.request.block_hashes)
             # No call may happen until the table has the block.
             state._leaving = leaving
             table.blocks[position] = own
             table.num_edits += 1
             state._taken = nothing
+            if position == table.copy_position:  # the other request has the cached state
+                table.copy_position = -1
+                table.tail_tokens = 0
             pool.free_out_of(leaving)
+        for block in table.blocks[max(table.num_cached_blocks, step.num_computed // group.block_size) :]:
+            if block.num_key_tokens > step.num_computed:
+                # Cached by a request that held it, too, and has left; this one was truncated within it.
+                pool.evict_blocks([block.block_id])
         table.is_forked = False

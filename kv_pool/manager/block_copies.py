@@ -43,6 +43,7 @@ class BlockCopies:
         All or nothing, even if interrupted; `recover` settles the hold.
         """
         self._open_hold()
+        self._pool.note_copy(target, source)
         self._holds[0].add([source])
         self._source_of[target] = source
 
@@ -52,6 +53,7 @@ class BlockCopies:
         All or nothing, even if interrupted; `recover` settles the hold.
         """
         self._open_hold()
+        self._pool.note_copy(target, source)
         self._holds[0].add([source, target])
         self.state_pairs.append((group_id, source, target))
 

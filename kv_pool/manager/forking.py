@@ -44,11 +44,26 @@ def fork_tables(
                 num_shared = min(num_shared, group.count_table_blocks(num_computed))
             table.is_forked = True
             copy.is_forked = True
+            copy.request = child
+            copy.num_hits = table.num_hits
+            copy.past = None if table.past is None else table.past.copy()
+            copy.num_valid_tokens = table.num_valid_tokens
             copy.unaligned_position = table.unaligned_position
+            if table.copy_position < num_shared:
+                copy.copy_position = table.copy_position  # the last of the two to write keeps the block
             copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
             copy.num_null_blocks = min(table.num_null_blocks, num_shared)
             state.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)
+            if table.past is not None and group.is_cacheable and num_computed % group.block_size:
+                # The child may continue in the parent's copy of a block.
+                for block in table.list_past(num_computed // group.block_size):
+                    start = num_computed - num_computed % group.block_size
+                    state.block_pool.note_continued(block, start, child.block_hashes)
         state._has_forks = True
+        if state._owners is not None:
+            state._owners.note_started(child)
+            if parent.request_id in state._caching.uncached:
+                state._caching.uncached.add(child.request_id)
         state._tables[child.request_id] = copies
     except BaseException:
         state._is_leaving = True

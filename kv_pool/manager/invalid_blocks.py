@@ -1,15 +1,29 @@
-"""`report_invalid_blocks`: evict blocks with bad content, and report what is left of their requests."""
+"""`report_invalid_blocks`: evict blocks with bad content and all that was computed from them.
 
-from collections.abc import Collection, Mapping, Sequence
+        tokens   0 . . . | . . . . | . . . . | . . . .
+        table    good    | bad     | computed from it: evicted, too
+                 valid  ->|
+
+Bad content spreads in three ways: a request computes from what its tables have, or had; a block is copied; a
+later request hits what an earlier one has left in the cache. The first two are followed block by block. For
+the third, the keys of cached blocks say which prefixes continue a bad one; what cannot be proven good is
+evicted.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.evicting import find_own_hash
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockId, RequestId
+from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.lineage import Lineage, Verdicts
+from kv_pool.manager.manager_state import ManagerState
 
 
 @dataclass(frozen=True)
@@ -17,9 +31,10 @@ class InvalidBlocksReport:
     """The result of a failed load.
 
     Attributes:
-        num_valid_tokens: for each request that holds a bad block, or a block that may have been computed from
-            one, the number of leading tokens from which it can continue in its blocks; the rest is
-            recomputed. 0: none; free the request and admit it again, and its valid blocks are found as a
+        num_valid_tokens: for each request that holds or held a bad block, or was computed from one, the
+            number of leading tokens from which it can continue in its blocks; the rest is recomputed.
+            Requests that are swapped out, or in an open plan, are included. 0: none; free the request
+            (`BlockSwapper.drop` if it is swapped out) and admit it again, and its valid blocks are found as a
             prefix.
         evicted_blocks: the bad blocks, and those computed from them; they can no longer be hit.
     """
@@ -28,66 +43,64 @@ class InvalidBlocksReport:
     evicted_blocks: list[KVCacheBlock]
 
 
-def report_invalid_blocks(
-    block_pool: BlockPoolCore,
-    tables: Mapping[RequestId, Sequence[BlockTable]],
-    groups: Sequence[BlockGroup],
-    block_ids: Collection[BlockId],
-) -> InvalidBlocksReport:
-    """Evict these blocks and all that were computed from them; report what is left of each request.
-
-        tokens   0 . . . | . . . . | . . . . | . . . .
-        table    good    | bad     | computed from it: evicted, too
-                 valid  ->|
-
-    Args:
-        tables: for each request, one table per group.
-        groups: the manager's groups.
-        block_ids: the blocks that failed to load.
+def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -> InvalidBlocksReport:
+    """Evict these blocks and all that was computed from them; report what is left of each request.
 
     A request with full attention continues from the first bad block of any group. A request with windows
     does so if all that its next token attends to is still there; a request with states, or with bad blocks
-    of its encoder, never does.
+    of its encoder, never does. Until it is recomputed from there, none of its later content is cached, and
+    further reports include it.
 
     The tables keep their blocks, since the recomputed content goes there. Their `num_cached_blocks`
-    decreases, so that it is cached again. A table counts as forked if others hold a block to be written.
+    decreases, so that it is cached again. A table counts as forked: others may hold a block to be written.
 
     Raises:
-        InvalidBlockError: an id is not one of this pool's, or the null block's.
-        InvalidArgumentError: the number of a request's tables differs from that of the groups. In both cases
-            nothing has changed.
-    Cost: O(blocks in the tables), once more for each request through which bad content reaches another.
+        InvalidBlockError: an id is not one of this pool's, or the null block's. Nothing has changed.
+    Cost: O(blocks in tables, cached keys in all tiers), once more for each request through which bad content
+        reaches another.
     """
+    pool = state.block_pool
     for block_id in block_ids:
-        if not 0 < block_id < block_pool.num_gpu_blocks:
+        if not 0 < block_id < pool.num_gpu_blocks:
             raise InvalidBlockError(
-                f"block {block_id} was reported as invalid; this pool has blocks "
-                f"1..{block_pool.num_gpu_blocks - 1}"
+                f"block {block_id} was reported as invalid; this pool has blocks 1..{pool.num_gpu_blocks - 1}"
             )
-    for request_id, group_tables in tables.items():
-        if len(group_tables) != len(groups):
-            raise InvalidArgumentError(
-                f"request {request_id!r} has {len(group_tables)} tables; there are {len(groups)} groups"
-            )
-    evicted = dict.fromkeys(block_pool.blocks[block_id] for block_id in block_ids)
+    spread = _Spread(state, [pool.blocks[block_id] for block_id in block_ids])
+    spread.run()
     num_valid_tokens: dict[RequestId, int] = {}
-    for request_id, num_good in _count_valid_tokens(tables, groups, set(evicted)).items():
-        group_tables = tables[request_id]
-        num_valid_tokens[request_id] = num_good if _can_go_on(group_tables, groups, num_good) else 0
-        for table, group in zip(group_tables, groups, strict=True):
-            num_good_blocks = num_good // group.block_size
-            for block in table.blocks[num_good_blocks:]:
-                if not block.is_null:
-                    evicted[block] = None
-                    if block.ref_cnt > 1:
-                        table.is_forked = True
-            table.num_cached_blocks = min(table.num_cached_blocks, num_good_blocks)
-    evict_invalid_blocks(block_pool, [block.block_id for block in evicted])
-    return InvalidBlocksReport(num_valid_tokens, list(evicted))
+    for holder in spread.holders:
+        if holder.num_valid < ALL_TOKENS:
+            num_valid = holder.num_valid
+            # A swap keeps the windows of the tokens that are computed now, not earlier ones.
+            is_away = state._forgets and holder.request_id not in state._tables
+            if is_away or not _can_go_on(holder.tables, state._groups, num_valid):
+                num_valid = 0
+            for table, group in zip(holder.tables, state._groups, strict=True):
+                table.num_valid_tokens = min(num_valid, table.num_valid_tokens)
+                table.is_forked = True
+                table.num_cached_blocks = min(table.num_cached_blocks, holder.num_valid // group.block_size)
+            state._has_forks = True
+        if holder.tables[0].num_valid_tokens < ALL_TOKENS:
+            num_valid_tokens[holder.request_id] = holder.tables[0].num_valid_tokens
+    if pool.lower_tiers is not None:
+        keys = spread.list_tier_keys()
+        if keys:
+            pool.lower_tiers.on_content_invalidated(keys)
+    for host in state.list_hosts():
+        host.note_invalid(spread.suspect)
+    evicted: list[KVCacheBlock] = []
+    for one in spread.pools:
+        blocks = [block for block in spread.suspect if block.owner is one.block_owner]
+        one.evict_blocks([block.block_id for block in blocks])
+        if one is pool:
+            evicted = blocks
+    if state.retention is not None and state.retention.is_active:
+        state.retention.forget_blocks(evicted)
+    return InvalidBlocksReport(num_valid_tokens, evicted)
 
 
 def evict_invalid_blocks(block_pool: BlockPoolCore, block_ids: Sequence[BlockId]) -> None:
-    """Evict these blocks, whose content is wrong, from the pool and from its lower tiers.
+    """Evict these blocks, whose content is wrong, from the pool and from its lower tiers, and no others.
 
     Raises:
         InvalidBlockError, InvalidTypeError: not ids of this pool's blocks. Nothing has changed.
@@ -102,46 +115,283 @@ def evict_invalid_blocks(block_pool: BlockPoolCore, block_ids: Sequence[BlockId]
     block_pool.evict_blocks(block_ids)
 
 
-def _count_valid_tokens(
-    tables: Mapping[RequestId, Sequence[BlockTable]], groups: Sequence[BlockGroup], bad: set[KVCacheBlock]
-) -> dict[RequestId, int]:
-    """For each request that holds suspect content, count the tokens before it; 0 if it is the encoder's.
+class _Holder:
+    """A request with block tables: running, swapped out, or in an open plan or a migration."""
 
-    The content after the first suspect token of a request may have been computed from it. A request that
-    shares such content is suspect from there on, too, even if its window has passed the bad block itself.
-    That may make more of its content suspect, so repeat until nothing changes.
+    def __init__(self, request_id: RequestId, tables: list[BlockTable]) -> None:
+        self.request_id = request_id
+        self.tables = tables
+        request = tables[0].request
+        self.hashes: list[bytes] = [] if request is None else list(request.block_hashes)
+        self.num_valid = ALL_TOKENS
+
+
+class _Spread:
+    """Finds the blocks, requests and keys that bad content has reached. Changes nothing.
+
+    Attributes:
+        pools: the device's pool, and the host pools of swappers.
+        suspect: blocks with bad content, each with the first token, of its sequence, that may be bad.
     """
-    good_of: dict[RequestId, int] = {}
-    # The first suspect token in a block, counted from the start of the sequence.
-    suspect_from: dict[KVCacheBlock, int] = {}
-    for group_tables in tables.values():
-        for table, group in zip(group_tables, groups, strict=True):
-            for index, block in enumerate(table.blocks):
-                if block in bad:
-                    suspect_from[block] = index * group.block_size if group.is_cacheable else 0
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for request_id, group_tables in tables.items():
-            found = [
-                suspect_from[block]
-                for table in group_tables
-                for block in table.blocks
-                if block in suspect_from
-            ]
-            if not found or good_of.get(request_id) == min(found):
-                continue
-            num_good = good_of[request_id] = min(found)
-            has_changed = True
-            for table, group in zip(group_tables, groups, strict=True):
-                if not group.is_cacheable:
-                    continue
-                first = num_good // group.block_size
-                for index, block in enumerate(table.blocks[first:], first):
+
+    def __init__(self, state: ManagerState, bad: Iterable[KVCacheBlock]) -> None:
+        self.pools: list[BlockPoolCore] = [state.block_pool, *[host.host_pool for host in state.list_hosts()]]
+        self.holders = [_Holder(*item) for item in (*state._tables.items(), *state.detached_tables.items())]
+        self.suspect: dict[KVCacheBlock, int] = dict.fromkeys(bad, 0)
+        self._pool = state.block_pool
+        self._groups: list[BlockGroup] = state._groups
+        self._largest = max(group.block_size for group in self._groups)
+        # Keys of which another block, computed by another request, may have good content.
+        self._twin_keys = {block.key for block in self.suspect if not _is_copy(self._pool, block)}
+        self._lineage: Lineage | None = None
+        self._bad_hashes: dict[bytes, tuple[int, int]] = {}
+        self._inside: list[tuple[bytes, int, int]] = []
+        self._verdicts: Verdicts | None = None
+        # For each block, the requests that have written it, and the end of their part.
+        self._writers: dict[KVCacheBlock, list[tuple[_Holder, int]]] = {}
+        for holder in self.holders:
+            for group, position, block, _, is_own in self._list_entries(holder):
+                if is_own:
+                    self._writers.setdefault(block, []).append((holder, (position + 1) * group.block_size))
+
+    def run(self) -> None:
+        has_changed = True
+        while has_changed:
+            has_changed = self._follow_copies()
+            has_changed = self._find_requests() or has_changed
+            has_changed = self._judge_cached() or has_changed
+
+    def list_tier_keys(self) -> list[BlockHashWithGroupId]:
+        """Return the keys under which tiers may have bad content."""
+        tiers = self._pool.lower_tiers
+        keys = dict.fromkeys(key for pool in self.pools for key in pool.list_keys(self._list_suspect(pool)))
+        if tiers is not None and self._verdicts is not None:
+            for key in tiers.list_parents():
+                if self._verdicts.find_first_bad(get_block_hash(key)) < ALL_TOKENS:
+                    keys[key] = None
+        return list(keys)
+
+    def _list_suspect(self, pool: BlockPoolCore) -> list[KVCacheBlock]:
+        return [block for block in self.suspect if block.owner is pool.block_owner]
+
+    # ---- tables ----------------------------------------------------------------------------------
+
+    def _list_entries(self, holder: _Holder) -> Iterator[tuple[BlockGroup, int, KVCacheBlock, bool, bool]]:
+        """Yield the blocks that a request's tables have, or had: group, position, block, two flags.
+
+        The first flag: the block still has the content that it had in the table. The second: the request has
+        written it.
+        """
+        for table, group in zip(holder.tables, self._groups, strict=True):
+            for position, block in enumerate(table.blocks):
+                if not block.is_null:
+                    yield group, position, block, True, position >= table.num_hits
+            for first, blocks, generations in table.past or ():
+                for position, (block, generation) in enumerate(zip(blocks, generations, strict=True), first):
                     if not block.is_null:
-                        start = max(num_good, index * group.block_size)
-                        suspect_from[block] = min(start, suspect_from.get(block, start))
-    return good_of
+                        is_there = block.generation == generation or self._is_noted(
+                            holder, group, position, block
+                        )
+                        yield group, position, block, is_there, is_there and position >= table.num_hits
+
+    def _is_noted(self, holder: _Holder, group: BlockGroup, position: int, block: KVCacheBlock) -> bool:
+        """Return True if the block was evicted, and not reused since, with the content of this entry."""
+        place = (position + 1) * group.stride - 1
+        return place < len(holder.hashes) and find_own_hash(block) == holder.hashes[place]
+
+    def _find_requests(self) -> bool:
+        """Find requests with suspect blocks; what they have computed from these is suspect, too."""
+        has_changed = False
+        for holder in self.holders:
+            num_valid = holder.num_valid
+            for group, position, block, is_there, _ in self._list_entries(holder):
+                start = position * group.block_size
+                if is_there and block in self.suspect:
+                    first = max(start, self.suspect[block]) if group.is_cacheable else 0
+                    num_valid = min(num_valid, first)
+                elif (
+                    # From elsewhere: its block is reused now, or was filled without a key.
+                    position < holder.tables[group.group_id].num_hits
+                    and not (is_there and block.key is not None)
+                    and self._find_first_bad(holder, group, position) < ALL_TOKENS
+                ):
+                    num_valid = min(num_valid, start)
+            has_changed = has_changed or num_valid < holder.num_valid
+            holder.num_valid = num_valid
+            if num_valid == ALL_TOKENS:
+                continue
+            for group, position, block, is_there, _ in self._list_entries(holder):
+                start, end = position * group.block_size, (position + 1) * group.block_size
+                if is_there and group.is_cacheable and end > num_valid and not self._is_proven(block):
+                    has_changed = self._add(block, max(num_valid, start)) or has_changed
+        return has_changed
+
+    def _find_first_bad(self, holder: _Holder, group: BlockGroup, position: int) -> int:
+        """Return the first suspect token of the prefix that ends with this block of the request."""
+        place = (position + 1) * group.stride - 1
+        if self._verdicts is None or not group.is_cacheable or place >= len(holder.hashes):
+            return ALL_TOKENS
+        return self._verdicts.find_first_bad(holder.hashes[place])
+
+    def _is_proven(self, block: KVCacheBlock) -> bool:
+        """Return True if a request that is good up to its end has written the block."""
+        return any(holder.num_valid >= end for holder, end in self._writers.get(block, ()))
+
+    def _add(self, block: KVCacheBlock, first: int) -> bool:
+        if self.suspect.get(block, ALL_TOKENS) <= first:
+            return False
+        self.suspect[block] = first
+        return True
+
+    # ---- copies ----------------------------------------------------------------------------------
+
+    def _follow_copies(self) -> bool:
+        has_changed = False
+        for pool in self.pools:
+            for target, (generation, source, generation_of_source) in pool.copied_from.items():
+                if source is None or source not in self.suspect:
+                    continue
+                if target.generation == generation and source.generation == generation_of_source:
+                    has_changed = self._add(target, self.suspect[source]) or has_changed
+        return has_changed
+
+    # ---- the prefix cache ------------------------------------------------------------------------
+
+    def _judge_cached(self) -> bool:
+        """Add the cached blocks whose prefix contains bad content, or cannot be proven not to."""
+        bad = self._list_bad_hashes()
+        if not bad or bad == self._bad_hashes:
+            return False
+        self._bad_hashes = bad
+        verdicts = self._verdicts = self._open_lineage().judge(bad, self._inside)
+        has_changed = False
+        for pool in self.pools:
+            for block in pool.blocks:
+                if block.key is None or self._is_proven(block):
+                    continue
+                firsts = [verdicts.find_first_bad(get_block_hash(key)) for key in pool.list_keys([block])]
+                if min(firsts) < ALL_TOKENS and not self._is_twin(pool, block):
+                    has_changed = self._add(block, min(firsts)) or has_changed
+        return has_changed
+
+    def _is_twin(self, pool: BlockPoolCore, block: KVCacheBlock) -> bool:
+        """Return True if only another block with the same key is bad, and neither is a copy."""
+        return (
+            pool is self._pool
+            and block.key in self._twin_keys
+            and not _is_copy(pool, block)
+            and block not in self.suspect
+            and self._verdicts is not None
+            and self._verdicts.is_good_before(get_block_hash(block.key))
+        )
+
+    def _list_bad_hashes(self) -> dict[bytes, tuple[int, int]]:
+        """Return the hashes of suspect content: the tokens of each prefix, and the first suspect one."""
+        bad: dict[bytes, tuple[int, int]] = {}
+
+        def add(block_hash: bytes, num_tokens: int, first: int) -> None:
+            before = bad.get(block_hash)
+            bad[block_hash] = num_tokens, first if before is None else min(first, before[1])
+
+        unit = self._pool.hash_block_size
+        self._inside = []
+        for pool in self.pools:
+            for block in self._list_suspect(pool):
+                for block_hash, num_tokens, start in self._list_hashes(pool, block):
+                    first = max(start, self.suspect[block])
+                    add(block_hash, num_tokens, first)
+                    if num_tokens - unit <= start:
+                        continue
+                    # Smaller blocks of other groups may end within this one.
+                    found = self._open_lineage().list_inside(block_hash, start, unit)
+                    if found is None:
+                        before = block.parent[:-4] if block.key is not None and block.parent else b""
+                        self._inside.append((before, start, num_tokens))
+                    for shorter, num_shorter in found or ():
+                        if num_shorter > first:
+                            add(shorter, num_shorter, first)
+            for block, (generation, copies) in pool.continued_by.items():
+                if block in self.suspect and block.generation == generation:
+                    for start, hashes in copies:
+                        if start // unit < len(hashes):
+                            add(hashes[start // unit], (start // unit + 1) * unit, start)
+        for holder in self.holders:
+            index = holder.num_valid // unit
+            if index < len(holder.hashes):
+                add(holder.hashes[index], (index + 1) * unit, holder.num_valid)
+        return bad
+
+    def _list_hashes(self, pool: BlockPoolCore, block: KVCacheBlock) -> Iterator[tuple[bytes, int, int]]:
+        """Yield the hashes of a block's content, each with the tokens of its prefix with and without it."""
+        unit = pool.hash_block_size
+        if block.key is None:
+            own_hash = find_own_hash(block)
+            if own_hash is not None:
+                num_tokens = max(unit, self._open_lineage().count_tokens(own_hash))
+                yield own_hash, num_tokens, max(0, num_tokens - self._largest)
+            return
+        primary, *others = pool.list_keys([block])
+        num_tokens = block.num_key_tokens
+        if num_tokens < 1:
+            yield get_block_hash(primary), unit, 0
+            num_tokens = unit
+        start = self._find_start(primary, num_tokens)
+        yield get_block_hash(primary), num_tokens, start
+        for key in others:
+            yield get_block_hash(key), start + unit, start
+
+    def _find_start(self, key: BlockHashWithGroupId, num_tokens: int) -> int:
+        """Return the first token that the content of this key depends on itself."""
+        group_id = get_group_id(key)
+        if group_id >= len(self._groups):
+            return max(0, num_tokens - self._largest)
+        group = self._groups[group_id]
+        if isinstance(group, MambaGroup):
+            return num_tokens  # only later tokens are computed from the state
+        return (num_tokens - 1) // group.block_size * group.block_size
+
+    def _open_lineage(self) -> Lineage:
+        if self._lineage is None:
+            lineage = self._lineage = Lineage()
+            for holder in self.holders:
+                lineage.add_sequence(holder.hashes, self._pool.hash_block_size)
+            for pool in self.pools:
+                for block, (generation, copies) in pool.continued_by.items():
+                    for _, hashes in copies if block.generation == generation else ():
+                        lineage.add_sequence(hashes, pool.hash_block_size)
+                for block in pool.blocks:
+                    if block.key is not None and block.num_key_tokens > 0:
+                        primary, *others = pool.list_keys([block])
+                        self._add_key(lineage, primary, block.num_key_tokens, block.parent)
+                        for key in others:
+                            self._add_key(lineage, key, block.num_key_tokens, block.parent, is_exact=False)
+            if self._pool.lower_tiers is not None:
+                for key, (parent, num_tokens) in self._pool.lower_tiers.list_parents().items():
+                    self._add_key(lineage, key, num_tokens, parent)
+        return self._lineage
+
+    def _add_key(
+        self,
+        lineage: Lineage,
+        key: BlockHashWithGroupId,
+        num_tokens: int,
+        parent: bytes | None,
+        is_exact: bool = True,
+    ) -> None:
+        group_id = get_group_id(key)
+        if group_id < len(self._groups) and num_tokens > 0:
+            block_size = self._groups[group_id].block_size
+            start = (num_tokens - 1) // block_size * block_size
+            end = num_tokens if is_exact else start + block_size
+            if start == 0:
+                lineage.add(get_block_hash(key), end, 0, b"", is_exact)
+            elif parent:
+                lineage.add(get_block_hash(key), end, start, parent[:-4], is_exact)
+
+
+def _is_copy(pool: BlockPoolCore, block: KVCacheBlock) -> bool:
+    entry = pool.copied_from.get(block)
+    return entry is not None and entry[0] == block.generation
 
 
 def _can_go_on(tables: Sequence[BlockTable], groups: Sequence[BlockGroup], num_tokens: int) -> bool:

@@ -1,8 +1,8 @@
 """`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -18,11 +18,28 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
+
+
+class HostBlocks(Protocol):
+    """A pool in host memory with copies of a manager's blocks, such as that of a `BlockSwapper`."""
+
+    @property
+    def host_pool(self) -> BlockPoolCore: ...
+
+    def is_idle(self) -> bool:
+        """Return True if no request has blocks there."""
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, of either pool, whose content is invalid."""
+
+    def reset_host(self) -> None:
+        """Evict every prefix there, after the device's pool was reset."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -32,6 +49,9 @@ class ManagerState:
     Args:
         max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
         prefix_rules, policy: as for `KVCacheManager`.
+
+    Attributes:
+        detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
     """
 
     def __init__(
@@ -65,6 +85,8 @@ class ManagerState:
         self._forgets: bool = any(group.forgets for group in self._groups)
         self._tables: dict[RequestId, list[BlockTable]] = {}
         self.detached_requests: dict[RequestId, str] = {}
+        self.detached_tables: dict[RequestId, list[BlockTable]] = {}
+        self._hosts: list[Callable[[], HostBlocks | None]] = []  # weak references
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
@@ -88,6 +110,7 @@ class ManagerState:
         )
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = None
+        self._owners: OwnedPrefixes | None = None
         # Left by an interrupted call for `recover`: a request's tables, whether all their blocks are freed,
         # the request whose directives end with them, and referenced blocks that are in no table.
         self._unsettled: list[BlockTable] | None = None
@@ -104,6 +127,16 @@ class ManagerState:
                 host.unchain(group.group_id)
         if retention is not None:
             self.attach_retention(retention)
+
+    def add_host(self, host: Callable[[], HostBlocks | None]) -> None:
+        """Add a weak reference to a pool in host memory whose content follows that of the device."""
+        self._hosts = [one for one in self._hosts if one() is not None]
+        self._hosts.append(host)
+
+    def list_hosts(self) -> list[HostBlocks]:
+        """Return the pools in host memory that are still in use."""
+        hosts = [host() for host in self._hosts]
+        return [host for host in hosts if host is not None]
 
     def attach_retention(self, retention: BlockRetention) -> None:
         """Start to keep cached blocks as this retention says; requests may hold blocks already.

@@ -4,6 +4,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import check_ours
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -50,6 +51,7 @@ class RequestTables(ManagerState):
     def pop_tables(self, request_id: RequestId) -> list[BlockTable]:
         """Detach the request's tables, one per group, and return them. The caller now owns the references.
 
+        Put them back, or free their blocks and call `forget_tables`.
         Copies into some of the blocks may be pending; call `copies.check_made` before reading their bytes.
 
         Raises:
@@ -64,9 +66,15 @@ class RequestTables(ManagerState):
         """
         check_type("request_id", request_id, str)
         tables = find_tables(self, request_id)
+        self.detached_tables[request_id] = tables
         onto += tables
         del self._tables[request_id]
         return tables
+
+    def forget_tables(self, request_id: RequestId) -> None:
+        """Forget the detached tables of a request, whose blocks are freed. No-op if there are none."""
+        check_type("request_id", request_id, str)
+        self.detached_tables.pop(request_id, None)
 
     def put_tables(self, request_id: RequestId, tables: list[BlockTable]) -> None:
         """Attach tables with referenced blocks to a request without tables: the inverse of `pop_tables`.
@@ -88,6 +96,7 @@ class RequestTables(ManagerState):
             raise InvalidArgumentError(f"{len(tables)} tables for {len(self._groups)} groups")
         has_forks = any(table.is_forked for table in tables)
         put = tables.copy()
+        self.detached_tables.pop(request_id, None)
         self._has_forks = self._has_forks or has_forks
         self._tables[request_id] = put
         del tables[:]
@@ -115,8 +124,14 @@ class RequestTables(ManagerState):
         self.block_pool.free_out_of(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table. The first block is reused first."""
+        """Free blocks that are in no table. The first block is reused first.
+
+        Raises:
+            InvalidBlockError: a block is free, or of another pool. Nothing has changed.
+        """
         check_type("blocks", blocks, list)
+        for block in blocks:
+            check_ours(block, self.block_pool.block_owner, "KVCacheManager.free_blocks()")
         if len(self.copies):
             self.copies.drop(blocks)
         self.block_pool.free_blocks(blocks)

@@ -107,6 +107,10 @@ class RuleCaching(PrefixCaching):
         num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         limits = [0] * len(self._groups)
         is_any = False
+        if self.has_encoder and not self.covers_encoder(request):
+            return None
+        if len(self.uncached) > 0 and request.request_id in self.uncached:
+            return None
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -133,6 +137,7 @@ class RuleCaching(PrefixCaching):
         ends: list[int],
         num_written: int,
         is_written: bool,
+        num_loaded: int = 0,
     ) -> None:
         num_prompt = get_num_prompt_tokens(request)
         for group in self._groups:

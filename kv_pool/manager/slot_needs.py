@@ -2,6 +2,7 @@
 
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -61,15 +62,21 @@ class SlotNeeds:
             if step.tables is not None:
                 table = step.tables[group.group_id]
                 num_entries = len(table.blocks)
+                has_copy = table.copy_position >= 0
                 if table.is_forked and not is_alone:
-                    num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
+                    shared = self.list_shared(table, group, step.num_computed, num_blocks)
+                    num_free += len(shared)
+                    if table.copy_position in shared:
+                        has_copy = False  # the cached state stays with the other request
                 if group.adds_null_blocks:
                     if (
                         num_blocks > num_entries - table.num_speculative
-                        or table.copy_position >= 0
+                        or has_copy
                         or self._plans_checkpoints
                     ):
-                        num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
+                        num_free += self._count_states(
+                            group, step, step.num_scheduled, True, is_alone, has_copy
+                        )
                     continue
             elif group.adds_null_blocks:
                 num_free += self._count_states(group, step, step.num_scheduled, True, is_alone)
@@ -82,19 +89,25 @@ class SlotNeeds:
         return num_free
 
     def _count_states(
-        self, group: BlockGroup, step: Step, num_tokens: int, is_step: bool, is_alone: bool
+        self,
+        group: BlockGroup,
+        step: Step,
+        num_tokens: int,
+        is_step: bool,
+        is_alone: bool,
+        has_copy: bool = False,
     ) -> int:
         """Count the blocks that the states of a step take which ends after `num_tokens` tokens.
 
         Args:
             is_step: False for the whole sequence: as vLLM, count it like a step without external tokens.
+            has_copy: for a request with tables, whether its cached state is copied first.
         """
         assert isinstance(group, MambaGroup)
         num_free = 0
         if step.tables is not None:
             table = step.tables[group.group_id]
             num_entries = 0
-            has_copy = table.copy_position >= 0
         else:
             table = None
             hits = step.prefix_blocks[group.group_id]
@@ -129,7 +142,8 @@ class SlotNeeds:
         num_free = 0
         for group in self._groups:
             if group.adds_null_blocks and self._has_rules:
-                num_free += self._count_states(group, step, num_tokens, False, is_alone)
+                has_copy = tables is not None and tables[group.group_id].copy_position >= 0
+                num_free += self._count_states(group, step, num_tokens, False, is_alone, has_copy)
                 continue
             num_most = self._count_most(group, num_tokens + num_lookahead, step.num_encoder_tokens)
             if tables is not None:
@@ -162,6 +176,17 @@ class SlotNeeds:
         if num_sequence_tokens and self.count_full_sequence(step, num_sequence_tokens, True) > num_usable:
             return False
         return self.count(step, True) <= num_usable + num_passed - reserved_blocks
+
+    def list_own_blocks(self, step: Step) -> list[KVCacheBlock]:
+        """Return the blocks in the request's tables, or those of its prefix that it keeps."""
+        own: list[KVCacheBlock] = []
+        for group in self._groups:
+            if step.tables is not None:
+                own += step.tables[group.group_id].blocks
+            else:
+                num_skipped = group.count_skipped_tokens(step.num_before) if group.forgets else 0
+                own += step.prefix_blocks[group.group_id][num_skipped // group.block_size :]
+        return own
 
     def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
         """Count the blocks that become free if blocks which no later token attends to are released."""

@@ -53,12 +53,18 @@ def insert_keys(
         )
 
     keys = [BlockHashWithGroupId(key) for key in offered.keys]
+    before: bytes | None = None
+    if keys and offered.parent is not None:
+        before = offered.parent + keys[0][-4:]
+    elif keys and 0 < (offered.num_tokens or 0) <= find_block_size(get_group_id(keys[0])):
+        before = b""
+    pool.note_copy(block, None)
     for key in keys:
         events = pool.kv_event_queue
         new_events = [make_event(key)] if pool.enable_kv_cache_events else []
         was_known = pool.cached_block_hash_to_block.contain(key, block.block_id)
         try:
-            pool._insert_block_hash(key, block, offered.num_tokens)  # noqa: SLF001 (vLLM's name)
+            pool._insert_block_hash(key, block, offered.num_tokens, before)  # noqa: SLF001 (vLLM's name)
             events += new_events
         except BaseException:
             is_known = pool.cached_block_hash_to_block.contain(key, block.block_id)

@@ -13,7 +13,7 @@ import msgspec
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHash, GroupId, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -108,6 +108,9 @@ class ManagerSequences(DeviceSide):
         )
         return [list(row) for row in self.manager.get_computed_blocks(wanted, wanted.num_tokens).blocks]
 
+    def evict_invalid(self, block_ids: list[BlockId]) -> None:
+        self.manager.evict_blocks(block_ids)
+
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
         pass
 
@@ -190,6 +193,7 @@ class ManagerSequences(DeviceSide):
         if self.holds(sequence_id) and self.manager.get_table(sequence_id).blocks is rows[0]:
             self.manager.pop_tables(sequence_id)
         self.free_request(sequence_id, rows)
+        self.manager.forget_tables(sequence_id)
         retention = self.manager.retention
         if retention is not None and retention.is_active and not self.holds(sequence_id):
             retention.forget_request(sequence_id)

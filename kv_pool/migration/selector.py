@@ -159,6 +159,8 @@ class Selector:
         num_tokens = block.block_hash_num_tokens
         block_size = self._block_sizes[get_group_id(BlockHashWithGroupId(keys[0]))] if keys else 0
         is_first = (num_tokens or 0) <= block_size
+        if parent is None and keys and block.parent:
+            parent = BlockHash(block.parent[:-4])
         return OfferedBlock(
             block.block_id, block.generation, keys, num_tokens, None if is_first else parent, token_ids
         )

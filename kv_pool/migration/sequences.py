@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.storage.block_storage import BlockStorage
 
@@ -63,6 +63,9 @@ class Sequences(Protocol):
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         """Return the blocks of the longest cached prefix by group, null blocks included."""
+
+    def evict_invalid(self, block_ids: list[BlockId]) -> None:
+        """Evict received blocks whose content is invalid, and what was computed from them."""
 
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Raise PinnedBlockError if one of these blocks cannot be moved."""

@@ -26,7 +26,6 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
-from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -293,7 +292,7 @@ class Pull:
         """Drop the reservation; inserted blocks stay cached, unless invalid. Called with the lock."""
         if isinstance(error, InvalidContentError):
             wrong = [reservation.blocks[position].block_id for position in reservation.missing]
-            evict_invalid_blocks(self._site.leases.block_pool, wrong)
+            self._site.sequences.evict_invalid(wrong)
         self._site.release_reservation(reservation)
 
     def _stay_in_doubt(self, error: Exception) -> None:

@@ -52,6 +52,8 @@ class AllocatedTables:
                 manager.pop_tables_onto(request_id, self.tables)
             raise
         self._first_table = self.tables[0]
+        for table, spec in zip(self.tables, manager.groups, strict=True):
+            table.num_hits = -(-self._num_computed_tokens // spec.block_size)
         return True
 
     def list_blocks(self) -> list[KVCacheBlock]:
@@ -74,3 +76,4 @@ class AllocatedTables:
             self._leaving = leaving  # no call in between
             self.tables = []
         self._manager.free_out_of(self._leaving)
+        self._manager.forget_tables(self._request.request_id)

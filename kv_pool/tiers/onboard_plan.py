@@ -60,6 +60,9 @@ class OnboardPlan(TwoPhasePlan):
         self._held_keys: list[BlockHashWithGroupId] = []
         self._targets: list[KVCacheBlock] = []
         self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
+        # All blocks of the tables, and their generations: content that turns out invalid has other ones.
+        self._blocks: list[KVCacheBlock] = []
+        self._generations: list[int] = []
         self._open_plans = open_plans
         self._on_close = on_close
 
@@ -80,6 +83,12 @@ class OnboardPlan(TwoPhasePlan):
             for block in table.blocks
             if block.block_hash is not None and block not in read_into
         ]
+        pool = self._manager.block_pool
+        for block in self._targets:
+            if not block.is_null:
+                pool.note_copy(block, None)
+        self._generations = [block.generation for table in tables for block in table.blocks]
+        self._blocks = [block for table in tables for block in table.blocks]
         reason = f"in an open plan to read tiers for request {self.request_id!r}"
         self._hold(self._manager.block_pool, self.list_blocks(), reason)
         self.is_counted = False
@@ -177,8 +186,10 @@ class OnboardPlan(TwoPhasePlan):
 
     def _is_void(self) -> bool:
         """Return True if the content of a block was invalidated since the hit."""
-        return not self._tiered_cache.has_all(self.keys) or any(
-            block.block_hash != key for block, key in self._hits
+        return (
+            not self._tiered_cache.has_all(self.keys)
+            or any(block.block_hash != key for block, key in self._hits)
+            or [block.generation for block in self._blocks] != self._generations
         )
 
     def _check_open(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from kv_pool.core.block import KVCacheBlock
@@ -47,6 +47,9 @@ class TierStore:
         # To be written through: blocks that the next step writes, and blocks already written.
         self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        # Of the blocks offloaded by this process: see `LowerTiers.list_parents`.
+        self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
+        self._num_parents_to_sweep_at = 2 * sum(tier.capacity for tier in tiers) + block_pool.num_gpu_blocks
         self._events = TierEvents(block_pool, sum(tier.capacity for tier in tiers)) if enable_events else None
         self._disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
         self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
@@ -140,6 +143,16 @@ class TierStore:
         if self._events is not None and self._events.is_crowded():
             on_device = self.block_pool.cached_block_hash_to_block.entries
             self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
+
+    def _note_parents(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Record what `list_parents` returns for these cached blocks; forget blocks that are in no tier."""
+        parents = self._parents
+        for block in blocks:
+            parents[block.key] = block.parent, block.num_key_tokens
+        if len(parents) > self._num_parents_to_sweep_at:
+            keys = dict.fromkeys(chain(self._pending, *map(Tier.list_keys, self.tiers)))
+            keys.update(dict.fromkeys(block.key for block in blocks))
+            self._parents = {key: parents[key] for key in keys if key in parents}
 
     def _is_full(self, block: KVCacheBlock) -> bool:
         """Return True if the block's key covers all its tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
@@ -80,6 +81,7 @@ class TieredCache(TierStore):
         enable_events: bool = False,
         max_prefetch_blocks: int = 256,
     ) -> None:
+        max_prefetch_blocks = as_count("max_prefetch_blocks", max_prefetch_blocks)
         if not tiers:
             raise InvalidArgumentError("tiers is empty; pass at least one tier")
         if write not in WRITES:
@@ -167,7 +169,9 @@ class TieredCache(TierStore):
                     queue = self._written if position < num_written else self._unwritten
                     queue[block.block_hash] = (block, block.generation)
         elif self.writes_through:
-            self._store_in_top_tier([block.block_hash for block in blocks if not block.is_null], None, ())
+            cached = [block for block in blocks if not block.is_null]
+            self._note_parents(cached)
+            self._store_in_top_tier([block.block_hash for block in cached], None, ())
 
     def on_block_arrived(
         self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
@@ -183,6 +187,7 @@ class TieredCache(TierStore):
             self._forget_labels()
         if not self.writes_through or (self._has_partial and not self._is_full(block)):
             return
+        self._note_parents([block])
         if self.storage is None:
             self._store_in_top_tier([key], None, ())
         else:
@@ -192,6 +197,7 @@ class TieredCache(TierStore):
         """See `LowerTiers`."""
         if self._has_partial:
             blocks = [block for block in blocks if self._is_full(block)]
+        self._note_parents(blocks)
         if self.storage is None:
             self._store_in_top_tier([block.block_hash for block in blocks], None, ())
             return
@@ -214,6 +220,11 @@ class TieredCache(TierStore):
             self.forget(keys)
         except TierError as error:
             self._note_unforgotten(error)
+
+    def list_parents(self) -> dict[BlockHashWithGroupId, tuple[bytes | None, int]]:
+        """See `LowerTiers`."""
+        parents = self._parents
+        return {key: parents.get(key, (None, 0)) for index in self.list_indexes() for key in index}
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. The next `flush` raises a disk's error."""
@@ -250,14 +261,14 @@ class TieredCache(TierStore):
         self.flush_evicted()
         self._take_prefetched()
         if self.writes_through:
-            written, self._written, self._unwritten = self._written, self._unwritten, {}
-            self._copy_out(
-                [
-                    (key, block.block_id)
-                    for key, (block, generation) in written.items()
-                    if block.generation == generation and block.block_hash == key
-                ]
-            )
+            queued, self._written, self._unwritten = self._written, self._unwritten, {}
+            written = [
+                block
+                for key, (block, generation) in queued.items()
+                if block.generation == generation and block.block_hash == key
+            ]
+            self._note_parents(written)
+            self._copy_out([(block.block_hash, block.block_id) for block in written])
         if self._unforgotten is not None:
             error, self._unforgotten = self._unforgotten, None
             raise error

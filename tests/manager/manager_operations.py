@@ -66,7 +66,7 @@ class ManagerSide(Side):
     # ---- the manager -------------------------------------------------------------------------------
 
     def evict_blocks(self, block_ids):
-        self.manager.evict_blocks(set(block_ids))
+        self.manager.block_pool.evict_blocks(set(block_ids))  # as vLLM's manager
 
     def reset_prefix_cache(self):
         return self.manager.reset_prefix_cache()

@@ -5,10 +5,16 @@ from drawing import state
 from manager.table_drawing import draw, grow, make_manager, make_request, start, stop, take_copies
 
 from kv_pool import (
+    AllocStatus,
+    BlockHasher,
+    BlockPool,
     CrossAttentionSpec,
     FullAttentionSpec,
     InvalidArgumentError,
+    KVCacheManager,
     MambaSpec,
+    PrefixRules,
+    Request,
     SlidingWindowSpec,
 )
 from kv_pool.manager.invariants import check_manager
@@ -257,7 +263,7 @@ def test_forks_share_encoder_blocks_and_never_copy_them():
     start(manager, a, num_encoder_tokens=6)
     b = fork(manager, a, "b", [50])
     grow(manager, b)
-    assert draw(manager, b) == "1*x2 5 / 3x2 4x2"
+    assert draw(manager, b) == "1x2 5 / 3x2 4x2"
     assert take_copies(manager) == [(2, 5)]
     stop(manager, a, b)
 
@@ -297,3 +303,47 @@ def test_a_fork_in_the_middle_of_a_step_is_refused():
     with pytest.raises(InvalidArgumentError, match="cached for 8 tokens, but num_computed_tokens is 0"):
         manager.fork(a, b)
     stop(manager, a)
+
+
+@pytest.mark.parametrize("first", ["parent", "child"])
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_cached_state_within_a_block_is_not_overwritten_after_a_fork(first, is_ended):
+    """The request that kept the block overwrote the state after 28 tokens; a later hit read another one."""
+    hasher = BlockHasher("sha256", block_size=4)
+    manager = KVCacheManager(
+        BlockPool(61, True, 4),
+        groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=8)],
+        prefix_rules=PrefixRules(retention_interval=0),
+    )
+    states = {}
+
+    def run(*requests):
+        for source, target in manager.take_block_copies():
+            states[target] = states.get(source)
+        for request, num_new in requests:
+            request.num_computed_tokens += num_new
+            table = manager.get_block_ids(request.request_id, 1)
+            states[table[(request.num_computed_tokens - 1) // 8]] = request.num_computed_tokens
+
+    parent, child = (Request(name, range(32), hasher) for name in ("parent", "child"))
+    manager.allocate_slots(parent, 28, manager.get_computed_blocks(parent))
+    run((parent, 28))
+    child.num_computed_tokens = 28
+    manager.fork(parent, child)
+    writers = [parent, child] if first == "parent" else [child, parent]
+    if is_ended:
+        manager.free(writers.pop())
+    for request in writers:
+        num_free = manager.get_num_free_blocks()
+        assert manager.can_allocate(request, 1) is AllocStatus.OK
+        assert manager.allocate_slots(request, 1) is not None
+        assert num_free - manager.get_num_free_blocks() <= 2
+    run(*((request, 1) for request in writers))
+    later = Request("later", [*range(28), 7, 7], hasher)
+    prefix = manager.get_computed_blocks(later)
+    assert prefix.num_tokens == 28
+    assert states[prefix.blocks[1][-1].block_id] == 28
+    assert manager.allocate_slots(later, 2, prefix) is not None
+    for request in writers:
+        table = manager.get_block_ids(request.request_id, 1)
+        assert states[table[3]] == 29

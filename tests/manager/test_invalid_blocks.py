@@ -3,15 +3,15 @@ import random
 import pytest
 from drawing import ids, state
 
-from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, InvalidBlockError, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, BlockSwapper, InvalidBlockError, KVCacheManager, Request
 from kv_pool.core import invariants
 from kv_pool.manager.block_groups.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.invalid_blocks import report_invalid_blocks
 
 HASHER = BlockHasher("sha256", "s", 4)
 
@@ -134,10 +134,269 @@ def test_an_invalid_report_changes_nothing():
     for block_id in (0, -1, 13):
         with pytest.raises(InvalidBlockError, match="reported as invalid"):
             manager.report_invalid_blocks([2, block_id])
-    with pytest.raises(InvalidArgumentError, match="1 tables; there are 0 groups"):
-        report_invalid_blocks(manager.block_pool, {"a": [manager.get_table("a")]}, [], [2])
     assert state(manager.block_pool) == before
     assert manager.get_table("a").num_cached_blocks == 3
+
+
+# ---- content that outlives its request ---------------------------------------------------------------
+
+
+def count_hit(manager, tokens):
+    return manager.get_computed_blocks(Request("probe", tokens, HASHER)).num_tokens
+
+
+@pytest.mark.parametrize("way", ["loader freed", "sharer freed", "evict_blocks"])
+def test_descendants_of_a_bad_block_do_not_come_back(way):
+    """They were hit again as soon as their prefix was computed by another request."""
+    manager = make(40)
+    other = start(manager, "other", range(100, 117))
+    manager.free(other)
+    loader = start(manager, "loader", range(17), num_external=4)
+    bad = manager.get_block_ids("loader")[0]
+    if way == "sharer freed":
+        manager.free(start(manager, "sharer", [*range(17), *range(50, 62)]))
+    else:
+        manager.free(loader)
+    if way == "evict_blocks":
+        manager.evict_blocks([bad])
+    else:
+        assert manager.report_invalid_blocks([bad]).num_valid_tokens == (
+            {"loader": 0} if way == "sharer freed" else {}
+        )
+    if way == "sharer freed":
+        manager.free(loader)
+    start(manager, "next", range(5))
+    assert count_hit(manager, [*range(17), *range(50, 62), 7]) == 4
+    assert count_hit(manager, [*range(100, 117), 7]) == 16, "another prefix is kept"
+
+
+GROUPS_THAT_FORGET = {
+    "window": [SlidingWindowSpec(block_size=4, sliding_window=8)],
+    "full and chunk": [
+        FullAttentionSpec(block_size=4),
+        ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8),
+    ],
+    "full and window": [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)],
+    "state": [FullAttentionSpec(block_size=4), MambaSpec(block_size=4)],
+}
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("kind", GROUPS_THAT_FORGET)
+def test_a_running_request_is_named_though_the_bad_block_has_left_its_table(kind, delays, is_leased):
+    groups = GROUPS_THAT_FORGET[kind]
+    manager = make(60, groups)
+    group_id = len(groups) - 1
+    request = Request("a", range(40), HASHER)
+    prefix = manager.get_computed_blocks(request)
+    options = {"num_external_computed_tokens": 12, "delay_cache_blocks": delays}
+    assert manager.allocate_slots(request, 8, prefix, **options) is not None
+    bad = next(block for block in reversed(manager.get_table("a", group_id).blocks[:3]) if not block.is_null)
+    generation = bad.generation
+    hold = manager.block_pool.hold([bad], "leased") if is_leased else None
+    request.num_computed_tokens = 20
+    for _ in range(4):
+        manager.allocate_slots(request, 5, delay_cache_blocks=delays)
+        request.num_computed_tokens += 5
+    assert bad.generation != generation or bad not in manager.get_table("a", group_id).blocks
+    if bad.generation != generation:
+        assert not is_leased
+        return  # it is reused, so that its id says nothing of the load
+    assert manager.report_invalid_blocks([bad.block_id]).num_valid_tokens == {"a": 0}
+    manager.free(request)
+    assert count_hit(manager, [*range(40), 7]) <= 8
+    if hold is not None:
+        hold.release()
+
+
+@pytest.mark.parametrize("kind", GROUPS_THAT_FORGET)
+def test_windows_and_states_of_an_ended_request_are_evicted(kind):
+    """A window needs no earlier block: its wrong blocks were hit at once."""
+    manager = make(60, GROUPS_THAT_FORGET[kind])
+    group_id = len(manager.groups) - 1
+    request = start(manager, "a", range(32), num_external=12)
+    bad = [block for block in manager.get_table("a", group_id).blocks[:3] if not block.is_null]
+    manager.free(request)
+    assert manager.report_invalid_blocks([bad[-1].block_id]).num_valid_tokens == {}
+    assert count_hit(manager, [*range(32), 7]) <= 8
+    start(manager, "b", range(12))
+    manager.take_block_copies()
+    assert count_hit(manager, [*range(32), 7]) <= 12
+    start(manager, "c", range(32))
+    assert count_hit(manager, [*range(32), 7]) == 32
+
+
+def test_a_good_block_with_the_same_key_stays():
+    """The request that continues with a descendant of the bad block, after its good twin, was not named."""
+    manager = make(30)
+    twin = Request("twin", range(17), HASHER)
+    loader = Request("loader", range(17), HASHER)
+    nothing = [manager.get_computed_blocks(request) for request in (twin, loader)]
+    manager.allocate_slots(twin, 4, nothing[0])
+    manager.allocate_slots(loader, 13, nothing[1], num_external_computed_tokens=4)
+    twin.num_computed_tokens, loader.num_computed_tokens = 4, 17
+    good, bad = manager.get_block_ids("twin")[0], manager.get_block_ids("loader")[0]
+    sharer = start(manager, "sharer", [*range(16), 7, 8])
+    assert manager.get_block_ids("sharer")[:2] == [good, manager.get_block_ids("loader")[1]]
+    for request in (twin, loader):
+        manager.free(request)
+    assert manager.report_invalid_blocks([bad]).num_valid_tokens == {"sharer": 4}
+    assert count_hit(manager, range(17)) == 4
+    sharer.num_computed_tokens = 4
+    assert manager.allocate_slots(sharer, 14) is not None
+    assert count_hit(manager, range(17)) == 16
+
+
+def test_a_request_that_computed_everything_itself_is_not_named():
+    manager = make(30)
+    first, second = (Request(name, range(17), HASHER) for name in ("first", "second"))
+    nothing = manager.get_computed_blocks(first), manager.get_computed_blocks(second)
+    for request, prefix in zip((first, second), nothing, strict=True):
+        manager.allocate_slots(request, 17, prefix)
+        request.num_computed_tokens = 17
+    bad = manager.get_block_ids("first")[1]
+    assert manager.report_invalid_blocks([bad]).num_valid_tokens == {"first": 4}
+    assert count_hit(manager, range(17)) == 16
+
+
+def test_further_reports_never_name_more_valid_tokens():
+    manager = make(30)
+    request = start(manager, "a", range(18))
+    table = manager.get_block_ids("a")
+    assert manager.report_invalid_blocks([table[1]]).num_valid_tokens == {"a": 4}
+    assert manager.report_invalid_blocks([table[3]]).num_valid_tokens == {"a": 4}
+    request.num_computed_tokens = 4
+    assert manager.allocate_slots(request, 14) is not None
+    request.num_computed_tokens = 18
+    assert manager.report_invalid_blocks([table[3]]).num_valid_tokens == {"a": 12}
+
+
+def test_a_request_that_goes_on_after_evict_blocks_caches_nothing_more():
+    manager = make(30)
+    request = start(manager, "a", range(18))
+    manager.evict_blocks([manager.get_block_ids("a")[1]])
+    request.append_output_token_ids(range(50, 60))
+    manager.allocate_slots(request, 10)
+    request.num_computed_tokens = 28
+    manager.cache_blocks(request, 28)
+    assert count_hit(manager, [*range(18), *range(50, 60)]) == 4
+    start(manager, "b", range(9))
+    assert count_hit(manager, [*range(18), *range(50, 60)]) == 8
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+@pytest.mark.parametrize("writer", ["parent", "child"])
+def test_a_copy_of_a_bad_block_is_bad(writer, is_made):
+    """Only the request that kept the block was named."""
+    manager = make(30)
+    parent = start(manager, "parent", range(14), num_external=13)
+    child = Request("child", [*range(14), 70, 71, 72], HASHER)
+    child.num_computed_tokens = 14
+    manager.fork(parent, child)
+    bad = manager.get_block_ids("parent")[3]
+    parent.append_output_token_ids([60, 61, 62])
+    for request in (parent, child) if writer == "parent" else (child, parent):
+        assert manager.allocate_slots(request, 3) is not None
+    if is_made:
+        manager.take_block_copies()
+        parent.num_computed_tokens = child.num_computed_tokens = 17
+    report = manager.report_invalid_blocks([bad])
+    assert report.num_valid_tokens == {"parent": 12, "child": 12}
+    assert count_hit(manager, [*range(14), 60, 61, 62]) == count_hit(manager, [*range(14), 70, 71, 72]) == 12
+
+
+@pytest.mark.parametrize("ended", ["parent", "child", "both"])
+def test_a_continued_copy_of_a_bad_block_is_evicted_after_its_request_has_ended(ended):
+    manager = make(30)
+    parent = start(manager, "parent", range(14), num_external=13)
+    child = Request("child", [*range(14), 70, 71, 72], HASHER)
+    child.num_computed_tokens = 14
+    manager.fork(parent, child)
+    bad = manager.get_block_ids("parent")[3]
+    parent.append_output_token_ids([60, 61, 62])
+    assert manager.allocate_slots(parent, 3) is not None  # in a copy
+    assert manager.allocate_slots(child, 3) is not None
+    manager.take_block_copies()
+    parent.num_computed_tokens = child.num_computed_tokens = 17
+    for request in (parent, child):
+        if ended in (request.request_id, "both"):
+            manager.free(request)
+    named = manager.report_invalid_blocks([bad]).num_valid_tokens
+    assert named == {name: 12 for name in ("parent", "child") if ended not in (name, "both")}
+    assert count_hit(manager, [*range(14), 60, 61, 62]) == count_hit(manager, [*range(14), 70, 71, 72]) == 12
+
+
+# ---- host copies ---------------------------------------------------------------------------------------
+
+
+def make_swapped(is_partial=False):
+    """Return a manager, its swapper, a request that was loaded and is swapped out, and its old blocks."""
+    manager = make(12)
+    swapper = BlockSwapper(manager, BlockPool(31, True, 4, medium="CPU"))
+    request = Request("a", range(10), HASHER)
+    prefix = manager.get_computed_blocks(request)
+    manager.allocate_slots(request, 2, prefix, num_external_computed_tokens=8, delay_cache_blocks=is_partial)
+    request.num_computed_tokens = 10
+    table = manager.get_table("a").blocks.copy()
+    swapper.swap_out(request).commit()
+    return manager, swapper, request, table
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_swapped_out_request_is_named_and_its_host_copies_are_evicted(is_partial):
+    manager, swapper, request, table = make_swapped(is_partial)
+    assert manager.report_invalid_blocks([table[1].block_id]).num_valid_tokens == {"a": 4}
+    assert all(block.block_hash is None for block in swapper._host.tables["a"][0].blocks[1:])
+    request.num_computed_tokens = 4
+    plan = swapper.swap_in(request)
+    plan.commit()
+    assert manager.allocate_slots(request, 6) is not None
+    assert count_hit(manager, range(10)) == 8
+    manager.free(request)
+
+
+def test_host_copies_of_ended_requests_are_evicted():
+    manager, swapper, request, table = make_swapped()
+    swapper.drop(request)
+    manager.report_invalid_blocks([table[0].block_id])
+    assert not len(swapper.host_pool.cached_block_hash_to_block)
+
+
+@pytest.mark.parametrize("way", ["report_invalid_blocks", "evict_blocks"])
+def test_an_open_plan_does_not_share_a_block_that_is_invalid(way):
+    """A good request would have read the bad block of the host after its swap."""
+    manager, swapper, _, table = make_swapped()
+    manager.block_pool.evict_blocks([table[0].block_id, table[1].block_id])
+    good = start(manager, "good", range(10))
+    plan = swapper.swap_out(good)
+    assert plan.num_shared_blocks == 2
+    getattr(manager, way)([table[0].block_id])
+    with pytest.raises(InvalidBlockError, match="abort it and make a new one"):
+        plan.commit()
+    with pytest.raises(InvalidBlockError, match="abort it and make a new one"):
+        plan.apply(lambda moves: None)
+    assert manager.holds_blocks("good"), "apply() has aborted the plan"
+    assert len(swapper.swap_out(good).moves) == 3
+
+
+def test_a_request_in_an_open_plan_is_named():
+    manager = make(12)
+    swapper = BlockSwapper(manager, BlockPool(31, True, 4, medium="CPU"))
+    request = start(manager, "a", range(14))
+    bad = manager.get_block_ids("a")[1]
+    plan = swapper.swap_out(request)
+    assert manager.report_invalid_blocks([bad]).num_valid_tokens == {"a": 4}
+    plan.commit()
+    assert state(swapper.host_pool).endswith("in use: 1* 2 3 4")
+
+
+def test_a_reset_evicts_host_copies_or_is_refused():
+    manager, swapper, request, _ = make_swapped()
+    assert not manager.reset_prefix_cache(), "a request is swapped out"
+    swapper.drop(request)
+    assert manager.reset_prefix_cache()
+    assert not len(swapper.host_pool.cached_block_hash_to_block)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -145,7 +404,7 @@ def test_random_reports_leave_no_bad_content_to_hit(seed):
     """Random requests over few tokens; the model tracks each block's content by the requests' writes."""
     chance = random.Random(seed)
     manager = make(20)
-    running = {}
+    running, num_hit = {}, {}
     for number in range(30):
         if chance.random() < 0.6:
             tokens = [token for _ in range(chance.randint(1, 4)) for token in [chance.randint(0, 1)] * 4]
@@ -154,27 +413,44 @@ def test_random_reports_leave_no_bad_content_to_hit(seed):
             if manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix) is not None:
                 request.num_computed_tokens = request.num_tokens
                 running[request.request_id] = request
+                num_hit[request.request_id] = prefix.num_tokens // 4
         elif running and chance.random() < 0.5:
             manager.free(running.pop(chance.choice(list(running))))
         elif running:
             held = sorted({block_id for name in running for block_id in manager.get_block_ids(name)})
             bad = set(chance.sample(held, min(len(held), chance.randint(1, 2))))
             tables = {name: manager.get_block_ids(name) for name in running}
-            # A request with a block that may be computed from a bad one is in doubt from there on, too.
-            doubtful = set(bad)
+            # What a request with a bad block has computed after it is bad, too. The contents of bad blocks
+            # are known by the prompts of those that held them.
+            wrong = set(bad)
             for _ in tables:
-                expected = {
-                    name: 4 * min(place for place, block_id in enumerate(table) if block_id in doubtful)
+                least = {
+                    name: 4 * min(place for place, block_id in enumerate(table) if block_id in wrong)
                     for name, table in tables.items()
-                    if doubtful & set(table)
+                    if wrong & set(table)
                 }
-                doubtful |= {one for name in expected for one in tables[name][expected[name] // 4 :]}
+                wrong |= {
+                    block_id
+                    for name, num_valid in least.items()
+                    for place, block_id in enumerate(tables[name])
+                    if place >= max(num_valid // 4, num_hit[name])
+                }
+            prefixes = {
+                tuple(running[name].all_token_ids[: (place + 1) * 4])
+                for name, table in tables.items()
+                for place, block_id in enumerate(table)
+                if block_id in bad
+            }
             report = manager.report_invalid_blocks(bad)
-            assert report.num_valid_tokens == expected
-            gone = bad | {block_id for name in expected for block_id in tables[name][expected[name] // 4 :]}
-            assert set(ids(report.evicted_blocks)) == gone
-            for block_id in gone:
-                assert manager.block_pool.blocks[block_id].block_hash is None
+            expected = report.num_valid_tokens
+            assert expected.keys() >= least.keys()
+            for name, num_valid in expected.items():
+                assert num_valid <= least.get(name, 1000)
+                tokens = tuple(running[name].all_token_ids)
+                assert any(tokens[: len(prefix)] == prefix for prefix in prefixes), "another prompt"
+            assert set(ids(report.evicted_blocks)) >= wrong
+            for block in report.evicted_blocks:
+                assert block.block_hash is None
             for name, num_valid in expected.items():
                 request = running[name]
                 request.num_computed_tokens = num_valid

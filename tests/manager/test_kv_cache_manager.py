@@ -538,6 +538,25 @@ def test_tokens_before_the_window_are_not_recomputed():
         manager.allocate_slots(request, 16)
 
 
+def test_the_seeds_of_hashers_keep_two_managers_over_one_pool_apart():
+    pool = BlockPool(41, True, 4)
+    target, draft = KVCacheManager(pool), KVCacheManager(pool)
+    start(target, Request("a", range(13), BlockHasher("sha256", "target", 4)))
+    assert start(draft, Request("b", range(13), BlockHasher("sha256", "draft", 4)))[0] == 0
+    # With the same seed, one model would hit what the other has computed.
+    assert start(draft, Request("c", range(13), BlockHasher("sha256", "target", 4)))[0] == 12
+
+
+def test_the_manager_frees_no_block_of_another_pool():
+    manager, other = make_manager(), make_manager()
+    own, foreign = manager.take_blocks(1), other.take_blocks(1)
+    with pytest.raises(InvalidBlockError, match="belongs to another pool"):
+        manager.free_blocks([*own, *foreign])
+    assert (own[0].ref_cnt, foreign[0].ref_cnt) == (1, 1)
+    manager.free_blocks(own)
+    other.free_blocks(foreign)
+
+
 def schedule_drafts(group, num_prompt, num_drafts):
     """Return a manager and a request after a step with drafts, which are counted as computed."""
     manager = KVCacheManager(BlockPool(80, True, 4), groups=[FullAttentionSpec(block_size=4), group])

@@ -268,7 +268,7 @@ def test_a_partial_hit_is_stale_after_its_block_was_evicted():
         take_copies(manager)
     b = make_request("b", range(11), 2)
     prefix = manager.get_computed_blocks(b)
-    manager.evict_blocks([6])
+    manager.block_pool.evict_blocks([6])
     with pytest.raises(InvalidBlockError, match="position 2 of the cached prefix"):
         manager.allocate_slots(b, 1, prefix)
     stop(manager, a)

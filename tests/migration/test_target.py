@@ -288,6 +288,7 @@ def test_blocks_reported_invalid_by_the_source_are_not_hit(phase, is_move):
     assert bench.pull.status.phase is MigrationPhase.FAILED
     assert isinstance(bench.pull.record.error, InvalidContentError)
     assert bench.target.check_prefix(range(10)) == 0
+    assert len(bench.target.manager.block_pool.cached_block_hash_to_block) == 0
     assert bench.source.manager.get_computed_blocks(bench.source.requests["r"]).num_tokens == 4
     bench.check(at_source=True, at_target=False, num_free=15)
     assert bench.transfers.list_prepared() == []

@@ -275,6 +275,35 @@ def test_delayed_blocks_are_findable_after_cache_blocks(tmp_path):
     assert engine.where(request) == "DD"
 
 
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("num_new_tokens", [None, 8])
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_admit_caches_the_blocks_to_be_computed_with_a_hit_in_tiers_as_without(
+    tmp_path, delays, num_new_tokens, write
+):
+    """After a hit in tiers only the loaded blocks were cached: 2 of 5 instead of all."""
+    engine = make_engine(tmp_path, num_host_blocks=30, write=write)
+    where = {}
+    for name, has_hit in (("hit", True), ("none", False)):
+        if has_hit:
+            run_and_free(engine, "first", 0, 8)
+            run_and_free(engine, "other", 500, 25)
+        request = engine.make_request(name, range(0 if has_hit else 900, 20 if has_hit else 920))
+        found = engine.onboarder.admit(request, num_new_tokens, delay_cache_blocks=delays)
+        assert sum(found.values()) == (8 if has_hit else 0)
+        where[name] = engine.where(request)
+        engine.schedule(request, num_new_tokens or 20 - request.num_computed_tokens)
+        engine.run()
+        engine.manager.free(request)
+        engine.check_cached()
+        invariants.check(engine.onboarder)
+    if delays:
+        assert where == {"hit": "DD---", "none": "-----"}
+    else:
+        all_of_it = num_new_tokens is None
+        assert where == {"hit": "DDDDD" if all_of_it else "DDDD-", "none": "DDDDD" if all_of_it else "DD---"}
+
+
 def test_admit_without_free_blocks_changes_nothing(tmp_path):
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)
@@ -323,10 +352,9 @@ def test_invalidated_content_is_not_found_again(tmp_path, how):
     wrong = engine.manager.get_block_ids(request.request_id)[1]
     if how == "evict":
         engine.manager.evict_blocks([wrong])
-        void = keys[1:2]
     else:
         engine.manager.report_invalid_blocks([wrong])
-        void = keys[1:]
+    void = keys[1:]
     assert not any(key in engine.cache for key in void)
     engine.manager.free(request)
     for number in range(4):
@@ -335,6 +363,64 @@ def test_invalidated_content_is_not_found_again(tmp_path, how):
     engine.restart_tiers()
     assert not any(key in engine.cache for key in void)
     invariants.check(engine.onboarder)
+
+
+def test_descendants_and_loaded_copies_of_a_bad_block_are_found_in_all_tiers(tmp_path):
+    """A block that was offloaded and loaded again is a second device block, and its request was not named."""
+    engine = make_engine(tmp_path, num_blocks=12, num_host_blocks=6, num_disk_blocks=30)
+    tokens = range(17)
+    loader = engine.make_request("loader", tokens)
+    prefix = engine.manager.get_computed_blocks(loader)
+    engine.manager.allocate_slots(loader, 13, prefix, num_external_computed_tokens=4)
+    loader.num_computed_tokens = 17
+    first = engine.manager.get_table("loader").blocks[0]
+    hold = engine.pool.hold([first], "a load that fails")
+    engine.manager.free(loader)
+    other = run_and_free(engine, "other", 5000, 41)  # everything else goes to the tiers
+    engine.pool.evict_blocks([first.block_id])  # the host tier gets the prefix from elsewhere
+    keys = engine.keys_of(loader)
+    engine.cache._note_parents([])
+    assert [engine.cache.find_tier(key) is not None for key in keys] == [False, True, True, True]
+    num_other = sum(key in engine.cache for key in engine.keys_of(other))
+    engine.manager.report_invalid_blocks([first.block_id])
+    assert not any(key in engine.cache for key in keys)
+    assert sum(key in engine.cache for key in engine.keys_of(other)) == num_other, "another prefix is kept"
+    hold.release()
+
+
+def test_a_block_loaded_from_a_tier_is_bad_if_its_original_is(tmp_path):
+    engine = make_engine(tmp_path, num_blocks=14)
+    first, *_ = fill(engine, 6)
+    requests = [engine.make_request(name, first.all_token_ids) for name in "xy"]
+    engine.compute(requests[0])
+    original = engine.manager.get_table("x").blocks[1]
+    key = original.block_hash
+    engine.pool._maybe_evict_cached_block(original)
+    engine.compute(requests[1])
+    loaded = engine.manager.get_table("y").blocks[1]
+    assert loaded is not original
+    assert loaded.block_hash == key
+    engine.pool._insert_block_hash(key, original, 8)
+    named = engine.manager.report_invalid_blocks([original.block_id]).num_valid_tokens
+    assert named == {"x": 4, "y": 4}
+    assert key not in engine.cache
+    assert loaded.block_hash is None
+
+
+def test_a_plan_is_void_though_its_content_is_stored_again(tmp_path):
+    """The tier had the key again at the commit, for other bytes than the plan had read."""
+    engine = make_engine(tmp_path, num_host_blocks=20)
+    first, *_ = fill(engine, 4)
+    request = again(engine, first)
+    prefix = engine.manager.get_computed_blocks(request)
+    plan = engine.onboarder.plan_onboard(request, engine.onboarder.find_prefix(request, prefix), prefix)
+    assert plan.load()
+    engine.manager.report_invalid_blocks([plan._targets[0].block_id])
+    assert not any(key in engine.cache for key in plan.keys)
+    engine.cache.tiers[0].put(plan.keys, engine.device, [1] * len(plan.keys))
+    with pytest.raises(InvalidBlockError, match="abort the plan"):
+        plan.commit()
+    plan.abort()
 
 
 def test_prefix_cache_reset_clears_the_tiers(tmp_path):

@@ -1,10 +1,15 @@
 """`BlockTable`: the blocks of one request in one KV cache group, in the order of its tokens."""
 
+from typing import Any, Final
+
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId
 from kv_pool.manager.block_groups.state_chains import ChainedState
+
+ALL_TOKENS: Final = 2**62
+"""`BlockTable.num_valid_tokens` of a request without suspect content."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -31,6 +36,12 @@ class BlockTable:
         tail_tokens: tokens of the state within a block that the request has cached and not overwritten; or 0.
         unaligned_position: entry whose state was left within its block, so that it is not the state at the
             block's end; -1. With `PrefixRules` only.
+        request: the request as it was passed last; None if it is not known yet.
+        num_hits: leading entries whose content may come from elsewhere: a hit, a lower tier, another pool.
+            The request itself has written the later ones.
+        past: entries that left the table: those before a window, and originals of copies. For each change,
+            the first position, the blocks, and their generations. None for none.
+        num_valid_tokens: tokens before the first one that was reported as invalid and is not recomputed yet.
         num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
             Later ones are released if the call is interrupted.
         settled_blocks, num_settled_speculative: a copy of the blocks before the current call, if the call has
@@ -46,11 +57,15 @@ class BlockTable:
         "junction",
         "num_cached_blocks",
         "num_edits",
+        "num_hits",
         "num_null_blocks",
         "num_settled",
         "num_settled_cached",
         "num_settled_speculative",
         "num_speculative",
+        "num_valid_tokens",
+        "past",
+        "request",
         "resumed",
         "settled_blocks",
         "tail_tokens",
@@ -71,6 +86,10 @@ class BlockTable:
         self.resumed: ChainedState | None = None
         self.unaligned_position: int = -1
         self.tail_tokens: int = 0
+        self.request: Any = None
+        self.num_hits: int = ALL_TOKENS
+        self.past: list[tuple[int, list[KVCacheBlock], list[int]]] | None = None
+        self.num_valid_tokens: int = ALL_TOKENS
         self.num_settled: int = 0
         self.num_settled_cached: int = 0
         self.num_settled_speculative: int = 0
@@ -80,6 +99,21 @@ class BlockTable:
         ids = " ".join([str(block.block_id) for block in self.blocks[:8]])
         more = " ..." if len(self.blocks) > 8 else ""
         return f"<BlockTable of {len(self.blocks)} blocks: {ids}{more}>"
+
+    def add_past(self, first: int, blocks: list[KVCacheBlock]) -> None:
+        """Record that these blocks leave the table, the first of them at this position."""
+        if self.past is None:
+            self.past = []
+        self.past.append((first, blocks, [block.generation for block in blocks]))
+
+    def list_past(self, position: int) -> list[KVCacheBlock]:
+        """Return the blocks that left this position and still have their content."""
+        found: list[KVCacheBlock] = []
+        for first, blocks, generations in self.past or ():
+            place = position - first
+            if 0 <= place < len(blocks) and blocks[place].generation == generations[place]:
+                found.append(blocks[place])
+        return found
 
     def list_ids(self) -> list[BlockId]:
         """Return the block ids, head first; the null block's id for an entry without a block."""

@@ -19,6 +19,7 @@ from kv_pool.manager.engine.slot_taking import cache_written, count_surplus, is_
 from kv_pool.manager.engine.state_offers import drop_offers, finish_tails, take_offers
 from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.event_labels import label_events
+from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
@@ -376,8 +377,15 @@ class EngineManager:
             cache_written(self.manager, request, tables, num_computed_tokens)
 
     def evict_blocks(self, block_ids: Any) -> None:
-        """Evict these blocks from the prefix cache. References stay."""
-        self.manager.evict_blocks(block_ids)
+        """Evict these blocks, and no others, from the prefix cache and the lower tiers. References stay.
+
+        vLLM's scheduler lists the blocks that its running requests have computed from bad ones.
+        """
+        listed = list(block_ids)
+        evict_invalid_blocks(self.block_pool, listed)
+        retention = self.manager.retention
+        if retention is not None and retention.is_active:
+            retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
 
     def reset_prefix_cache(self) -> bool:
         """Evict every prefix. Return False, with nothing changed, while any request holds blocks."""
@@ -412,6 +420,7 @@ class EngineManager:
         popped: list[KVCacheBlock] = []
         for table in self.manager.pop_tables(request_id):
             popped += table.blocks[table.num_null_blocks :]
+        self.manager.forget_tables(request_id)
         return popped
 
     def remove_skipped_blocks(

@@ -11,13 +11,13 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.errors import InvalidArgumentError, KVPoolError, PlanClosedError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -88,6 +88,7 @@ class SwapPlan(TwoPhasePlan):
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
+        self._is_invalid = False
 
     def commit(self) -> None:
         """Complete the swap after the copies are done: the request moves to the other side.
@@ -96,10 +97,12 @@ class SwapPlan(TwoPhasePlan):
         them. Full blocks can now be hit on the target side, and on the source side until they are reused.
         Raises:
             PlanClosedError: the plan is already committed or aborted.
+            InvalidBlockError: a block that the target side had turned out to be invalid. Abort the plan.
             InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
-                data for an event. In both cases nothing has changed.
+                data for an event. In all cases nothing has changed.
         """
         self._check_open()
+        self._check_valid()
         self._check_commit()
         self._open_plans.close(self, PlanState.COMMITTED)
 
@@ -117,10 +120,14 @@ class SwapPlan(TwoPhasePlan):
         self._open_plans.close(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
-        """Call `copy` with the moves, if any, and commit. If `copy` raises, abort and re-raise."""
+        """Call `copy` with the moves, if any, and commit.
+
+        If `copy` raises, or a block of the target side turned out to be invalid before, abort and re-raise.
+        """
         self._check_open()
         is_copied = False
         try:
+            self._check_valid()
             if self.moves:
                 copy(self.moves)
             is_copied = True
@@ -133,6 +140,21 @@ class SwapPlan(TwoPhasePlan):
     def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
         """Keep the blocks of one side at the ids in `moves` until the plan is closed."""
         self._hold(side.pool, blocks, self._reason)
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse a commit if blocks that the target side had are among these, whose content is invalid.
+
+        Invalid blocks of the source side are not cached on the target side; reports name their request.
+        """
+        if any(block in blocks for row in self._match.found for block in row if block is not None):
+            self._is_invalid = True
+
+    def _check_valid(self) -> None:
+        if self._is_invalid:
+            raise InvalidBlockError(
+                f"blocks that the plan shares for request {self.request_id!r} were reported as invalid; "
+                "abort it and make a new one"
+            )
 
     def _check_open(self) -> None:
         self._open_plans.recover()
@@ -217,11 +239,20 @@ class SwapPlan(TwoPhasePlan):
         """Cache the copies of cached blocks, and replace the tables' blocks by those of the target side."""
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             self._cache(group, table, row)
+        moved = {(move.source, move.target) for move in self.moves}
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
+            for position, (before, after) in enumerate(zip(table.blocks, row, strict=True)):
+                if not after.is_null and (before.block_id, after.block_id) in moved:
+                    self._target.pool.note_copy(after, before)
+                    if before.key is None:
+                        start = position * group.block_size
+                        self._source.pool.note_continued(before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
+            table.add_past(0, table.blocks)
             table.blocks = row
             table.num_null_blocks = num_skipped
+            table.num_hits = len(row)
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Container
+
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
@@ -63,6 +66,7 @@ class BlockSwapper:
             raise InvalidArgumentError("the host pool is the manager's own pool; it must be another one")
         self.manager = manager
         self.host_pool = host_pool
+        manager.add_host(weakref.ref(self))
         self._device = DeviceSide(manager)
         self._host = HostSide(host_pool)
         self._groups: list[BlockGroup] = [
@@ -244,7 +248,7 @@ class BlockSwapper:
     def reset_prefix_cache(self) -> bool:
         """Evict every prefix on both sides. Return False, with nothing changed, if a request holds blocks."""
         self._recover()
-        if self._host.tables or self._open_plans.by_request:
+        if not self.is_idle():
             return False
         try:
             self._is_resetting = True
@@ -278,6 +282,7 @@ class BlockSwapper:
         if self._dropped is not None:
             request_id, blocks = self._dropped
             self._host.free_request(request_id, blocks)
+            self.manager.forget_tables(request_id)
             if self.manager.retention is not None:
                 self.manager.retention.forget_request(request_id)
             self._dropped = None
@@ -285,16 +290,33 @@ class BlockSwapper:
             self._reset_both()
 
     def _reset_both(self) -> bool:
-        is_done = self.manager.reset_prefix_cache() and self.host_pool.reset_prefix_cache()
-        device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
-        if is_done and device_events and host_events:
-            ends = device_events[-1], host_events[-1]
-            self._resets += [ends]
+        is_done = self.manager.reset_prefix_cache()
         self._is_resetting = False
         return is_done
 
+    def is_idle(self) -> bool:
+        """Return True if no request is swapped out or in an open plan."""
+        return not self._host.tables and not self._open_plans.by_request
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, whose content is invalid."""
+        for plan in self.list_open_plans():
+            plan.note_invalid(blocks)
+
+    def reset_host(self) -> None:
+        """Evict every prefix on the host: the device's were evicted. Called by the manager."""
+        self.host_pool.reset_prefix_cache()
+        device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
+        if device_events and host_events:
+            ends = device_events[-1], host_events[-1]
+            self._resets += [ends]
+
     def _judge(self, side: SwapSide, match: Match, num_more: int, num_to_leave: int) -> AllocStatus:
-        if match.num_new + match.num_shared + num_more > side.pool.num_gpu_blocks - 1:
+        num_usable = side.pool.num_gpu_blocks - 1
+        if side.pool is self.manager.block_pool:
+            shared = [block for row in match.found for block in row if block is not None]
+            num_usable -= len(self.manager.list_lasting_pins(None, shared))
+        if match.num_new + match.num_shared + num_more > num_usable:
             return AllocStatus.NEVER
         if match.num_new + match.num_free + num_more > side.count_free_blocks() - num_to_leave:
             return AllocStatus.LATER
@@ -346,10 +368,13 @@ class BlockSwapper:
             )
         num_computed = self._host.num_computed_tokens[request.request_id]
         if request.num_computed_tokens != num_computed:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; it "
-                f"was swapped out with {num_computed}, and must keep that count"
-            )
+            num_valid = tables[0].num_valid_tokens
+            if not (num_valid < num_computed and 0 <= request.num_computed_tokens <= num_valid):
+                raise InvalidArgumentError(
+                    f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; "
+                    f"it was swapped out with {num_computed}, and must keep that count, unless a report of "
+                    "invalid blocks decreases it"
+                )
         return tables
 
     def _check_elsewhere(self, request_id: RequestId) -> None:

@@ -30,6 +30,9 @@ class RowsRecord(msgspec.Struct, array_like=True):
         num_keys: uint32, number of keys of each block.
         key_lengths: uint32, length of each key in bytes, block by block, the primary key first.
         keys: all keys, concatenated.
+        parent_lengths: int32, length of each block's `KVCacheBlock.parent` in bytes, -1 if it is not known;
+            empty in dumps of older versions.
+        parents: all of these, concatenated.
     """
 
     ids: bytes
@@ -37,6 +40,8 @@ class RowsRecord(msgspec.Struct, array_like=True):
     num_keys: bytes
     key_lengths: bytes
     keys: bytes
+    parent_lengths: bytes = b""
+    parents: bytes = b""
 
 
 class KeyCopies(msgspec.Struct, array_like=True):
@@ -54,11 +59,13 @@ class CachedRows:
         ids: the blocks' ids in the dumped pool.
         num_tokens: number of tokens that each primary key covers; -1 if not known.
         keys: the keys of each block, the primary one first.
+        parents: `KVCacheBlock.parent` of each block.
     """
 
     ids: list[BlockId] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     keys: list[list[BlockHashWithGroupId]] = field(default_factory=list)
+    parents: list[bytes | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -96,6 +103,7 @@ def _collect_row(pool: BlockPoolCore, block: KVCacheBlock, rows: CachedRows) -> 
         rows.ids.append(block.block_id)
         rows.num_tokens.append(UNKNOWN if num_tokens is None else num_tokens)
         rows.keys.append(keys)
+        rows.parents.append(block.parent if keys[0] == primary else None)
 
 
 def encode_rows(rows: CachedRows) -> Iterator[bytes]:
@@ -103,6 +111,7 @@ def encode_rows(rows: CachedRows) -> Iterator[bytes]:
     for start in range(0, len(rows), _ROWS_PER_RECORD):
         some = slice(start, start + _ROWS_PER_RECORD)
         keys = [key for block_keys in rows.keys[some] for key in block_keys]
+        parents = rows.parents[some]
         yield msgspec.msgpack.encode(
             RowsRecord(
                 np.array(rows.ids[some], "<u4").tobytes(),
@@ -110,6 +119,8 @@ def encode_rows(rows: CachedRows) -> Iterator[bytes]:
                 np.array([len(block_keys) for block_keys in rows.keys[some]], "<u4").tobytes(),
                 np.array([len(key) for key in keys], "<u4").tobytes(),
                 b"".join(keys),
+                np.array([-1 if one is None else len(one) for one in parents], "<i4").tobytes(),
+                b"".join(one or b"" for one in parents),
             )
         )
 
@@ -130,6 +141,14 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
     if ends[-1] != len(record.keys) or 0 in num_keys:
         raise ValueError("its keys do not match its key counts")
     keys = [BlockHashWithGroupId(record.keys[start:end]) for start, end in pairwise(ends)]
+    lengths = np.frombuffer(record.parent_lengths, "<i4").tolist() or [-1] * len(ids)
+    ends = list(accumulate((max(0, length) for length in lengths), initial=0))
+    if len(lengths) != len(ids) or ends[-1] != len(record.parents):
+        raise ValueError("its parents do not match its blocks")
+    rows.parents += [
+        None if length < 0 else record.parents[end - length : end]
+        for length, end in zip(lengths, ends[1:], strict=True)
+    ]
     rows.ids += ids
     rows.num_tokens += num_tokens
     first = 0
