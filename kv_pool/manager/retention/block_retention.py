@@ -14,13 +14,13 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
-from kv_pool.manager.retention.claim import NO_CLAIMS, PINNED, Claim, add_claim, is_pin
+from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.pins import PinLedger
 from kv_pool.manager.retention.placed_claims import PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
-from kv_pool.manager.retention.segments import find_cached, find_in_tables
+from kv_pool.manager.retention.segments import cut_into_segments, find_cached, find_in_tables
 from kv_pool.manager.retention.sessions import Session, Sessions
 
 
@@ -171,7 +171,8 @@ class BlockRetention:
         ranges, pins = self._directives.read(listed)
         if pins:
             self.expire()
-            self._placed.check_pins(len(pins), self._directives.count_promised(request_id))
+            num_pins = sum([high - low for _, low, high in pins])
+            self._placed.check_pins(num_pins, self._directives.count_promised(request_id))
         try:
             self._directives.set(request_id, ranges, pins)
         except BaseException:
@@ -183,7 +184,8 @@ class BlockRetention:
 
         Free blocks change at once, blocks in use when they become free. On each cached block in the ranges,
         these directives replace those in force; sessions stay. To remove directives, pass one without effect:
-        `RetentionDirective(0, 1000)`. Durations of free blocks count from this call.
+        `RetentionDirective(0, 1000)`. Durations of free blocks count from this call. Blocks that get the same
+        priority are reused tail first, whatever the order of the directives.
 
         Args:
             request: its hashes find the blocks; it need not hold any.
@@ -191,24 +193,32 @@ class BlockRetention:
             The number of blocks found.
         Raises:
             PinLimitError: more than `max_pinned_blocks` blocks would be pinned. Nothing has changed.
-        Cost: O(blocks in the ranges).
+        Cost: O(blocks in the ranges), each block once, whatever the number of directives.
         """
         get_request_id("request", request)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self.expire()
-        ranges = [(one.start, one.end, self._directives.make_claim(one), one.is_none) for one in listed]
+        ranges = [
+            (one.start, one.end, NOTHING if one.is_none else self._directives.make_claim(one))
+            for one in listed
+        ]
+        pool = self.block_pool
+        num_hashed = len(request.block_hashes) * pool.hash_block_size
         changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
+        pinned: set[KVCacheBlock] = set()
         for group_id, block_size in enumerate(self._directives.block_sizes):
-            for start, end, claim, is_none in ranges:
-                for block in find_cached(self.block_pool, request, GroupId(group_id), block_size, start, end):
-                    claims = changes.get(block)
-                    if claims is None:
-                        claims = tuple(old for old in self._records.get_claims(block) if old.is_session)
-                    changes[block] = claims if is_none else add_claim(claims, claim)
-        is_pinned = [is_pin(self._records.get_claims(block)) for block in changes]
-        will_be = [is_pin(claims) for claims in changes.values()]
-        if any(will_be):
-            self._placed.check_pins(sum(will_be), sum(is_pinned))
+            if block_size == 0:
+                continue
+            for low, high, claims in cut_into_segments(ranges, 0, num_hashed // block_size, block_size):
+                if not claims:
+                    continue
+                start, end = low * block_size, high * block_size
+                found = find_cached(pool, request, GroupId(group_id), block_size, start, end)
+                self._list_changes(found, NO_CLAIMS if claims is NOTHING.alone else claims, changes)
+                if is_pin(claims):
+                    pinned.update(found)
+        if pinned:
+            self._placed.check_pins(len(pinned), sum([self._records.is_pinned(block) for block in changes]))
         self._placed.change(list(changes), list(changes.values()), True)
         return len(changes)
 
@@ -398,7 +408,7 @@ class BlockRetention:
         """
         if block.key is None:
             return False
-        if block.retention_id > 0 and is_pin(self._records.get_claims(block)):
+        if self._records.is_pinned(block):
             return True
         return self._directives.pins(request_id, group_id, index)
 
@@ -455,6 +465,22 @@ class BlockRetention:
             raise
 
     # ---- claims ------------------------------------------------------------------------------------
+
+    def _list_changes(
+        self,
+        blocks: list[KVCacheBlock],
+        claims: tuple[Claim, ...],
+        changes: dict[KVCacheBlock, tuple[Claim, ...]],
+    ) -> None:
+        """Add the new claims of cached blocks: those of their sessions, and these of directives."""
+        by_number: dict[int, tuple[Claim, ...]] = {}
+        for block in blocks:
+            new_claims = by_number.get(block.retention_id)
+            if new_claims is None:
+                sessions = [claim for claim in self._records.get_claims(block) if claim.is_session]
+                new_claims = (*sessions, *claims) if sessions else claims
+                by_number[block.retention_id] = new_claims
+            changes[block] = new_claims
 
     def _recover(self) -> None:
         """Complete an interrupted call. Safe to call again if interrupted."""

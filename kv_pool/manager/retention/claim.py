@@ -1,5 +1,7 @@
 """`Claim`: the reason to keep a block, with its strength and its end."""
 
+from collections.abc import Iterable
+from math import inf
 from typing import Final
 
 PINNED: Final = 101
@@ -32,6 +34,9 @@ class Claim:
 
 NO_CLAIMS: Final[tuple[Claim, ...]] = ()
 
+NOTHING: Final = Claim(EXPIRED, 0.0, inf, False)
+"""The claim of a directive without effect; any other outranks it."""
+
 
 def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
     """Return these claims and one more, without directives' claims that another outlives and outranks.
@@ -52,6 +57,35 @@ def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
         return claim.alone
     left.append(claim)
     return tuple(left)
+
+
+def join_claims(in_order: Iterable[Claim]) -> tuple[Claim, ...]:
+    """Return the directives' claims that no other of them outlives and outranks.
+
+    Args:
+        in_order: sorted by `rank_claim`.
+    """
+    left: list[Claim] = []
+    for claim in in_order:
+        if not left or claim.duration_s > left[-1].duration_s:
+            left.append(claim)
+    return left[0].alone if len(left) == 1 else tuple(left)
+
+
+def rank_claim(claim: Claim) -> tuple[int, float]:
+    """Return the sort key of a directive's claim: the strongest first, of these the longest."""
+    return -claim.strength, -claim.duration_s
+
+
+def add_claims(claims: tuple[Claim, ...], added: tuple[Claim, ...]) -> tuple[Claim, ...]:
+    """As `add_claim`, with several claims of directives. O(n log n) for n claims."""
+    if len(added) == 1:
+        return add_claim(claims, added[0])
+    directives = [claim for claim in claims if not claim.is_session]
+    joined = join_claims(sorted([*directives, *added], key=rank_claim))
+    if set(joined) == set(directives):
+        return claims
+    return (*[claim for claim in claims if claim.is_session], *joined)
 
 
 def is_pin(claims: tuple[Claim, ...]) -> bool:

@@ -4,7 +4,7 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, TimedItem
-from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claim
+from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claims
 
 
 class Record(TimedItem):
@@ -97,6 +97,13 @@ class ClaimRecords:
             return NO_CLAIMS
         record = self._records[block.retention_id]
         return NO_CLAIMS if record is None else record.claims
+
+    def is_pinned(self, block: KVCacheBlock) -> bool:
+        """Return `is_pin` of the claims on the block; O(1)."""
+        if block.retention_id <= 0 or block.key is None:
+            return False
+        record = self._records[block.retention_id]
+        return record is not None and record.strength == PINNED
 
     def share(self, claims: tuple[Claim, ...]) -> Record:
         """Return the shared record of these claims (at least one), for blocks to be assigned to it next."""
@@ -255,9 +262,10 @@ class ClaimRecords:
 
 
 class AddedClaims:
-    """Claims to add to blocks in use; fast if consecutive blocks have equal claims.
+    """A session's claim, or directives' claims, to add to blocks in use.
 
-    Separate from the loop over the blocks, to keep that loop short and fast.
+    Fast if consecutive blocks have equal claims. Separate from the loop over the blocks, to keep that loop
+    short and fast.
 
     Attributes:
         any_pins: True if a block got a pin, or a record with one.
@@ -281,11 +289,11 @@ class AddedClaims:
             if old.until <= self._now:
                 claims = tuple([claim for claim in claims_before if claim.until > self._now])
                 break
-        for claim in self._claims:
-            if not claim.is_session:
-                claims = add_claim(claims, claim)
-            else:
-                claims = (*claims, claim) if claims else claim.alone
+        first = self._claims[0]
+        if first.is_session:
+            claims = (*claims, first) if claims else first.alone
+        else:
+            claims = add_claims(claims, self._claims)
         if claims is claims_before:
             self._record = None
             return block.retention_id

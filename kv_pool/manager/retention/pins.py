@@ -2,7 +2,6 @@
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import PinLimitError
-from kv_pool.manager.retention.claim import Claim, is_pin
 
 
 class PinLedger:
@@ -18,9 +17,9 @@ class PinLedger:
         self.blocks: set[KVCacheBlock] = set()
         self.num_promised: int = 0
 
-    def note(self, block: KVCacheBlock, claims: tuple[Claim, ...]) -> None:
-        """Record whether a block with these claims is pinned."""
-        if is_pin(claims):
+    def note(self, block: KVCacheBlock, is_pinned: bool) -> None:
+        """Record whether a block is pinned."""
+        if is_pinned:
             self.blocks.add(block)
         elif self.blocks:
             self.blocks.discard(block)

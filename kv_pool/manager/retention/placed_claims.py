@@ -158,7 +158,7 @@ class PlacedClaims(BandPolicy):
         added.end(num_put)
         if added.any_pins or self.pins.blocks:
             for block in blocks:
-                self.pins.note(block, self.records.get_claims(block))
+                self.pins.note(block, self.records.is_pinned(block))
 
     def _claim_in_use(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
         """Replace the claims on blocks in use; an empty `claims` removes them."""
@@ -170,7 +170,7 @@ class PlacedClaims(BandPolicy):
         record = self.records.share(claims)
         if self.pins.blocks or record.strength == PINNED:
             for block in blocks:
-                self.pins.note(block, claims)
+                self.pins.note(block, record.strength == PINNED)
         self.records.put_all(blocks, record)
 
     def check_pins(self, num_new: int, num_replaced: int) -> None:
@@ -179,7 +179,7 @@ class PlacedClaims(BandPolicy):
         if pins.exceeds(num_new, num_replaced):
             # Blocks may have been evicted without a call of this retention; check that only now.
             for block in list(pins.blocks):
-                if not is_pin(self.records.get_claims(block)):
+                if not self.records.is_pinned(block):
                     self.note_removed([block])
         if pins.exceeds(num_new, num_replaced):
             raise pins.refuse(num_new, num_replaced)
@@ -350,7 +350,7 @@ class PlacedClaims(BandPolicy):
                 self._move(blocks, band)
             return
         for block in blocks:
-            self.pins.note(block, self.records.get_claims(block))
+            self.pins.note(block, self.records.is_pinned(block))
         self.held.add(blocks)
 
     def _move(self, blocks: list[KVCacheBlock], band: int) -> None:

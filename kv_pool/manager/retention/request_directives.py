@@ -8,7 +8,7 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.retention.claim import PINNED, Claim
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.manager.retention.pins import PinLedger
-from kv_pool.manager.retention.segments import cut_into_segments
+from kv_pool.manager.retention.segments import cut_into_segments, join_stretches
 
 Range = tuple[int, int | None, Claim]
 """First token, end (exclusive) or None, and the claim on the blocks that hold these tokens."""
@@ -50,30 +50,42 @@ class RequestDirectives:
         # Blocks that are getting the pins that are promised for them, and the table index of the first.
         self._pinning: tuple[DirectedRequest, GroupId, int, list[KVCacheBlock]] | None = None
 
-    def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[Place]]:
-        """Return the ranges of these directives, and the places of the blocks to pin."""
+    def read(
+        self, directives: Sequence[RetentionDirective]
+    ) -> tuple[list[Range], list[tuple[GroupId, int, int]]]:
+        """Return the ranges of these directives, and the blocks to pin as distinct stretches of groups."""
         ranges: list[Range] = []
-        pins: set[Place] = set()
+        pinned: list[RetentionDirective] = []
         for directive in directives:
             if directive.is_none:
                 continue
             ranges.append((directive.start, directive.end, self.make_claim(directive)))
-            if directive.pin and directive.end is not None:
-                for group_id, block_size in enumerate(self.block_sizes):
-                    if block_size == 0:
-                        continue
-                    for index in range(directive.start // block_size, -(-directive.end // block_size)):
-                        pins.add((GroupId(group_id), index))
+            if directive.pin:
+                pinned.append(directive)
+        pins: list[tuple[GroupId, int, int]] = []
+        for group_id, block_size in enumerate(self.block_sizes):
+            if block_size and pinned:
+                stretches = [
+                    (one.start // block_size, -(-one.end // block_size))
+                    for one in pinned
+                    if one.end is not None
+                ]
+                pins += [(GroupId(group_id), low, high) for low, high in join_stretches(stretches)]
         return ranges, pins
 
-    def set(self, request_id: RequestId, ranges: list[Range], pins: set[Place]) -> None:
-        """Replace the directives of a request and its promised pins; without ranges it has none."""
+    def set(self, request_id: RequestId, ranges: list[Range], pins: list[tuple[GroupId, int, int]]) -> None:
+        """Replace the directives of a request and its promised pins; without ranges it has none.
+
+        Args:
+            pins: the result of `read`.
+        """
+        promised = {(group_id, index) for group_id, low, high in pins for index in range(low, high)}
         num_replaced = self.count_promised(request_id)
         if ranges:
-            self.by_request[request_id] = DirectedRequest(ranges, pins)
+            self.by_request[request_id] = DirectedRequest(ranges, promised)
         else:
             self.by_request.pop(request_id, None)
-        self._pins.num_promised += len(pins) - num_replaced
+        self._pins.num_promised += len(promised) - num_replaced
 
     def forget(self, request_id: RequestId) -> None:
         """Remove the directives of a request, and its promised pins."""
@@ -94,14 +106,7 @@ class RequestDirectives:
     def pins(self, request_id: RequestId, group_id: GroupId, index: int) -> bool:
         """Return True if a directive pins the block at this place of the request's table."""
         request = self.by_request.get(request_id)
-        if request is None or (group_id, index) not in request.promised:
-            return False
-        block_size = self.block_sizes[group_id]
-        for start, end, claim in request.ranges:
-            is_in = start // block_size <= index and (end is None or index * block_size < end)
-            if is_in and claim.strength == PINNED:
-                return True
-        return False
+        return request is not None and (group_id, index) in request.promised
 
     def count_promised(self, request_id: RequestId) -> int:
         """Return the number of pins that are promised to this request."""

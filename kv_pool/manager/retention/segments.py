@@ -8,7 +8,7 @@ from kv_pool.core.prefix_keys import are_sole_holders
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, join_claims, rank_claim
 
 
 def cut_into_segments(
@@ -32,23 +32,37 @@ def cut_into_segments(
         if num_blocks > high:
             segments.append((high, num_blocks, NO_CLAIMS))
         return segments
-    stretches: list[tuple[int, int, Claim]] = []
-    cuts = {0, num_blocks}
+    in_order = sorted({claim for _, _, claim in ranges}, key=rank_claim)
+    counts = [0] * len(in_order)
+    ranks = {claim: rank for rank, claim in enumerate(in_order)}
+    # The ranks of the claims that begin and end before a block.
+    changes: dict[int, list[tuple[int, int]]] = {0: [], num_blocks: []}
     for start, end, claim in ranges:
         low = max(0, start // block_size - first)
         high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
         if low < high:
-            stretches.append((low, high, claim))
-            cuts.add(low)
-            cuts.add(high)
-    in_order = sorted(cuts)
-    for low, high in pairwise(in_order):
-        claims = NO_CLAIMS
-        for start_block, end_block, claim in stretches:
-            if start_block <= low < end_block:
-                claims = add_claim(claims, claim)
-        segments.append((low, high, claims))
+            changes.setdefault(low, []).append((ranks[claim], 1))
+            changes.setdefault(high, []).append((ranks[claim], -1))
+    for low, high in pairwise(sorted(changes)):
+        for rank, change in changes[low]:
+            counts[rank] += change
+        claims = join_claims([claim for claim, count in zip(in_order, counts, strict=True) if count])
+        if segments and segments[-1][2] == claims:
+            segments[-1] = segments[-1][0], high, claims
+        else:
+            segments.append((low, high, claims))
     return segments
+
+
+def join_stretches(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same blocks as stretches `[low, high)` that are in order and do not overlap."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(stretches):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], high)
+        elif low < high:
+            joined.append((low, high))
+    return joined
 
 
 def find_cached(

@@ -410,3 +410,71 @@ def test_retention_over_a_cache_policy_names_the_way_out():
     assert "has the cache policy ttl" in refused
     assert refused.endswith("or give the policy hints (a request's kv_hints)")
     assert request.kv_hints is None
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+class CountedHashes(list):
+    """Block hashes that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def nested_ranges(num_tokens, **options):
+    """Return as many ranges as a list may have, each within the one before."""
+    return [{"token_start": i, "token_end": num_tokens - i, **options} for i in range(64)]
+
+
+RANGES = nested_ranges(400)
+OUTLIVED = [
+    {**one, "priority": 99 - number, "duration_ms": 1000 + number} for number, one in enumerate(RANGES)
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"change": OUTLIVED, "demote": RANGES, "release": RANGES},
+        {"change": OUTLIVED[::-1], "demote": True},
+        {"change": nested_ranges(400, pin=True, duration_ms=1000)},
+        {"release": RANGES},
+    ],
+    ids=["three fields", "reversed", "pins", "release"],
+)
+def test_options_read_each_block_of_a_prompt_once(options):
+    """The scheduler's thread was busy for seconds with 192 legal ranges of a long prompt."""
+    engine = Engine(100, max_pinned_blocks=100)
+    engine.end(engine.start("first", range(400)))
+    request = Request("second", range(400), HASHER)
+    request.block_hashes = CountedHashes(request.block_hashes)
+    engine.handler.receive(request, options)
+    assert engine.handler.by_request["second"].report.to_json() == {"changed_blocks": 100}
+    assert request.block_hashes.num_read == 100
+    engine.check()
+
+
+def test_pins_of_many_ranges_are_refused_before_their_blocks_are_listed():
+    """64 ranges of 2**31 tokens in all, each below the limit."""
+    engine = Engine(8, max_pinned_blocks=2**23)
+    size = 2**25
+    ranges = [
+        {"token_start": i * size, "token_end": (i + 1) * size, "pin": True, "duration_ms": 1000}
+        for i in range(63)
+    ]
+    request = Request("pins", CHAT, HASHER)
+    engine.handler.receive(request, {"token_range_retention_configs": ranges})
+    assert f"{63 * size // 4} blocks would be pinned" in engine.handler.by_request["pins"].report.refused
+    assert engine.manager.retention.num_pins == 0
+
+
+def test_overlapping_ranges_count_once_in_the_report():
+    engine = Engine(100)
+    ranges = [*nested_ranges(200, priority=90), {"token_start": 240, "token_end": 244, "priority": 50}]
+    request = engine.start("a", range(400), {"token_range_retention_configs": ranges[1:]})
+    assert engine.end(request) == {"retained_tokens": 204}

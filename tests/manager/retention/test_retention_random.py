@@ -386,6 +386,8 @@ class Run:
                 if claims is None:
                     claims = [claim for claim in model.claims[block_id] if claim[3]]
                 changes[block_id] = claims if directive.is_none else add(claims, claim_of(directive))
+        in_order = dict.fromkeys(self.found(request, range(len(request.block_hashes))))
+        changes = {block_id: changes[block_id] for block_id in in_order if block_id in changes}
         num_new = sum(any(claim[0] == PIN for claim in claims) for claims in changes.values())
         others = model.count_pins() - sum(model.is_pinned(block_id) for block_id in changes)
         if num_new and others + num_new > MAX_PINNED:

@@ -1,0 +1,66 @@
+"""`segments`: the claims of many ranges on each block, and stretches that do not overlap."""
+
+import random
+
+import pytest
+
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim, add_claims
+from kv_pool.manager.retention.segments import cut_into_segments, join_stretches
+
+
+def make_claims(rng):
+    return [Claim(rng.randrange(5), float(rng.randrange(1, 5)), float("inf"), False) for _ in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_block_has_the_claims_that_the_ranges_give_it_one_by_one(seed):
+    rng = random.Random(seed)
+    claims = make_claims(rng)
+    for _ in range(50):
+        first, num_blocks = rng.randrange(4), rng.randrange(1, 12)
+        ranges = []
+        for _ in range(rng.randrange(1, 9)):
+            start = rng.randrange(50)
+            end = rng.choice([None, start + rng.randrange(1, 30)])
+            ranges.append((start, end, rng.choice(claims)))
+        segments = cut_into_segments(ranges, first, num_blocks, 4)
+        assert [low for low, _, _ in segments] == [0, *[high for _, high, _ in segments[:-1]]]
+        assert segments[-1][1] == num_blocks
+        assert len(segments) <= 2 * len(ranges) + 1
+        for low, high, found in segments:
+            for index in range(first + low, first + high):
+                expected = NO_CLAIMS
+                for start, end, claim in ranges:
+                    if start // 4 <= index and (end is None or index * 4 < end):
+                        expected = add_claim(expected, claim)
+                kinds = {(claim.strength, claim.duration_s) for claim in found}
+                assert kinds == {(claim.strength, claim.duration_s) for claim in expected}
+                assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_several_claims_are_added_as_one_by_one(seed):
+    rng = random.Random(seed)
+    claims = make_claims(rng)
+    session = Claim(rng.randrange(5), float("inf"), 9.0, True)
+    for _ in range(50):
+        before = session.alone if rng.random() < 0.3 else NO_CLAIMS
+        for claim in rng.sample(claims, rng.randrange(4)):
+            before = add_claim(before, claim)
+        added = NO_CLAIMS
+        for claim in rng.sample(claims, rng.randrange(1, 4)):
+            added = add_claim(added, claim)
+        expected = before
+        for claim in added:
+            expected = add_claim(expected, claim)
+        found = add_claims(before, added)
+        assert {(claim.strength, claim.duration_s) for claim in found} == {
+            (claim.strength, claim.duration_s) for claim in expected
+        }
+        assert len(found) == len(expected)
+        assert (found is before) == (expected is before)
+
+
+def test_stretches_are_joined():
+    assert join_stretches([(5, 7), (0, 2), (1, 3), (3, 4), (6, 6)]) == [(0, 4), (5, 7)]
+    assert join_stretches([]) == []
