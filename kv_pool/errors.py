@@ -131,6 +131,10 @@ class CopyFailedError(KVPoolError, RuntimeError):
     """
 
 
+class ForkedPoolError(KVPoolError, RuntimeError):
+    """The process was forked while another thread was in a call of the pool."""
+
+
 class PlanClosedError(KVPoolError, RuntimeError):
     """A swap plan is already committed or aborted. Nothing has changed."""
 

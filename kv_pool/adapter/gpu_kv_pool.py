@@ -75,6 +75,9 @@ class GPUKVPool(PoolMoving):
         storage: as given.
         holdings: for other parts of the adapter; use it only with the lock held.
 
+    Processes: a child of `fork()` has a copy of the pool, which does not follow the original's later calls.
+    If another thread was in a call at the fork, the copy is incomplete, and its calls raise ForkedPoolError.
+
     Priorities: requests of priority 1 and 2 may use the reserve. A request never evicts a sequence of higher
     priority. The cache keeps blocks that a sequence of higher priority freed for longer.
 

@@ -1,9 +1,13 @@
 """`RecoveringLock`, `Aborting`: an interrupted call of a pool is completed or undone before the next one."""
 
+import os
 from _thread import RLock
 from collections.abc import Callable
 from time import sleep
 from typing import Final
+from weakref import WeakSet
+
+from kv_pool.errors import ForkedPoolError
 
 _NUM_TRIES: Final = 8
 _FIRST_PAUSE_S: Final = 50e-6  # a shorter one ends before a thread that waits for the GIL gets it
@@ -22,13 +26,17 @@ class RecoveringLock(RLock):  # type: ignore[misc]  # final in typeshed, not in 
 
     Attributes:
         is_unfinished: a call was interrupted, and so was its completion.
+        is_lost: another thread held the lock when this process was forked. It does not exist here, so nothing
+            completes its call and releases the lock.
     """
 
-    __slots__ = ("_recover", "is_unfinished")
+    __slots__ = ("_recover", "is_lost", "is_unfinished")
 
     def __init__(self, recover: Callable[[], object]) -> None:
         self._recover = recover
         self.is_unfinished = False
+        self.is_lost = False
+        _locks.add(self)
 
     def __enter__(self) -> bool:  # type: ignore[override]  # without RLock's arguments
         # CPython runs signal handlers, which may raise, on entry to a plain function, at a backward jump and
@@ -50,6 +58,11 @@ class RecoveringLock(RLock):  # type: ignore[misc]  # final in typeshed, not in 
         return True
 
     def _wait(self) -> None:
+        if self.is_lost:
+            raise ForkedPoolError(
+                "another thread was in a call of the pool when this process was forked, so the copy of the "
+                "pool in this process is incomplete; make a new pool here, or fork while no thread uses it"
+            )
         pause_s = _FIRST_PAUSE_S
         for _ in range(_NUM_TRIES):
             sleep(pause_s)
@@ -57,6 +70,22 @@ class RecoveringLock(RLock):  # type: ignore[misc]  # final in typeshed, not in 
                 return
             pause_s *= 2
         self.acquire()
+
+
+_locks: WeakSet[RecoveringLock] = WeakSet()
+
+
+def _find_lost_locks() -> None:
+    """Run in a forked process, by the thread that forked."""
+    for lock in list(_locks):
+        if lock.acquire(False):
+            lock.release()
+        else:
+            lock.is_lost = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_find_lost_locks)
 
 
 class Aborting:

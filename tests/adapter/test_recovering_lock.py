@@ -1,12 +1,15 @@
 """`RecoveringLock`: reentrant, fair enough, and free after any interrupt."""
 
+import os
 import random
+import signal
 import threading
 from _thread import RLock
 
 import pytest
 from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
 
+from kv_pool import BlockAllocationRequest, ForkedPoolError, GPUKVPool
 from kv_pool.adapter import recovering_lock
 from kv_pool.adapter.recovering_lock import RecoveringLock
 
@@ -265,3 +268,72 @@ def test_a_thread_blocks_after_many_tries_and_gets_the_lock(monkeypatch):
     assert len(pauses) == recovering_lock._NUM_TRIES
     assert sum(pauses) == pytest.approx(0.01275)
     assert is_free(lock)
+
+
+# ---- forks of the process ------------------------------------------------------------------------
+
+
+def run_in_fork(work):
+    """Return whether `work()` is True in a child process, which is killed if it hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        is_right = False
+        try:
+            is_right = work()
+        finally:
+            os._exit(0 if is_right else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_during_a_call_of_another_thread_raises_in_the_child():
+    """The child waited for the lock for ever."""
+    pool = GPUKVPool(9, 4)
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def call():
+        with pool.lock:
+            is_held.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    is_held.wait(60)
+
+    def use():
+        for _ in range(2):
+            try:
+                pool.allocate(BlockAllocationRequest(1, 1))
+            except ForkedPoolError:
+                continue
+            return False
+        return len(GPUKVPool(9, 4).allocate(BlockAllocationRequest(1, 1))) == 1
+
+    try:
+        assert run_in_fork(use)
+    finally:
+        may_end.set()
+        thread.join()
+    assert len(pool.allocate(BlockAllocationRequest(1, 1))) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_fork_between_calls_or_by_the_thread_in_a_call_has_a_working_copy(holds):
+    pool = GPUKVPool(9, 4)
+    pool.allocate(BlockAllocationRequest(3, 1))
+
+    def use():
+        ids = pool.allocate(BlockAllocationRequest(2, 2))
+        return pool.blocks_of(2) == ids and pool.get_free_blocks() == 4
+
+    if holds:
+        with pool.lock:
+            assert run_in_fork(use)
+    else:
+        assert run_in_fork(use)
+    assert pool.list_sequences() == [1]
