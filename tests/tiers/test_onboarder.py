@@ -359,6 +359,22 @@ def test_descendants_and_loaded_copies_of_a_bad_block_are_found_in_all_tiers(tmp
     hold.release()
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_descendants_are_found_on_a_disk_after_a_restart(tmp_path, knows):
+    engine = make_engine(tmp_path)
+    if not knows:
+        engine.cache.tiers[1]._parents = {}  # a folder of an earlier version
+    first, second, *_ = fill(engine, 6)
+    assert engine.where(first) == engine.where(second) == "SSSS"
+    engine.restart_tiers()
+    engine.compute(request := again(engine, engine.make_request("r", first.all_token_ids[:5])))
+    (bad, _) = engine.manager.get_block_ids(request.request_id)
+    engine.manager.report_invalid_blocks([bad])
+    assert engine.where(first) == "----"
+    assert engine.where(second) == ("SSSS" if knows else "----")
+    engine.manager.free(request)
+
+
 def test_a_block_loaded_from_a_tier_is_bad_if_its_original_is(tmp_path):
     engine = make_engine(tmp_path, num_blocks=14)
     first, *_ = fill(engine, 6)
