@@ -227,6 +227,15 @@ def test_windows_and_states_of_an_ended_request_are_evicted(kind):
     assert count_hit(manager, [*range(32), 7]) == 32
 
 
+def test_what_was_computed_from_a_bad_encoder_does_not_outlive_its_request():
+    manager = make(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
+    request = start(manager, "a", range(9), num_encoder_tokens=4)
+    (encoder_id,) = manager.get_block_ids("a", 1)
+    manager.free(request)
+    assert manager.report_invalid_blocks([encoder_id]).num_valid_tokens == {}
+    assert count_hit(manager, range(9)) == 0
+
+
 def test_a_good_block_with_the_same_key_stays():
     """The request that continues with a descendant of the bad block, after its good twin, was not named."""
     manager = make(30)
