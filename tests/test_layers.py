@@ -13,6 +13,7 @@ LAYERS = {
     "documentation": 0,
     "version": 0,
     "lazy_names": 0,
+    "environment": 0,
     "machine_memory": 0,
     "core": 1,
     "error_names": 1,

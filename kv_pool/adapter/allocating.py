@@ -67,7 +67,7 @@ class PoolAllocating(PoolFreeing):
         Raises:
             InvalidArgumentError, InvalidTypeError, exceptions of `on_evicted`: as `allocate`. Any other
             `KVPoolError` is the result's `error`.
-        Cost: as `allocate`, plus O(blocks of the pool) for the fragmentation rate.
+        Cost: as `allocate`; the first call, and those after a compaction, count the free runs of the pool.
         """
         started = self._clock()
         ids: list[BlockId] = []
@@ -84,7 +84,7 @@ class PoolAllocating(PoolFreeing):
             block_ids=ids,
             allocated_memory=len(ids) * self.block_bytes,
             allocation_time=(ended - started) * 1000,
-            fragmentation_rate=self.get_fragmentation_rate(),
+            fragmentation_rate=self._track_fragmentation_rate(),
             is_contiguous=error is None and is_run(ids),
             error=error,
         )
@@ -216,6 +216,10 @@ class PoolAllocating(PoolFreeing):
             return [block.block_id for block in hits]
 
     # ---- internals, called with the lock held unless stated otherwise ----------------------------
+
+    def _track_fragmentation_rate(self) -> float:
+        with self.lock:
+            return self.block_pool.track_fragmentation_rate(self.run_length)
 
     def _share(self, sequence: Holder, blocks: list[KVCacheBlock]) -> None:
         """Add one reference to each block and enter a new sequence that holds them; no-op without blocks."""

@@ -11,7 +11,7 @@ from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.block_copying import CopyBlocks
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.arguments import as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
 from kv_pool.ids import BlockId
@@ -79,7 +79,7 @@ class Allocation:
                 raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
             if self._pool.policy_host is None and self._take_run(num_blocks, after, True):
                 return
-            max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
+            max_moves = num_blocks if request.max_moves is None else request.max_moves
             if self._pool.policy_host is None and self._make_run(num_blocks, max_moves, True):
                 return
         if after is None:
@@ -247,6 +247,7 @@ def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
         and request.num_blocks >= 1
         and request.sequence_id >= 0
         and request.priority in (0, 1, 2)
+        and (request.max_moves is None or (type(request.max_moves) is int and request.max_moves >= 0))
     ):
         return request
     num_blocks = as_int("num_blocks", request.num_blocks)
@@ -254,4 +255,5 @@ def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
     if num_blocks < 1:
         raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
     check_priority(request.priority)
-    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)
+    max_moves = None if request.max_moves is None else as_count("max_moves", request.max_moves)
+    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id, max_moves=max_moves)

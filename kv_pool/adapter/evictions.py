@@ -1,5 +1,6 @@
 """`Evictions`: evicted sequences, until their owners are notified."""
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from kv_pool.errors import EvictedSequenceError
@@ -20,7 +21,7 @@ class Evictions:
     """
 
     def __init__(self) -> None:
-        self._by_sequence: dict[SequenceId, Eviction] = {}
+        self._by_sequence: OrderedDict[SequenceId, Eviction] = OrderedDict()  # removals at its head cost O(1)
         # Per evicted sequence whose owner is not notified: the block ids that the owner may still use.
         self._unnotified: dict[SequenceId, set[BlockId]] = {}
         # By block id: how many of these sets contain it.

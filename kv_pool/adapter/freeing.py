@@ -6,7 +6,7 @@ from time import perf_counter_ns
 from kv_pool.adapter.allocation import check_priority
 from kv_pool.adapter.holdings import Holder, as_sequence_id
 from kv_pool.adapter.queries import PoolQueries
-from kv_pool.core.arguments import as_int, as_list
+from kv_pool.core.arguments import as_count, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import EvictedSequenceError
 from kv_pool.ids import BlockId, SequenceId
@@ -78,7 +78,7 @@ class PoolFreeing(PoolQueries):
         Uses the LRU policy if the pool has none. Returns the ids of the evicted sequences; the caller
         notifies their owners. Returns [] with nothing changed if evicting all candidates would not suffice.
         """
-        num_blocks = as_int("num_blocks", num_blocks)
+        num_blocks = as_count("num_blocks", num_blocks)
         with self.lock, self._aborting:
             return self._victims.evict(self._victims.choose(URGENT, None, num_blocks) or [])
 
@@ -108,7 +108,7 @@ class PoolFreeing(PoolQueries):
             priority: of the request; sequences of higher priority are excluded.
             sequence_id: the request's own sequence, also excluded.
         """
-        num_blocks = as_int("num_blocks", num_blocks)
+        num_blocks = as_count("num_blocks", num_blocks)
         check_priority(priority)
         if sequence_id is not None:
             sequence_id = as_sequence_id("sequence_id", sequence_id)
@@ -123,29 +123,30 @@ class PoolFreeing(PoolQueries):
         """Pin blocks: they are not evicted, moved or migrated until each is unpinned as often.
 
         Args:
-            sequence_id: the sequence that must hold the blocks; None for any.
+            sequence_id: the sequence that must hold the blocks and in whose name they are pinned: when it
+                releases a block that others still hold, these pins end. None: until unpinned.
         Raises:
             InvalidBlockError: a block does not exist, is free, or is not held by that sequence.
             EvictedSequenceError: as `free`.
             PinLimitError: the pin limit would be exceeded. In all cases nothing has changed.
         """
         with self.lock:
-            blocks, _ = self.holdings.find_named(block_ids, sequence_id)
+            blocks, holder = self.holdings.find_named(block_ids, sequence_id)
             self.holdings.check_not_frozen(blocks)
             with self._aborting:
-                self._pins.pin(blocks)
+                self.holdings.pin(blocks, holder)
 
     def unpin(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         """Remove one pin from each block.
 
         Args:
-            sequence_id: the sequence that must hold the blocks; None for any.
+            sequence_id: the sequence that must hold the blocks; its pins are removed first. None for any.
         Raises:
             InvalidBlockError: a block does not exist, has fewer pins, or is not held by that sequence.
             EvictedSequenceError: as `free`. In all cases nothing has changed.
         """
         with self.lock, self._aborting:
-            self._pins.unpin(self.holdings.find_named(block_ids, sequence_id)[0])
+            self.holdings.unpin(*self.holdings.find_named(block_ids, sequence_id))
 
     # ---- internals, called with the lock held ----------------------------------------------------
 

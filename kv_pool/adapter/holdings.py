@@ -1,9 +1,14 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which sequences are frozen."""
 
+from __future__ import annotations
+
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kv_pool.adapter.access_order import AccessOrder
 from kv_pool.adapter.evictions import Evictions
 from kv_pool.adapter.pins import Pins
+from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -24,15 +29,33 @@ _RETENTION = {HIGH: 65, URGENT: 95}
 
 
 class Holder:
-    """A sequence and the distinct blocks that it holds, in the order of its tokens."""
+    """A sequence and the distinct blocks that it holds, in the order of its tokens.
 
-    __slots__ = ("blocks", "last_access_time", "priority", "sequence_id")
+    Attributes:
+        pins: the pins that were made in the sequence's name, by block; None before the first.
+        queue, ticket, info: its place in an `AccessOrder` or a `RankedOrder`, and what a policy sees of it.
+    """
+
+    __slots__ = (
+        "blocks",
+        "info",
+        "last_access_time",
+        "pins",
+        "priority",
+        "queue",
+        "sequence_id",
+        "ticket",
+    )
 
     def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
         self.sequence_id = sequence_id
         self.priority = priority
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
+        self.pins: dict[KVCacheBlock, int] | None = None
+        self.queue: OrderedDict[SequenceId, Holder] | None = None
+        self.ticket = 0
+        self.info: object = None
 
 
 class Holdings:
@@ -40,6 +63,7 @@ class Holdings:
 
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
+        order: the same by priority, for evictions.
         first_holders: per block, the sequence that has held it longest.
         later_holders: per block, its other holders, oldest first; only for blocks that have some.
         evictions: evicted sequences; none of them is in `holders`.
@@ -62,6 +86,7 @@ class Holdings:
         self.pins = pins
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
+        self.order: AccessOrder | RankedOrder = AccessOrder(self)
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.frozen: dict[SequenceId, str] = {}
@@ -113,6 +138,7 @@ class Holdings:
             del holders[holder.sequence_id]
         holders[holder.sequence_id] = holder
         holder.last_access_time = now
+        self.order.note_access(holder)
 
     def settle(self) -> None:
         """Complete `hold`: the arriving blocks belong to their sequence now."""
@@ -159,7 +185,39 @@ class Holdings:
                 del held[block], first_holders[block]
             if not held:
                 del self.holders[holder.sequence_id]
+                self.order.remove(holder)
+            else:
+                self.order.note_change(holder)
         self._drops = {}
+
+    def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
+        """Add one pin to each block, in the name of a sequence that holds them, if one is given.
+
+        A block's pins in the name of a sequence end when the sequence releases the block.
+        Raises PinLimitError with nothing changed.
+        """
+        self.pins.pin(blocks)
+        if holder is not None:
+            own = {} if holder.pins is None else holder.pins
+            for block in blocks:
+                own[block] = own.get(block, 0) + 1
+            holder.pins = own
+
+    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
+        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
+
+        Raises InvalidBlockError with nothing changed.
+        """
+        self.pins.unpin(blocks)
+        for block in blocks:
+            owners = [one for one in self.list_holders(block) if one.pins is not None and block in one.pins]
+            num_named = sum(one.pins[block] for one in owners if one.pins is not None)
+            if holder in owners or num_named > self.pins.counts.get(block, 0):
+                own = holder.pins if holder is not None and holder in owners else owners[0].pins
+                assert own is not None
+                own[block] -= 1
+                if not own[block]:
+                    del own[block]
 
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
@@ -220,12 +278,20 @@ class Holdings:
         for sequence_id in self.evictions.list_sequences():
             if sequence_id in self.holders:
                 self.evictions.forget(sequence_id)
+        self.order.rebuild(self.holders.values())
 
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Remove a sequence from a block's holders. Idempotent: completes a partial removal."""
         holder.blocks.pop(block, None)
+        if holder.pins:
+            num_pins = min(holder.pins.pop(block, 0), self.pins.counts.get(block, 0))
+            if num_pins:
+                self.pins.unpin([block] * num_pins)
         if not holder.blocks and self.holders.get(holder.sequence_id) is holder:
             del self.holders[holder.sequence_id]
+            self.order.remove(holder)
+        elif holder.blocks:
+            self.order.note_change(holder)
         later = self.later_holders.get(block)
         if self.first_holders.get(block) is holder:
             if later:

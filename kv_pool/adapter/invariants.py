@@ -4,7 +4,8 @@
     A2  first_holders[b] and later_holders[b] are the sequences whose blocks include b; no list is empty
     A3  a held block belongs to this pool, is not null, and is in use
     A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
-    A5  every pinned block is held by a sequence and by the pins' hold; at most `max_pinned_blocks` are pinned
+    A5  every pinned block is held by a sequence and by the pins' hold; at most `max_pinned_blocks` are
+        pinned;  a block has no more pins in the names of sequences than pins, and these sequences hold it
     A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
     A7  no references wait to be entered or released
     A8  no evicted sequence is in `holders`
@@ -96,6 +97,14 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
         raise CorruptedPoolError(
             f"A5: {len(holdings.pins)} blocks are pinned, {len(holdings.pins.hold.blocks)} are in their hold"
         )
+    named: Counter[KVCacheBlock] = Counter()
+    for holder in holdings.holders.values():
+        for block, count in (holder.pins or {}).items():
+            named[block] += count
+            if block not in holder.blocks or named[block] > holdings.pins.counts.get(block, 0):
+                raise CorruptedPoolError(
+                    f"A5: block {block.block_id} has pins of sequence {holder.sequence_id} that do not exist"
+                )
     num_blocks = pool.block_pool.num_gpu_blocks
     if num_blocks != pool.total_blocks + 1:
         raise CorruptedPoolError(f"A6: {pool.total_blocks} blocks over a block pool of {num_blocks}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.core.arguments import as_int
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import KVPoolError, MigrationInDoubtError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.messages import NodeDescription
@@ -118,7 +118,7 @@ class MigrationHook:
         Returns:
             How many sequences migrated; 0 for `retry_s` after a call that did not reach `num_blocks`.
         """
-        num_blocks = as_int("num_blocks", num_blocks)
+        num_blocks = as_count("num_blocks", num_blocks)
         if self._pool is None or self._clock() < self._idle_until_s:
             return 0
         num_missing = num_blocks - self._pool.get_free_blocks()

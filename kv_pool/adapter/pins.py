@@ -13,6 +13,7 @@ class Pins:
     Attributes:
         counts: number of pins by block; pinned blocks only.
         hold: holds each pinned block. After an interrupt `recover` makes it agree with `counts`.
+        unpinned: blocks that lost their last pin; `AccessOrder` takes them out.
 
     Args:
         max_pinned_blocks: how many blocks may be pinned at once; a block pinned twice counts once.
@@ -22,6 +23,7 @@ class Pins:
         self.max_pinned_blocks = max_pinned_blocks
         self.counts: dict[KVCacheBlock, int] = {}
         self.hold = block_pool.holds.open([], "pinned")
+        self.unpinned: dict[KVCacheBlock, None] = {}
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -64,6 +66,7 @@ class Pins:
         counts |= left  # in one step; `recover` does the rest after an interrupt
         for block in unpinned:
             del counts[block]
+            self.unpinned[block] = None
         self.hold.remove(unpinned)
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:

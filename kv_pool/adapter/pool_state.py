@@ -12,7 +12,7 @@ from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
 from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int
+from kv_pool.core.arguments import as_count, as_int
 from kv_pool.errors import InvalidArgumentError, KVPoolError
 from kv_pool.ids import BlockId, BlockMove, SequenceId
 from kv_pool.metrics.latency import LatencyWindow
@@ -55,12 +55,12 @@ class GPUPoolState(KVPoolProtocol):
         total_blocks = as_int("total_blocks", total_blocks)
         block_size = as_int("block_size", block_size)
         device_id = as_int("device_id", device_id)
-        block_bytes = as_int("block_bytes", block_bytes)
+        block_bytes = as_count("block_bytes", block_bytes)
         reserved_blocks = as_int("reserved_blocks", reserved_blocks)
         migration_threshold = as_int("migration_threshold", migration_threshold)
-        run_length = as_int("run_length", run_length)
+        run_length = as_count("run_length", run_length, 1)
         if max_pinned_blocks is not None:
-            max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
+            max_pinned_blocks = as_count("max_pinned_blocks", max_pinned_blocks)
         if total_blocks < 1:
             raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool has at least 1 block")
         if block_size < 1:

@@ -1,10 +1,13 @@
 """`Victims`: chooses and evicts sequences when too few blocks are free, by an `EvictionPolicy`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kv_pool.adapter.holdings import Holder, Holdings
+from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId, SequenceId
 from kv_pool.protocol import NO_SEQUENCE, Eviction
@@ -28,15 +31,21 @@ class SequenceInfo:
 class EvictionPolicy(Protocol):
     """The order in which sequences are evicted.
 
-    The candidates hold no pinned block, have no higher priority than the request that needs blocks, and are
-    not the request's own sequence. The pool evicts as few whole sequences as suffice, and none if evicting
-    all of them would not suffice.
+    The pool evicts as few whole sequences as suffice, and none if evicting all would not suffice. It never
+    evicts one with a pinned block, of higher priority than the request that needs blocks, or the request's
+    own, wherever the policy ranks it.
+
+    The order of two sequences must follow from their `SequenceInfo`: the pool keeps it, and ranks again only
+    sequences that have changed, together with some of the others. A policy that depends on more, such as the
+    time, has an attribute `ranks_anew` that is True; it ranks all sequences for each eviction.
     """
 
     def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[SequenceId]:
-        """Return the ids of the sequences to evict, in order; a sequence that is left out is never evicted.
+        """Return the ids of these sequences in the order in which to evict them.
 
-        `sequences` is ordered by last access, least recent first. Called while the pool is locked.
+        A sequence that is left out is not evicted, until it is ranked again: if it has changed, or if all
+        others do not suffice. `sequences` is ordered by last access, least recent first. Called while the
+        pool is locked.
         """
 
 
@@ -71,29 +80,26 @@ class Victims:
     ) -> None:
         self._holdings = holdings
         self.has_policy = policy is not None
-        self._policy = LRUEviction() if policy is None else policy
+        if policy is not None and type(policy) is not LRUEviction:
+            ranks_anew = bool(getattr(policy, "ranks_anew", False))
+            holdings.order = RankedOrder(holdings, partial(rank_holders, policy), ranks_anew)
         self._on_evicted = on_evicted
         self.num_evicted = 0
         self.together: frozenset[SequenceId] = frozenset()
 
-    def rank(self, priority: int, sequence_id: SequenceId | None) -> list[Holder]:
-        """Return the sequences that may be evicted for this one, in the policy's order.
+    def rank(self, priority: int, sequence_id: SequenceId | None) -> Generator[Holder, None, None]:
+        """Yield the sequences that may be evicted for this one, in the policy's order. Change none meanwhile.
 
         Excludes sequences of higher priority, with a pinned block, or frozen by a migration.
         """
-        holdings = self._holdings
-        candidates = [
-            SequenceInfo(holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time)
-            for holder in holdings.holders.values()
-            if holder.priority <= priority
-            and holder.sequence_id != sequence_id
-            and holder.sequence_id not in self.together
-            and holder.sequence_id not in holdings.frozen
-            and not holdings.pins.is_any_pinned(holder.blocks)
-        ]
-        allowed = {candidate.sequence_id for candidate in candidates}
-        ranked = dict.fromkeys(self._policy.rank(candidates))
-        return [holdings.holders[victim] for victim in ranked if victim in allowed]
+        with closing(self._holdings.order.iterate(priority)) as holders:
+            for holder in holders:
+                if (
+                    holder.sequence_id != sequence_id
+                    and holder.sequence_id not in self.together
+                    and holder.sequence_id not in self._holdings.frozen
+                ):
+                    yield holder
 
     def choose(
         self,
@@ -107,19 +113,34 @@ class Victims:
         Args:
             has_run: called with the ids that would become free; evict more sequences while it returns False.
         """
+        if num_blocks <= 0 and has_run is None:
+            return []
+        chosen = self._choose(priority, sequence_id, num_blocks, has_run)
+        if chosen is None and self._holdings.order.has_excluded:
+            self._holdings.order.rebuild(self._holdings.holders.values())
+            chosen = self._choose(priority, sequence_id, num_blocks, has_run)
+        return chosen
+
+    def _choose(
+        self,
+        priority: int,
+        sequence_id: SequenceId | None,
+        num_blocks: int,
+        has_run: Callable[[list[BlockId]], bool] | None,
+    ) -> list[Holder] | None:
         victims: list[Holder] = []
         freed_ids: list[BlockId] = []
         left: dict[KVCacheBlock, int] = {}
-        if num_blocks <= 0 and has_run is None:
-            return victims
-        for holder in self.rank(priority, sequence_id):
-            victims.append(holder)
-            for position, block in enumerate(holder.blocks):
-                left[block] = left.get(block, block.ref_cnt) - 1
-                if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
-                    freed_ids.append(block.block_id)
-            if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
-                return victims
+        # Closed here: an error in a generator that Python drops would be lost.
+        with closing(self.rank(priority, sequence_id)) as ranked:
+            for holder in ranked:
+                victims.append(holder)
+                for position, block in enumerate(holder.blocks):
+                    left[block] = left.get(block, block.ref_cnt) - 1
+                    if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
+                        freed_ids.append(block.block_id)
+                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
+                    return victims
         return None
 
     def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
@@ -142,3 +163,19 @@ class Victims:
             self._holdings.drop(blocks, {holder: blocks})
             self.num_evicted += 1
         return [holder.sequence_id for holder in victims]
+
+
+def rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
+    """Return these sequences, least recently accessed first, in the order of a policy."""
+    by_id: dict[SequenceId, Holder] = {}
+    infos: list[SequenceInfo] = []
+    for holder in holders:
+        info = holder.info
+        if not isinstance(info, SequenceInfo):
+            info = SequenceInfo(
+                holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time
+            )
+            holder.info = info
+        by_id[holder.sequence_id] = holder
+        infos.append(info)
+    return [by_id[one] for one in dict.fromkeys(policy.rank(infos)) if one in by_id]

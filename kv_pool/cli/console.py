@@ -40,6 +40,11 @@ def print_error(error: object) -> None:
     print(f"error: {escape_lines(str(error))}", file=sys.stderr)
 
 
+def print_note(note: str) -> None:
+    """Print one line on standard error that is no error."""
+    print(f"note: {escape_lines(note)}", file=sys.stderr)
+
+
 def print_json(result: object) -> None:
     """Print one line of JSON, for programs; characters that do not print are escaped."""
     print(encode_json_line(result))

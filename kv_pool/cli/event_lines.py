@@ -109,6 +109,8 @@ def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
         "is_replayed": item.is_replayed,
         "kind": kind,
     }
+    if item.source.topic:
+        fields["topic"] = item.source.topic
     text = f"{item.sequence:>8} {kind:<8}"
     if isinstance(event, BlockStored | BlockRemoved):
         hashes = [to_wire_hash(one) for one in event.block_hashes]
@@ -120,11 +122,13 @@ def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
             fields["parent_block_hash"] = parent
             fields["token_ids"] = event.token_ids
             fields["block_size"] = event.block_size
+            fields["lora_id"] = event.lora_id
             fields["lora_name"] = event.lora_name
             fields["kv_cache_spec_kind"] = event.kv_cache_spec_kind
             text += f"  after {show_hash(parent)}  tokens {show_tokens(event.token_ids)}"
-            if event.lora_name is not None:
-                text += f"  adapter {escape_text(event.lora_name)}"
+            adapter = event.lora_name if event.lora_name is not None else event.lora_id
+            if adapter is not None:
+                text += f"  adapter {escape_text(str(adapter))}"
         fields["group_idx"] = event.group_idx
         fields["medium"] = event.medium
         text += f"  group {event.group_idx or 0} {escape_text(to_medium(event.medium))}"

@@ -21,7 +21,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.stream_items import ReceivedBatch, StreamItem
+from kv_pool.events.stream_items import ReceivedBatch, StreamItem, StreamSource
 from kv_pool.ids import GroupId
 
 if TYPE_CHECKING:
@@ -249,6 +249,7 @@ class MirrorTable:
         self._num_batches = 0
         self._console = Console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._sources: dict[str, list[StreamSource]] = {endpoint: [] for endpoint in subscribers}
         for endpoint in subscribers:
             self._mirror.add_publisher(endpoint)
 
@@ -266,7 +267,14 @@ class MirrorTable:
             self._live.stop()
 
     def take(self, endpoint: str, item: StreamItem) -> None:
-        apply_item(self._mirror, item, endpoint)
+        # A subscriber with a replay endpoint has one publisher; several may connect to one without.
+        has_one = self._subscribers[endpoint].replay_endpoint is not None
+        source = StreamSource() if has_one else item.source
+        name = _label(endpoint, source)
+        if source not in self._sources[endpoint]:
+            self._sources[endpoint].append(source)
+            self._mirror.add_publisher(name)
+        apply_item(self._mirror, item, name)
         self._num_batches += isinstance(item, ReceivedBatch)
         self.has_enough = self._num_batches == self._limit
 
@@ -282,28 +290,41 @@ class MirrorTable:
         for number, title in enumerate(_TITLES[:num_columns]):
             table.add_column(title, justify="left" if number < 3 else "right", no_wrap=title != "now")
         for endpoint, subscriber in self._subscribers.items():
-            counts = self._mirror.get_counts(endpoint)
             stats = subscriber.get_statistics()
-            holds = [
-                escape_text(f"{count:,} in group {group} {medium}")
-                for (group, medium), count in sorted(self._mirror.count_by_place(endpoint).items())
-                if self._group in (None, group) and self._medium in (None, medium)
-            ]
             if stats.is_silent:
                 now = "silent"
             elif not stats.num_connections:
                 now = "not connected"
             else:
                 now = "requesting missed batches" if stats.is_recovering else "following"
-            numbers = (
-                stats.counts.num_batches,
-                counts.num_stored,
-                counts.num_removed,
-                counts.num_clears,
-                stats.counts.num_lost,
-                stats.counts.num_snapshots,
-                stats.counts.num_restarts,
-            )
-            cells = [make_cell(endpoint), Text("\n".join(holds) or "nothing"), Text(now)]
-            table.add_row(*[*cells, *(Text(f"{number:,}") for number in numbers)][:num_columns])
+            sources = self._sources[endpoint] or [StreamSource()]
+            for source in sources:
+                name = _label(endpoint, source)
+                counts = self._mirror.get_counts(name)
+                holds = [
+                    escape_text(f"{count:,} in group {group} {medium}")
+                    for (group, medium), count in sorted(self._mirror.count_by_place(name).items())
+                    if self._group in (None, group) and self._medium in (None, medium)
+                ]
+                numbers = (
+                    counts.num_batches,
+                    counts.num_stored,
+                    counts.num_removed,
+                    counts.num_clears,
+                    stats.counts.num_lost,
+                    stats.counts.num_snapshots,
+                    stats.counts.num_restarts,
+                )
+                cells = [
+                    make_cell(endpoint if len(sources) == 1 else name),
+                    Text("\n".join(holds) or "nothing"),
+                    Text(now),
+                ]
+                table.add_row(*[*cells, *(Text(f"{number:,}") for number in numbers)][:num_columns])
         return table
+
+
+def _label(endpoint: str, source: StreamSource) -> str:
+    """Return the name of a publisher: its endpoint, with what is known of its topic and rank."""
+    rank = "" if source.rank is None else f"rank {source.rank}"
+    return " ".join(filter(None, (endpoint, source.topic, rank)))

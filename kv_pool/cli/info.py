@@ -1,5 +1,6 @@
-"""`kv-pool info`: show which kv_pool is installed."""
+"""`kv-pool info`: show which kv_pool is installed, and its environment variables."""
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -8,15 +9,16 @@ from rich.table import Table
 
 from kv_pool.cli.console import print_json, print_table
 from kv_pool.cli.control_options import Json
-from kv_pool.cli.foreign_text import make_cell
+from kv_pool.cli.foreign_text import escape_lines, make_cell
 from kv_pool.core.mode import COMPILED
+from kv_pool.environment import VARIABLES, list_mistakes
 from kv_pool.version import __version__
 
-_PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd")
+_PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd", "pyzmq")
 
 
 def info(json: Json = False) -> None:
-    """Show whether the core runs compiled, and the versions of kv_pool and its dependencies."""
+    """Show whether the core runs compiled, the versions of dependencies, and the environment variables."""
     facts = {
         "kv_pool": __version__,
         "core": "compiled (mypyc)" if COMPILED else "plain Python",
@@ -25,8 +27,10 @@ def info(json: Json = False) -> None:
         "platform": platform.platform(),
     }
     packages = {name: _find_version(name) for name in _PACKAGES}
+    variables = {variable.name: os.environ.get(variable.name) for variable in VARIABLES}
+    mistakes = list_mistakes()
     if json:
-        print_json(facts | {"packages": packages})
+        print_json(facts | {"packages": packages, "environment": variables, "mistakes": mistakes})
         return
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
@@ -34,6 +38,15 @@ def info(json: Json = False) -> None:
     for name, value in {**facts, **packages}.items():
         table.add_row(name, make_cell(value or "not installed"))
     print_table(table)
+    table = Table()
+    for title in ("variable", "set to", "values, default first", "meaning"):
+        table.add_column(title, no_wrap=title != "meaning")
+    for variable in VARIABLES:
+        given = make_cell(variables[variable.name] or "")
+        table.add_row(variable.name, given, variable.values, variable.meaning)
+    print_table(table)
+    for mistake in mistakes:
+        print(f"wrong setting: {escape_lines(mistake)}")
 
 
 def _find_version(name: str) -> str | None:

@@ -45,7 +45,7 @@ def describe(statistics: PoolStatistics) -> list[str]:
         f"Pinned Blocks: {s.pinned_blocks}",
         f"Reserved Blocks: {s.reserved_blocks}",
     ]
-    if s.immovable_blocks != s.pinned_blocks:
+    if s.immovable_blocks not in (0, s.pinned_blocks):
         lines.append(f"Held in Place: {s.immovable_blocks} of the used blocks; see kv-pool sequences --holds")
     if s.num_sequences is not None:
         evicted = "" if s.evicted_sequences is None else f", evicted so far: {s.evicted_sequences}"

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from kv_pool.environment import VARIABLES
+
 COMMANDS = (
     "replay",
     "sweep",
@@ -39,6 +41,7 @@ def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], 
     app = typer.Typer(
         name="kv-pool",
         help="A KV-cache block pool with prefix caching: replay traces, watch and operate a running pool.",
+        epilog=_describe_variables(),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
@@ -71,6 +74,13 @@ def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], 
     for each in _list_commands(command):
         _show_help_as_written(each)
     return command  # type: ignore[no-any-return]
+
+
+def _describe_variables() -> str:
+    """Return the environment variables as paragraphs; typer joins the lines of each."""
+    lines = [f"{one.name}={one.values}: {one.meaning}" for one in VARIABLES]
+    title = "Environment variables, most of them for vLLM's engines, with their values, the default first:"
+    return "\n\n".join([title, *map(escape, lines)])
 
 
 def _list_commands(command: Any) -> Iterator[Any]:

@@ -14,8 +14,9 @@ from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSet
 def convert(settings: ConvertSettings, output: Output) -> None:
     """Convert a trace or a request log. Prints what the formats cannot hold.
 
-    Reads Mooncake's and kv-cache-tester's traces, LMCache's lookup logs, vLLM's and Dynamo's request logs,
-    and recorded event streams of kv_pool (kv-pool events --json). Writes all but the last.
+    Reads Mooncake's, kv-cache-tester's (Weka's) and Qwen-Bailian's traces, LMCache's lookup logs, vLLM's and
+    Dynamo's request logs, CSV files of lengths (Azure, BurstGPT, inference-perf), and recorded event streams
+    of kv_pool (kv-pool events --json). Writes the first two, and logs.
     """
     report = convert_trace(settings, output)
     ids = "token ids" if report.block_size is None else f"{report.block_size} tokens per hash id"
@@ -25,6 +26,8 @@ def convert(settings: ConvertSettings, output: Output) -> None:
         print(f"skipped: {report.num_broken:,} broken lines; the first: {first}")
     if report.num_late:
         print(f"late: {report.num_late:,} requests arrive before one that is written earlier")
+    for note in report.notes:
+        print(f"note: {escape_text(note)}")
     for loss in READ_LOSSES[settings.source_format]:
         print(f"not in {settings.source_format}: {loss}")
     for loss in WRITE_LOSSES[settings.target_format]:

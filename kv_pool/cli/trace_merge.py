@@ -8,6 +8,7 @@ from kv_pool.cli.progress import count_requests
 from kv_pool.cli.trace_generate import Output
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.merge import merge_traces
+from kv_pool.replay.settings import TIME_UNIT
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_writer import open_trace_writer
 
@@ -30,7 +31,9 @@ def merge(
     trace_block_size: Annotated[
         int | None, typer.Option(help="Tokens per hash id. Default: inferred from each trace.", min=1)
     ] = None,
-    timestamp_unit: Annotated[str, typer.Option(help="Unit of the traces' timestamps: ms or s.")] = "ms",
+    timestamp_unit: Annotated[
+        str, typer.Option(*TIME_UNIT.flags, help="Unit of the traces' timestamps: ms, s, us or ns.")
+    ] = "ms",
     skip_broken: Annotated[
         bool, typer.Option("--skip-broken", help="Skip broken lines, instead of stopping.")
     ] = False,

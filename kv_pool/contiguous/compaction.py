@@ -253,6 +253,8 @@ def compact(
         )
         return sum(len(relocation.moves) for relocation in rounds)
     check_number("goal", goal)
+    if not 0 <= goal <= 1:
+        raise InvalidArgumentError(f"goal is {goal}; it is a fragmentation rate, 0 to 1")
     relocation = gather(
         pool,
         copy,

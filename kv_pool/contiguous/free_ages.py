@@ -41,6 +41,9 @@ class FreeAges:
     Attributes:
         is_stale: the index may be wrong and must be rebuilt before the next search.
         buddies: the aligned chunks of the free ids; None until the first search that needs them.
+        counted_length, num_runs, num_free: the run length for which `num_runs` and `num_free` are kept, see
+            `count_runs`, or 0; the number of disjoint runs of it, or -1 if it has to be counted again; the
+            number of free ids.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -51,6 +54,26 @@ class FreeAges:
         self._num_in_generation: i64 = 0
         self._hand: i64 = 1  # the id where the next sweep or search begins
         self.buddies: BuddySystem | None = None
+        self.counted_length: i64 = 0
+        self.num_runs: i64 = -1
+        self.num_free: i64 = 0
+
+    def count_runs(self, run_length: int) -> int:
+        """Return the number of disjoint runs of `run_length` free ids, and keep it up to date from now on.
+
+        Sets `num_free`, too. Cost: O(number of ids) for the first call, and after ids were exchanged or the
+        pool was resized; else O(1). Each change then costs two searches for the ends of its free run.
+        """
+        if self.counted_length != run_length or self.num_runs < 0:
+            num_runs: i64 = 0
+            num_free: i64 = 0
+            for run in self.ages.split(bytes([IN_USE])):
+                num_runs += len(run) // run_length
+                num_free += len(run)
+            self.counted_length = run_length
+            self.num_runs = num_runs
+            self.num_free = num_free
+        return self.num_runs
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
         """Rebuild the ages from the free blocks, given in eviction order. O(num_blocks).
@@ -58,6 +81,7 @@ class FreeAges:
         The caller clears `is_stale`.
         """
         self.ages = bytearray(num_blocks)
+        self.num_runs = -1
         if self.buddies is not None:
             self.buddies.note_all_changed()
         self._set_width(len(free))
@@ -163,6 +187,7 @@ class FreeAges:
     def swap(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Record that the two blocks of each pair have exchanged their ids."""
         ages = self.ages
+        self.num_runs = -1
         for first_id, second_id in pairs:
             age = ages[first_id]
             ages[first_id] = ages[second_id]
@@ -174,6 +199,7 @@ class FreeAges:
     def resize(self, num_blocks: int) -> None:
         """Change the number of blocks. New blocks are free and empty; removed blocks must have been free."""
         ages = self.ages
+        self.num_runs = -1
         if num_blocks > len(ages):
             ages.extend(bytes([EMPTY]) * (num_blocks - len(ages)))
         else:
@@ -186,12 +212,37 @@ class FreeAges:
         length: i64 = end - first
         if self.buddies is not None:
             self.buddies.note_changed(first, end)
+        if self.num_runs >= 0 and self.counted_length > 0:
+            self._count_change(first, end, age)
         if length == 1:
             self.ages[first] = age
         elif age == IN_USE and length <= 64:
             self.ages[first:end] = _IN_USE_ROWS[length]
         else:
             self.ages[first:end] = _ROW_BY_AGE[age] * length
+
+    def _count_change(self, first: i64, end: i64, age: i64) -> None:
+        """Update `num_runs` and `num_free` for ids `[first, end)` that are about to get this age."""
+        ages = self.ages
+        unit = self.counted_length
+        left: i64 = ages.rfind(IN_USE, 0, first) + 1
+        right: i64 = ages.find(IN_USE, end)
+        if right < 0:
+            right = len(ages)
+        num_in_use: i64 = ages.count(IN_USE, first, end)
+        if num_in_use == 0:
+            self.num_runs -= (right - left) // unit
+        elif num_in_use == end - first:
+            self.num_runs -= (first - left) // unit + (right - end) // unit
+        else:
+            for run in ages[left:right].split(bytes([IN_USE])):
+                self.num_runs -= len(run) // unit
+        self.num_free += num_in_use
+        if age == IN_USE:
+            self.num_runs += (first - left) // unit + (right - end) // unit
+            self.num_free -= end - first
+        else:
+            self.num_runs += (right - left) // unit
 
     def _set_width(self, num_free_blocks: i64) -> None:
         self._width = max(1, num_free_blocks // GENERATIONS, len(self.ages) // _MAX_GENERATIONS)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId, BlockMove
 
@@ -67,6 +68,12 @@ class _Map:
         return cast("list[BlockId]", (np.flatnonzero(where[first:end]) + first).tolist())
 
 
+def _check_limits(max_moves: int | None, max_evictions: int) -> None:
+    if max_moves is not None:
+        as_count("max_moves", max_moves)
+    as_count("max_evictions", max_evictions)
+
+
 def plan_pack(
     pool: RunBlockPool,
     *,
@@ -98,6 +105,7 @@ def plan_pack(
     """
     import numpy as np
 
+    _check_limits(max_moves, max_evictions)
     blocks = _Map(pool)
     _overwrite(pool, blocks, max_evictions)
     # Below the bar there are exactly as many slots that are not immovable as there are blocks in use.
@@ -165,6 +173,7 @@ def plan_gather(
     """
     import numpy as np
 
+    _check_limits(max_moves, max_evictions)
     if run_length < 1:
         raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
     if pool.get_unusable_share(run_length) <= goal:
@@ -247,6 +256,7 @@ def plan_clear_run(
     """
     import numpy as np
 
+    _check_limits(max_moves, 0)
     if num_blocks < 1:
         raise InvalidArgumentError(f"num_blocks is {num_blocks}; a run has at least 1 block")
     blocks = _Map(pool)

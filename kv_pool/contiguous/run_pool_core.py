@@ -271,6 +271,35 @@ class RunPoolCore(RunPoolState):
             run_length = as_int("run_length", run_length)
         return fragmentation.get_fragmentation_rate(self.list_free_runs(), run_length)
 
+    def track_fragmentation_rate(self, run_length: int) -> float:
+        """Return `get_fragmentation_rate(run_length)` from counters that are kept from the first call on.
+
+        Cost: O(1), for the first call and after ids were exchanged O(number of blocks); if fewer than
+        `run_length` are free, O(these). Each later change costs two searches more.
+        """
+        index = self.run_index
+        if index.is_stale:
+            self.rebuild_index()
+        num_runs = index.count_runs(run_length)
+        if index.num_free >= run_length:
+            return 1.0 - num_runs / (index.num_free // run_length)
+        ids = sorted(
+            [
+                block.block_id
+                for block in self.free_block_queue.get_all_free_blocks()
+                if block.owner is self.block_owner
+            ]
+        )
+        lengths: list[int] = []
+        last = -2
+        for block_id in ids:
+            if block_id == last + 1:
+                lengths[-1] += 1
+            else:
+                lengths.append(1)
+            last = block_id
+        return fragmentation.get_fragmentation_rate(lengths, run_length)
+
     def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
         """Return U(run_length), the share of free blocks unusable for runs of it, 0 to 1. O(all blocks)."""
         if not isinstance(run_length, int):

@@ -12,7 +12,7 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.block_copying import CopyBlocks
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import ControlError
@@ -78,7 +78,7 @@ class ControlledManager:
         self.manager = manager
         self.block_pool: BlockPoolCore = manager.block_pool
         self.lock: AbstractContextManager[object] = threading.RLock() if lock is None else lock
-        self.run_length = as_int("run_length", run_length)
+        self.run_length = as_count("run_length", run_length, 1)
         self.device_id = as_int("device_id", device_id)
         self._storage = storage
         self._copies_by_storage = copy is None and storage is not None
@@ -149,7 +149,7 @@ class ControlledManager:
 
         All that may be evicted if they do not suffice. Requests in a migration or a swap are not returned.
         """
-        num_blocks = as_int("num_blocks", num_blocks)
+        num_blocks = as_count("num_blocks", num_blocks)
         victims: list[RequestId] = []
         for report in reversed(self.describe_sequences().sequences):
             if num_blocks <= 0:

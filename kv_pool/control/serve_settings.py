@@ -11,7 +11,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.option import Option, describe_options, list_options
-from kv_pool.replay.settings import TRACE_BLOCK_SIZE
+from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import BUNDLED_TRACES
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -71,7 +71,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float, msgspec.Meta(gt=0), Option("Factor by which requests arrive faster than in the trace.")
     ] = 1.0
     trace_block_size: Annotated[_Count | None, TRACE_BLOCK_SIZE] = None
-    timestamp_unit: Annotated[Literal["ms", "s"], Option("Unit of the trace's timestamps: ms or s.")] = "ms"
+    timestamp_unit: Annotated[Literal["ms", "s", "us", "ns"], TIME_UNIT] = "ms"
     duration: Annotated[
         Annotated[float, msgspec.Meta(gt=0)] | None,
         Option("Stop after this many seconds. Default: run until Ctrl-C."),

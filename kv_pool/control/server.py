@@ -34,7 +34,14 @@ from kv_pool.control.messages import (
 )
 from kv_pool.control.node_reports import TierList
 from kv_pool.control.socket_lock import lock_socket
-from kv_pool.control.socket_path import make_folder, resolve_path
+from kv_pool.control.socket_path import (
+    get_default_folder,
+    is_dead,
+    make_folder,
+    remove_dead_sockets,
+    resolve_path,
+)
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName
 from kv_pool.migration.workers import Workers
@@ -67,6 +74,8 @@ class ControlServer:
     Raises:
         ControlError: the path cannot be a socket's.
 
+    A server at a default path also removes the sockets of killed servers from that folder.
+
     A compaction changes block ids. The engine of the pool must update its tables (`on_moved`), or read the
     ids of its sequences again after each compaction.
 
@@ -95,7 +104,7 @@ class ControlServer:
         self._tiers = tiers
         self._guard = nullcontext() if guard is None else guard
         self._timeout_s = timeout_s
-        self._max_clients = max_clients
+        self._max_clients = as_count("max_clients", max_clients, 1)
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,6 +168,8 @@ class ControlServer:
 
     def _listen(self) -> socket.socket:
         make_folder(self.path)
+        if self.path.parent == get_default_folder():
+            remove_dead_sockets()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with lock_socket(self.path, self._timeout_s):
@@ -187,15 +198,9 @@ class ControlServer:
             raise ControlError(
                 f"{self.path} is not a socket and was left unchanged; choose another path with --socket"
             )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(self._timeout_s)
-            try:
-                probe.connect(os.fspath(self.path))
-            except ConnectionRefusedError:
-                self.path.unlink()
-                return
-            except BlockingIOError:
-                pass  # The queue of connections is full: a server listens.
+        if is_dead(self.path, self._timeout_s):
+            self.path.unlink()
+            return
         raise ControlError(
             f"a pool is served at {self.path} already; stop its server, or choose another socket "
             "with --socket"

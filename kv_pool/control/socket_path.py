@@ -8,6 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from kv_pool.control.socket_lock import lock_socket
 from kv_pool.errors import ControlError
 from kv_pool.ids import NodeName
 
@@ -41,6 +42,37 @@ def list_nodes() -> list[NodeName]:
             probe.connect(os.fspath(path))
             names.append(NodeName(path.name[len(_PREFIX) : -len(_SUFFIX)]))
     return sorted(names)
+
+
+def is_dead(path: Path, timeout_s: float) -> bool:
+    """Return True if no server listens at the socket at `path`. Raises OSError if that remains unknown."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+        except BlockingIOError:
+            pass  # The queue of connections is full: a server listens.
+    return False
+
+
+def remove_dead_sockets() -> None:
+    """Remove this user's sockets in the default folder whose servers have been killed.
+
+    A server holds the lock of its socket until it listens, and is not mistaken for a dead one before that.
+    """
+    for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError, ControlError):
+            if _is_own_socket(path) and is_dead(path, _PROBE_S):
+                with lock_socket(path, 0.0):
+                    if _is_own_socket(path) and is_dead(path, _PROBE_S):
+                        path.unlink()
+
+
+def _is_own_socket(path: Path) -> bool:
+    found = path.lstat()
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
 
 
 def find_path(path: str | Path | None, node: NodeName | None, not_node: NodeName | None = None) -> Path:

@@ -45,6 +45,19 @@ def as_int(name: str, value: Any) -> int:
     refuse_type(name, value, "int")
 
 
+def as_count(name: str, value: Any, least: int = 0) -> int:
+    """Return a count of any integer type as an int.
+
+    Raises:
+        InvalidTypeError: the value is not an integer.
+        InvalidArgumentError: it is less than `least`.
+    """
+    count = as_int(name, value)
+    if count < least:
+        raise InvalidArgumentError(f"{name} is {count}; it is a count, {least} or more")
+    return count
+
+
 def as_small_int(name: str, value: Any, expected: str) -> int:
     """Return an integer as an int in -2**62..2**62-1, which compiled code stores unboxed.
 

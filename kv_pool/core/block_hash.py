@@ -9,7 +9,13 @@ from typing import Any
 import xxhash
 
 from kv_pool.core.arguments import as_int, as_list, check_type, refuse_type
-from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, ExtraKeysWalk, has_extra_keys
+from kv_pool.core.extra_keys import (
+    CacheableRequest,
+    ExtraKeys,
+    ExtraKeysWalk,
+    find_adapter_load,
+    has_extra_keys,
+)
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, TokenIds
@@ -23,6 +29,12 @@ _FLAT_TYPES = (str, int, float, bytes, bytearray, type(None))
 
 _VLLM_SEED = "vllm-none-hash"
 _PROCESS_SEED = os.urandom(32).hex()
+_random_roots: list[BlockHash] = []
+
+
+def find_random_root() -> BlockHash | None:
+    """Return the root of this process's hashers with a random seed; None if it has made none."""
+    return _random_roots[0] if _random_roots else None
 
 
 class BlockHasher:
@@ -99,6 +111,8 @@ class BlockHasher:
             secret = hashlib.sha256(b"kv_pool xxh3_128 " + _encode_seed(text)).digest()
             self.root = BlockHash(secret[:16])
             self._xxh3_seed = int.from_bytes(secret[16:24], "big")
+            if seed is None:
+                _random_roots[:] = [self.root]
 
     def hash_blocks(
         self,
@@ -173,7 +187,7 @@ class BlockHasher:
         """Return the hashes of the full blocks that `request.block_hashes` does not cover yet.
 
         Changes nothing. Hashes only the new blocks, and also checks the tokens of a partial last block.
-        Raises: as `hash_blocks`.
+        Raises: as `hash_blocks`, and InvalidArgumentError for hashes of more tokens than the request has.
         """
         unchecked: Any = request
         try:
@@ -181,14 +195,21 @@ class BlockHasher:
         except AttributeError:
             refuse_type("request", request, "a request")
         start = len(known) * self.block_size
+        if start > len(request.all_token_ids):
+            raise InvalidArgumentError(
+                f"the request has {len(request.all_token_ids)} tokens but hashes for {start}; withdraw "
+                "tokens together with their hashes, as Request.truncate() does"
+            )
         token_ids = request.all_token_ids[start:]
         num_blocks = len(token_ids) // self.block_size
         extra_keys: list[ExtraKeys | None] = []
         if num_blocks and has_extra_keys(request):
             covered = self.block_size + self.num_lookahead_tokens
             walk = ExtraKeysWalk(request)
+            load = find_adapter_load(request, self.algorithm != "sha256_cbor")
             for first in range(start, start + num_blocks * self.block_size, self.block_size):
-                extra_keys.append(walk.find(first, first + covered))
+                keys = walk.find(first, first + covered)
+                extra_keys.append(keys if load is None or keys is None else (*keys, load))
         return self.hash_blocks(token_ids, known[-1] if known else None, extra_keys)
 
 

@@ -12,6 +12,10 @@ A request with salts by region, which vLLM does not have, has two other kinds (s
 
 - `("media", identifier, offset, length)` instead of `mm`;
 - `("salt_region", salt, offset)` in the block in which a region starts, after `cache_salt`.
+
+Hashes, but not events, also cover `("adapter_load", version or id)` as the last key of each block of a
+request with an adapter: an adapter that is loaded again under its name may have other weights. vLLM's hashes
+do not, so `sha256_cbor` has it only for an adapter with a `version`.
 """
 
 import hashlib
@@ -38,7 +42,7 @@ class CacheableRequest(Protocol):
 
     @property
     def lora_request(self) -> Any:
-        """None, or an object with `adapter_id`, `name`, `lora_name`, `lora_path`."""
+        """None, or an object with `adapter_id`, `name`, `lora_name`, `lora_path`; optional: `version`."""
 
     @property
     def mm_features(self) -> Sequence[Any] | None:
@@ -62,6 +66,20 @@ def has_extra_keys(request: CacheableRequest) -> bool:
     if hasattr(request, "prompt_embeds") and unchecked.prompt_embeds is not None:
         return True
     return hasattr(request, "salt_regions") and bool(unchecked.salt_regions)
+
+
+def find_adapter_load(request: CacheableRequest, includes_id: bool) -> tuple[Any, ...] | None:
+    """Return the key that tells apart two loads of one adapter: by its version, else by its id.
+
+    None without an adapter, and for an adapter without a version unless `includes_id`.
+    """
+    lora = request.lora_request
+    if not lora:
+        return None
+    load: Any = getattr(lora, "version", None)
+    if load is None and includes_id:
+        load = getattr(lora, "adapter_id", None)
+    return None if load is None else ("adapter_load", load if isinstance(load, str) else int(load))
 
 
 class ExtraKeysWalk:
@@ -195,7 +213,22 @@ def check_announceable(request: CacheableRequest) -> None:
 
 
 def untag_extra_keys(keys: ExtraKeys | None) -> tuple[Any, ...] | None:
-    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salts, digest."""
+    """Return the keys as events carry them: adapter name, `(identifier, offset)`, salt, digest.
+
+    With salts by region, the length follows the pair of a multimodal input, and the offset of a region
+    follows its salt. Both are integers of their own: readers of vLLM's events accept no longer arrays.
+    """
     if keys is None:
         return None
-    return tuple(key[1:3] if key[0] in ("mm", "media") else key[1] for key in keys)
+    untagged: list[Any] = []
+    for key in keys:
+        kind: str = key[0]
+        if kind == "mm":
+            untagged.append(key[1:3])
+        elif kind == "media":
+            untagged += (key[1:3], key[3])
+        elif kind == "salt_region":
+            untagged += key[1:3]
+        else:
+            untagged.append(key[1])
+    return tuple(untagged)

@@ -90,7 +90,7 @@ def free_all(
         if numbered is not None:
             numbered.cut(listed, num_back, num_front, front_first)
         if foreign is not None:
-            by_pool = group_by_pool(foreign)
+            by_pool = group_by_pool(pool, foreign)
         pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
         is_freed = True
         if empties:
@@ -201,9 +201,7 @@ def unpin_all(
         raise_typed(error, listed, "unpin_blocks()")
 
 
-def group_by_pool(
-    blocks: list[KVCacheBlock],
-) -> dict[int, tuple[Any, list[KVCacheBlock]]]:
+def group_by_pool(own: PoolState, blocks: list[KVCacheBlock]) -> dict[int, tuple[Any, list[KVCacheBlock]]]:
     """Group blocks of other pools by pool, in order of appearance. Raise if one may not be freed."""
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] = {}
     references: dict[int, int] = {}
@@ -211,6 +209,11 @@ def group_by_pool(
         pool = block.owner()
         if pool is None:
             raise InvalidBlockError(f"block {block.block_id} belongs to a pool that was deleted")
+        if pool is own:
+            raise InvalidBlockError(
+                f"block {block.block_id} is of this pool, but its owner is not the pool's block_owner; do "
+                "not assign either of them"
+            )
         left = references.get(id(block), block.ref_cnt) - 1
         if left < 0:
             raise InvalidBlockError(

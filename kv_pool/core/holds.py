@@ -52,6 +52,10 @@ class HoldReport(NamedTuple):
     has_references: bool
 
 
+HoldSpan = tuple[float, float, list[KVCacheBlock]]
+"""Blocks of a hold with their start and deadline, times of the pool's clock; `NEVER` without a deadline."""
+
+
 class Hold(TimedItem):
     """A hold on blocks, with a reason, until `release` or a deadline. Made by `BlockPool.hold`.
 
@@ -63,6 +67,8 @@ class Hold(TimedItem):
         is_movable: compaction may change the ids of the blocks.
         is_quarantined_late: at the deadline the hold is quarantined instead of released.
         since: when the hold was made, a time of the pool's clock.
+        list_spans: returns the blocks by start and deadline, if the hold's owner adds and removes each at a
+            time of its own; None if all have those of the hold.
         state: see `HoldState`.
     """
 
@@ -72,6 +78,7 @@ class Hold(TimedItem):
         "_book",
         "is_movable",
         "is_quarantined_late",
+        "list_spans",
         "reason",
         "since",
         "state",
@@ -83,6 +90,7 @@ class Hold(TimedItem):
         self.is_movable: bool = is_movable
         self.is_quarantined_late: bool = is_quarantined_late
         self.since: float = book.clock()
+        self.list_spans: Callable[[], list[HoldSpan]] | None = None
         self.state: HoldState = HoldState.OPEN
         self._book: BlockHolds = book
         self._blocks: dict[KVCacheBlock, None] = {}
@@ -107,9 +115,16 @@ class Hold(TimedItem):
         """Whether the hold has references."""
         return len(self._blocks) > 0
 
-    def report(self) -> HoldReport:
-        """Return the report about this hold, the same for each of its blocks."""
-        return HoldReport(self.reason, self.since, self.until, self.is_movable, self.state, True)
+    def list_reports(self) -> list[tuple[HoldReport, list[KVCacheBlock]]]:
+        """Return a report about the blocks, with the blocks; several if `list_spans` has several spans."""
+        listing = self.list_spans
+        spans = [(self.since, self.changes_at, list(self._blocks))] if listing is None else listing()
+        reports: list[tuple[HoldReport, list[KVCacheBlock]]] = []
+        for since, changes_at, blocks in spans:
+            until = None if changes_at == NEVER else changes_at
+            report = HoldReport(self.reason, since, until, self.is_movable, self.state, True)
+            reports.append((report, blocks))
+        return reports
 
     def contains(self, block: KVCacheBlock) -> bool:
         """Return True if the hold has a reference to the block. O(1)."""
@@ -274,7 +289,10 @@ class BlockHolds:
 
     def explain(self, block: KVCacheBlock) -> list[HoldReport]:
         """Implement `BlockPool.explain_holds`."""
-        reports = [hold.report() for hold in self._open if hold.contains(block)]
+        reports: list[HoldReport] = []
+        for hold in self._open:
+            if hold.contains(block):
+                reports += [report for report, blocks in hold.list_reports() if block in blocks]
         for places in self._places:
             since = places.get_blocks().get(block)
             if since is not None:

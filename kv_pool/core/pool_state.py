@@ -8,6 +8,7 @@ from weakref import ref
 
 from mypy_extensions import i32, i64, mypyc_attr
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import BandPolicy, EvictionOrder
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
@@ -91,7 +92,7 @@ class PoolState:
         self.hash_block_size: int = hash_block_size
         self.enable_kv_cache_events: bool = enable_kv_cache_events
         self.metrics_collector: BlockObserver | None = metrics_collector
-        self.num_hash_lookahead_tokens: int = num_hash_lookahead_tokens
+        self.num_hash_lookahead_tokens: int = as_count("num_hash_lookahead_tokens", num_hash_lookahead_tokens)
         self.medium: str = medium
         self.stored_type: Any = event_types.stored
         self.removed_type: Any = event_types.removed
@@ -117,7 +118,8 @@ class PoolState:
         self._unfinished_blocks: list[KVCacheBlock] = []
         self._unfinished_hashes: list[BlockHash] = []
         self._unfinished_suffix: bytes = b""
-        self.block_owner: Any = ref(self)
+        # Compiled, a Final attribute cannot be assigned from outside: blocks compare it with their own.
+        self.block_owner: Final[Any] = ref(self)
         for block in blocks:
             block.owner = self.block_owner
         # The cyclic GC untracks a tuple of objects without GC headers at its first visit (but never a list).

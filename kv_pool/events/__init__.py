@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ReceivedBatch,
         StreamCounts,
         StreamItem,
+        StreamSource,
     )
     from kv_pool.events.stream_state import StreamState
     from kv_pool.events.subscriber import KVEventSubscriber, SubscriberStatistics
@@ -65,6 +66,7 @@ else:
                 "PublisherRestarted",
                 "PublisherSilent",
                 "StreamItem",
+                "StreamSource",
                 "StreamCounts",
             ),
             "kv_pool.events.stream_state": ("StreamState",),
@@ -91,6 +93,7 @@ __all__ = [
     "PublisherRestarted",
     "PublisherSilent",
     "StreamItem",
+    "StreamSource",
     "StreamCounts",
     "PrefixMirror",
     "MirrorCounts",

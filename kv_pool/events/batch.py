@@ -74,7 +74,7 @@ class DecodedBatch:
         for event in self.unread_events:
             if isinstance(event, _UnreadStored):
                 try:
-                    event.token_ids = _TOKENS_DECODER.decode(event.token_ids)  # type: ignore[assignment]
+                    event.token_ids = _read_token_ids(event.token_ids)  # type: ignore[assignment]
                 except _UNREADABLE as error:
                     self.num_dropped += 1
                     self.first_drop_reason = self.first_drop_reason or f"{error} - at `$.token_ids`"
@@ -128,8 +128,10 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     """Decode a batch from any known publisher. Invalid events are dropped one by one.
 
     Accepted: two or more elements, with the rank omitted or nil; an integer `ts`; hashes as integers (signed
-    or unsigned) or bytes; maps in any key order and with unknown keys; `lora_id`, `lora_name` and `medium`
-    omitted; arrays with the class name first and unknown elements at the end.
+    or unsigned) or bytes, but not as text; maps in any key order and with unknown keys; `lora_id`,
+    `lora_name` and `medium` omitted; arrays with the class name first and unknown elements at the end.
+    Tokens in groups, such as the pairs that SGLang sends with EAGLE, and nil are read as no tokens: these
+    blocks are identified by their hashes.
 
     Raises:
         EventStreamError: the payload is not a batch.
@@ -160,6 +162,14 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
     return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank, has_raw_tokens=True)
 
 
+def read_rank(payload: bytes) -> int | None:
+    """Return the data-parallel rank of an encoded batch; None if it has none or is no batch."""
+    try:
+        return _RANK_DECODER.decode(payload).data_parallel_rank
+    except _UNREADABLE:
+        return None
+
+
 class _UnreadStored(BlockStored, tag="BlockStored"):
     """A `BlockStored` whose tokens are not decoded yet."""
 
@@ -185,6 +195,14 @@ class _RawBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class _Envelope(msgspec.Struct, array_like=True):
+    """A batch of which only the rank is read."""
+
+    ts: msgspec.Raw
+    events: msgspec.Raw
+    data_parallel_rank: int | None = None
+
+
 _LARGE_BYTES = 100_000
 """From this size on, decoding in one C call blocks other threads for longer than Python's switch interval."""
 
@@ -194,7 +212,9 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
 _RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
+_RANK_DECODER = msgspec.msgpack.Decoder(_Envelope)
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
+_GROUPED_DECODER = msgspec.msgpack.Decoder(list[list[int]] | None)
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 _EVENT_TYPES: dict[str, type[KVCacheEvent]] = {
@@ -279,7 +299,33 @@ def _read_event(raw: Any) -> KVCacheEvent:
         raise EventStreamError(f"an event has the unknown type {name!r:.80}")
     if event_type is not AllBlocksCleared:
         fields = dict.fromkeys(_LATER_FIELDS) | fields
-    return msgspec.convert(fields, event_type)
+    if event_type is BlockStored and _has_no_tokens(fields.get("token_ids")):
+        fields["token_ids"] = []
+    # Without `builtin_types`, text would be decoded as base64 where a hash may be bytes.
+    return msgspec.convert(fields, event_type, builtin_types=(bytes,))
+
+
+def _has_no_tokens(found: Any) -> bool:
+    """Return True for token ids that stand for no tokens: nil, or groups of tokens."""
+    try:
+        msgspec.convert(found, list[list[int]] | None)
+    except _UNREADABLE:
+        return False
+    return True
+
+
+def _read_token_ids(raw: msgspec.Raw) -> list[int]:
+    """Return the tokens of a store; [] if they stand for no tokens. Raises the error of other values."""
+    try:
+        return _TOKENS_DECODER.decode(raw)
+    except _UNREADABLE:
+        try:
+            _GROUPED_DECODER.decode(raw)
+        except _UNREADABLE:
+            pass
+        else:
+            return []
+        raise
 
 
 def _is_number(value: Any) -> bool:

@@ -21,7 +21,7 @@ uses no sockets and no clock.
 If requests are not answered, the missing batches are reported as lost and the stream continues live. From
 then on all that the publisher has is requested, with growing pauses, until it answers: with a snapshot, or
 with batches from before the loss, which are read again after a clear. Live batches do not wait for these
-requests.
+requests, and further gaps are lost at once.
 """
 
 from dataclasses import replace
@@ -42,6 +42,7 @@ from kv_pool.events.stream_items import (
     ReceivedBatch,
     StreamCounts,
     StreamItem,
+    StreamSource,
 )
 
 _MAX_HEALING_WAITS = 64
@@ -62,6 +63,7 @@ class Continuity:
         replay_timeout_s: a request is repeated after this long without a reply.
         max_attempts: after this many requests in a row without a new batch, the missing batches are lost;
             healing starts `replay_timeout_s` later. Its pauses double, up to 64 times `replay_timeout_s`.
+            Until a request is answered, a new connection is followed by one request only, and a gap by none.
         silence_after_s: after this long without a message the publisher is probed, then reported as silent.
             None for publishers without heartbeats.
         max_queued, max_queued_bytes: bounds on the live batches queued during a replay; beyond them the
@@ -69,6 +71,9 @@ class Continuity:
         settle_s: delay of the request after the start and after each connection. After the first connection
             a live batch ends the delay; after a later one the batch may be from the previous incarnation.
             None to send the request at once.
+
+    Attributes:
+        source: the publisher, which the items name.
 
     After an answer the queued batches are returned in portions: call `take_queued` while `has_ready`.
     Memory: at most `max_queued` payloads with `max_queued_bytes` in total, plus `ReplayedBatches`.
@@ -91,6 +96,8 @@ class Continuity:
         self.silence_after_s = silence_after_s
         self.request: BatchRequest | None = None
         self.is_silent = False
+        self.source = StreamSource()
+        self._rank: int | None = None
         self._counts = StreamCounts()
         self._queued = QueuedBatches(max_queued, max_queued_bytes)
         self._last_message_at = now
@@ -234,7 +241,7 @@ class Continuity:
             if self._healing.is_due(now):
                 self._ask_to_heal(now)
                 return []
-            if self.can_replay:
+            if self.can_replay and not self.is_incomplete:
                 self._ask(now, is_probe=True)
                 return []
             return [self._fall_silent(now)]
@@ -268,9 +275,10 @@ class Continuity:
         """
         if not self.can_replay:
             return []
+        is_unanswered = self._was_connected and self.is_incomplete
+        self._num_fruitless = self.max_attempts - 1 if is_unanswered else 0
         self._is_doubtful = self._was_connected
         self._was_connected = True
-        self._num_fruitless = 0
         self._queued.clear()
         self._settle_and_ask(now)
         return []
@@ -308,7 +316,8 @@ class Continuity:
         """Handle a live batch when the expected sequence, `first`, is at most `sequence`."""
         items: list[StreamItem] = []
         if sequence > first:
-            if self.can_replay and self._num_fruitless < min(self.max_attempts, 2):
+            is_worth_asking = self._num_fruitless < min(self.max_attempts, 2) and not self.is_incomplete
+            if self.can_replay and is_worth_asking:
                 self._queued.put_back(sequence, payload)
                 return self._ask(now)
             items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
@@ -330,12 +339,14 @@ class Continuity:
         except EventStreamError:
             self._counts.num_malformed += 1
             return [self._lose(sequence, sequence)]
+        if batch.data_parallel_rank != self._rank:
+            self._check_rank(batch.data_parallel_rank)
         self._counts.num_batches += 1
         self._counts.num_replayed += is_replayed
         self._counts.num_dropped_events += batch.num_dropped
         if is_read_again:
             batch = DecodedBatch(batch.ts, [AllBlocksCleared(), *batch.events], batch.data_parallel_rank)
-        item = ReceivedBatch(sequence, batch, is_replayed)
+        item = ReceivedBatch(sequence, batch, is_replayed, self.source)
         if item.is_reset and not is_read_again:
             self._known_since = 0
         elif self._known_since is None or is_read_again:
@@ -344,6 +355,14 @@ class Continuity:
             self._counts.num_heals += 1
             self._healing.end()
         return [item]
+
+    def _check_rank(self, rank: int | None) -> None:
+        if self._rank is not None and rank is not None:
+            raise EventStreamError(
+                f"publishers with ranks {self._rank} and {rank} send under the topic {self.source.topic!r}; "
+                "give each publisher a topic, or an endpoint"
+            )
+        self._rank = rank
 
     def _take_snapshot(self, sequence: int, payload: bytes) -> list[StreamItem]:
         """Handle a snapshot, which replaces all batches up to its number."""
@@ -408,7 +427,7 @@ class Continuity:
         self._num_fruitless = 0
         self._known_since = None
         self._counts.num_restarts += 1
-        return PublisherRestarted()
+        return PublisherRestarted(self.source)
 
     def _lose(self, first: int, last: int, is_healed: bool = False) -> StreamItem:
         if is_healed:
@@ -416,7 +435,7 @@ class Continuity:
         else:
             self._counts.num_lost += last - first + 1
             self._known_since = None
-        return BatchesLost(first, last, is_healed)
+        return BatchesLost(first, last, is_healed, self.source)
 
     def _ask(self, now: float, is_overlapping: bool = True, is_probe: bool = False) -> list[StreamItem]:
         """Request the next batches, starting with the last batch received if overlapping."""
@@ -447,4 +466,4 @@ class Continuity:
     def _fall_silent(self, now: float) -> StreamItem:
         self.is_silent = True
         self._counts.num_silences += 1
-        return PublisherSilent(now - self._last_message_at)
+        return PublisherSilent(now - self._last_message_at, self.source)

@@ -1,14 +1,19 @@
 """ZeroMQ endpoints: bind or connect, the ports of data-parallel ranks, loopback addresses."""
 
+import errno
+import ipaddress
+import os
 import re
+import socket
+import stat
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import EndpointError, InvalidArgumentError
 
 MAX_PORT = 65535
 
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\[\]:]+|::|::1):(?P<port>\d{1,5}|\*)")
-_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost|\[?::1\]?")
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost")
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -29,12 +34,45 @@ def should_bind(endpoint: str) -> bool:
     """Return True if a publisher binds this endpoint by default, False if it connects to it.
 
     As in vLLM, it binds ipc, inproc and addresses with `*` or `::`, and connects to other hosts. Unlike vLLM,
-    it also binds loopback addresses and 0.0.0.0, where vLLM connects to a subscriber that binds them.
+    it also binds loopback addresses, 0.0.0.0 and its IPv6 form, where vLLM connects to a subscriber that
+    binds them.
     """
     if "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
+    address = _parse_ipv6(host)
+    if address is not None and address.is_unspecified:
+        return True
     return host == "0.0.0.0" or is_loopback(endpoint)
+
+
+def check_unused(endpoint: str) -> None:
+    """Check that an ipc endpoint may be bound; ZeroMQ would replace any file at its path.
+
+    Raises:
+        EndpointError: another socket listens there, or the file is no socket.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith(("@", "*")):  # abstract names, and names that ZeroMQ chooses
+        return
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return
+    if not is_socket:
+        raise EndpointError(errno.EEXIST, f"cannot bind {endpoint}: a file that is no socket has this path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):  # left by a process that has ended
+            return
+        except OSError:  # a socket of another user, or a busy one
+            pass
+    raise EndpointError(
+        errno.EADDRINUSE,
+        f"cannot bind {endpoint}: another process or object listens there; close it, or use another path",
+    )
 
 
 def is_loopback(endpoint: str) -> bool:
@@ -42,12 +80,21 @@ def is_loopback(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
-    return _LOOPBACK.fullmatch(host) is not None
+    address = _parse_ipv6(host)
+    return _LOOPBACK.fullmatch(host) is not None if address is None else address.is_loopback
 
 
 def is_ipv6(endpoint: str) -> bool:
     """Return True if the endpoint needs ZeroMQ's IPv6 option."""
-    return endpoint.startswith("tcp://") and "::" in endpoint
+    return endpoint.startswith("tcp://") and ":" in _split_tcp(endpoint)[0]
+
+
+def _parse_ipv6(host: str) -> ipaddress.IPv6Address | None:
+    """Return the address of an IPv6 host, with or without brackets; None for other hosts."""
+    try:
+        return ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
 
 
 def offset_endpoint(endpoint: str, rank: int) -> str:

@@ -1,16 +1,30 @@
 """`follow`: apply a subscriber's items to a mirror, which then matches the publisher's cache."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 
 from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, ReceivedBatch, StreamItem
+from kv_pool.events.stream_items import (
+    BatchesLost,
+    PublisherRestarted,
+    ReceivedBatch,
+    StreamItem,
+    StreamSource,
+)
+
+_Id = str | Callable[[StreamSource], str]
 
 
-def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str) -> Iterator[StreamItem]:
+def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: _Id) -> Iterator[StreamItem]:
     """Apply each item to the mirror, then yield it.
 
         for item in follow(mirror, subscriber, "engine-1"):
             ...                       # the mirror is up to date as of this item
+
+        for item in follow(mirror, subscriber, lambda source: source.topic):
+            ...                       # the same with a publisher of the mirror for each topic
+
+    Several publishers of one subscriber may share an id: the mirror then has the blocks of all, and forgets
+    them all when one restarts, is cleared, or loses batches.
 
     See `apply_item` for the effect of a loss.
     """
@@ -20,7 +34,7 @@ def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str)
 
 
 async def follow_async(
-    mirror: PrefixMirror, items: AsyncIterable[StreamItem], publisher_id: str
+    mirror: PrefixMirror, items: AsyncIterable[StreamItem], publisher_id: _Id
 ) -> AsyncIterator[StreamItem]:
     """Apply items as `follow` does, in an event loop: `async for item in follow_async(mirror, items, "a")`.
 
@@ -32,7 +46,7 @@ async def follow_async(
         yield item
 
 
-def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: str) -> None:
+def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: _Id) -> None:
     """Apply one item of a stream.
 
     After a loss or a restart the publisher's blocks are forgotten: a lost batch may have removed any of them.
@@ -40,6 +54,8 @@ def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: str) -> Non
     that is healed by a snapshot changes nothing: the snapshot begins with a clear. The blocks of a silent
     publisher are kept: the router decides whether to send it requests.
     """
+    if not isinstance(publisher_id, str):
+        publisher_id = publisher_id(item.source)
     match item:
         case ReceivedBatch():
             mirror.apply(publisher_id, item.batch.unread_events)

@@ -228,11 +228,13 @@ class PrefixMirror:
 
         The result counts tokens, not blocks, since publishers may have different block sizes. Works with any
         hash of the engines: the mirror identifies blocks by their tokens and their parent. Blocks stored
-        without tokens or after an unknown parent are not found; lookahead tokens are ignored.
+        without tokens, after an unknown parent, or with an adapter's number but not its name are not found;
+        lookahead tokens are ignored.
 
         Args:
             extra_keys: per block, as in `BlockStored.extra_keys`: (identifier, offset) of multimodal inputs,
-                the salt (first block only). The adapter's name may be omitted.
+                the salt (first block only); with salts by region, the salt and the offset of each region, and
+                the length of a multimodal input after its pair. The adapter's name may be omitted.
         Raises:
             InvalidArgumentError: the mirror was created without `learns_tokens`.
             InvalidArgumentError, InvalidTypeError: an invalid token.

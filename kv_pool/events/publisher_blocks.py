@@ -331,6 +331,9 @@ class PublisherTables:
     ) -> list[Any] | None:
         """Return the token keys of the event's blocks; None if they cannot be computed."""
         counts = publisher.counts
+        lora_name = event.lora_name
+        if lora_name is None and event.lora_id:
+            return None  # the adapter's name, which is part of the key, is unknown; 0 means no adapter
         token_ids = event.token_ids
         if isinstance(token_ids, msgspec.Raw):
             token_ids = bytes(token_ids)
@@ -350,7 +353,6 @@ class PublisherTables:
             publisher.block_sizes.add(block_size)
             self._num_by_block_size[block_size] = self._num_by_block_size.get(block_size, 0) + 1
             self.block_sizes = tuple(self._num_by_block_size)
-        lora_name = event.lora_name
         parent: Any
         if event.parent_block_hash is None:
             parent = root_key(lora_name)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_key_pair
-from kv_pool.events.endpoints import is_ipv6, should_bind
+from kv_pool.events.endpoints import check_unused, is_ipv6, should_bind
 from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.zmq_module import zmq
 
@@ -108,6 +108,7 @@ class PublisherSockets:
                 self.connections.add_address(endpoint)
                 socket.connect(endpoint)
                 return endpoint
+            check_unused(endpoint)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             verb = "bind" if binds else "connect to"

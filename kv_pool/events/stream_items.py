@@ -1,9 +1,26 @@
 """The items of a subscriber's event stream, its replay requests and its counters."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
+from typing import NamedTuple
 
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.events.batch import DecodedBatch
+
+
+class StreamSource(NamedTuple):
+    """The publisher of an item, as far as messages tell it apart.
+
+    Attributes:
+        topic: the topic of its messages.
+        rank: its data-parallel rank, for subscribers that bind and request no replays; otherwise None.
+    """
+
+    topic: str = ""
+    rank: int | None = None
+
+
+_UNKNOWN = StreamSource()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +33,13 @@ class ReceivedBatch:
         batch: the decoded payload. If the stream is read again to heal an earlier loss, the first batch
             begins with an `AllBlocksCleared` that the subscriber added.
         is_replayed: whether the batch was requested rather than received live.
+        source: the publisher.
     """
 
     sequence: int
     batch: DecodedBatch
     is_replayed: bool = False
+    source: StreamSource = field(default=_UNKNOWN, compare=False, repr=False)
 
     @property
     def is_reset(self) -> bool:
@@ -41,11 +60,14 @@ class BatchesLost:
     first: int
     last: int
     is_healed: bool = False
+    source: StreamSource = field(default=_UNKNOWN, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherRestarted:
     """The publisher has restarted: state from its earlier batches is no longer valid."""
+
+    source: StreamSource = field(default=_UNKNOWN, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +78,7 @@ class PublisherSilent:
     """
 
     num_seconds: float
+    source: StreamSource = field(default=_UNKNOWN, compare=False, repr=False)
 
 
 StreamItem = ReceivedBatch | BatchesLost | PublisherRestarted | PublisherSilent
@@ -116,3 +139,8 @@ class StreamCounts:
     num_timeouts: int = 0
     num_silences: int = 0
     num_heals: int = 0
+
+
+def sum_counts(several: Iterable[StreamCounts]) -> StreamCounts:
+    """Return the counters of several streams together."""
+    return StreamCounts(*map(sum, zip(*map(astuple, several), strict=True)))

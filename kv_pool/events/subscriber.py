@@ -9,16 +9,30 @@ from types import TracebackType
 from typing import Any, Self
 
 from kv_pool.errors import EventStreamError, InvalidArgumentError
+from kv_pool.events.batch import read_rank
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint
 from kv_pool.events.sequence_frames import END_OF_REPLAY, MAX_SEQUENCE, unpack_sequence
-from kv_pool.events.stream_items import BatchRequest, StreamCounts, StreamItem
+from kv_pool.events.stream_items import (
+    BatchRequest,
+    PublisherRestarted,
+    StreamCounts,
+    StreamItem,
+    StreamSource,
+    sum_counts,
+)
 from kv_pool.events.subscriber_sockets import READ_AT_ONCE, READ_BYTES_AT_ONCE, SubscriberSockets
 from kv_pool.events.zmq_module import zmq
 
 DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
 """A snapshot of 100,000 blocks of 128 tokens has about 70 MB."""
+
+MAX_PUBLISHERS = 4096
+"""Bound on the publishers of one subscriber: each takes about 3 kB."""
+
+MAX_RESTARTS_PER_CONNECTION = 2
+"""A publisher that restarts connects again; more restarts under one topic and rank show two publishers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +40,16 @@ class SubscriberStatistics:
     """The counters and the state of a subscriber.
 
     Attributes:
-        counts: the counters of the stream.
-        next_sequence: sequence of the next batch; None if it is unknown.
+        counts: the counters of the stream, of all publishers together.
+        next_sequence: sequence of the next batch; None if it is unknown, or with several publishers.
         is_recovering: whether missed batches are being requested; live batches are queued meanwhile.
         is_incomplete: whether batches may be missing because requests were unanswered; requests will be
             repeated.
         is_silent: see `PublisherSilent`.
         num_queued: live batches queued until the answer is complete.
         num_connections: number of times that the live connection was established.
-        num_unreadable: messages with invalid frames.
+        num_unreadable: messages with invalid frames, or of more than `MAX_PUBLISHERS` publishers.
+        publishers: the publishers that have sent messages.
     """
 
     counts: StreamCounts
@@ -45,6 +60,7 @@ class SubscriberStatistics:
     num_queued: int
     num_connections: int
     num_unreadable: int
+    publishers: tuple[StreamSource, ...] = ()
 
 
 class KVEventSubscriber:
@@ -62,11 +78,14 @@ class KVEventSubscriber:
     `Continuity`). Without a replay endpoint each gap is a loss, and a restart is noticed only if the sequence
     decreases. Works with publishers of kv_pool and of vLLM.
 
+    Several publishers may connect to a subscriber that binds: each topic, and each rank under it, is a stream
+    with its own sequence, named by the items' `source`. Behind a proxy only topics are told apart.
+
     Args:
         endpoint: the publisher's PUB socket; ZeroMQ retries the connection until it exists.
         replay_endpoint: the publisher's ROUTER socket; None for no replay.
         topic: receive only batches whose topic has this prefix.
-        binds: bind `endpoint` instead of connecting, for publishers that connect.
+        binds: bind `endpoint` instead of connecting, for publishers that connect, as llm-d's do.
         replay_timeout_s, max_attempts, silence_after_s, max_queued, max_queued_bytes: see `Continuity`.
         hwm: number of live batches that ZeroMQ queues between iterations; more are dropped and requested
             later.
@@ -79,6 +98,8 @@ class KVEventSubscriber:
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
         InvalidArgumentError: an invalid endpoint or key. Nothing is left open.
+        EventStreamError: while iterating, two publishers send under the same topic and rank, or a second one
+            sends although there is a replay endpoint, which is of one publisher.
 
     One thread or task iterates at a time; `close` may be called from any.
     """
@@ -105,10 +126,15 @@ class KVEventSubscriber:
         if replay_endpoint is not None:
             check_endpoint(replay_endpoint)
         check_bounds(
-            max_queued=max_queued, max_queued_bytes=max_queued_bytes, max_message_bytes=max_message_bytes
+            max_attempts=max_attempts,
+            max_queued=max_queued,
+            max_queued_bytes=max_queued_bytes,
+            max_message_bytes=max_message_bytes,
         )
         self.replay_endpoint = replay_endpoint
         self._clock = clock
+        self._binds = binds
+        self._silence_after_s = silence_after_s
         self._machine = Continuity(
             replay_endpoint is not None,
             clock(),
@@ -118,6 +144,10 @@ class KVEventSubscriber:
             max_queued,
             max_queued_bytes,
         )
+        # The streams by topic and rank. The first publisher is the one that `_machine` requests batches of.
+        self._machines: dict[tuple[bytes, int | None], Continuity] = {}
+        # Restarts since the last connection.
+        self._num_restarts: dict[StreamSource, int] = {}
         self._ready: deque[StreamItem] = deque()
         self._asked: BatchRequest | None = None
         self._num_connections = 0
@@ -191,15 +221,17 @@ class KVEventSubscriber:
     def get_statistics(self) -> SubscriberStatistics:
         """Return the counters and the state. May be called from any thread."""
         machine = self._machine
+        machines = self._list_machines()
         return SubscriberStatistics(
-            counts=machine.get_counts(),
-            next_sequence=machine.expected,
+            counts=sum_counts(one.get_counts() for one in machines),
+            next_sequence=machine.expected if len(machines) == 1 else None,
             is_recovering=machine.is_recovering,
             is_incomplete=machine.is_incomplete,
-            is_silent=machine.is_silent,
+            is_silent=all(one.is_silent for one in machines),
             num_queued=machine.num_queued,
             num_connections=self._num_connections,
             num_unreadable=self._num_unreadable,
+            publishers=tuple(one.source for one in list(self._machines.values())),
         )
 
     def close(self) -> None:
@@ -245,7 +277,8 @@ class KVEventSubscriber:
     def _find_wait_s(self) -> float | None:
         if self._machine.has_ready:
             return 0.0
-        times = [one for one in (self._machine.deadline, self._sockets.reconnect_at) if one is not None]
+        deadlines = [one.deadline for one in self._list_machines()]
+        times = [one for one in (*deadlines, self._sockets.reconnect_at) if one is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _wait_and_read(self, wait_s: float | None) -> None:
@@ -262,6 +295,7 @@ class KVEventSubscriber:
         # Before the messages: those from a new connection may be from a new incarnation.
         for _ in range(num_connections):
             self._num_connections += 1
+            self._num_restarts.clear()
             self._take(self._machine.handle_connection(self._clock()))
         for message in messages:
             self._take_live(message)
@@ -275,7 +309,8 @@ class KVEventSubscriber:
             num_bytes += len(reply[-1])
             self._take_reply(reply)
         self._sockets.reconnect_if_due()
-        self._take(self._machine.handle_timers(self._clock()))
+        for machine in self._list_machines():
+            self._take(machine.handle_timers(self._clock()))
         return has_any or num_replies > 0 or bool(self._ready)
 
     def _take(self, items: list[StreamItem]) -> None:
@@ -293,7 +328,47 @@ class KVEventSubscriber:
         except EventStreamError:
             self._num_unreadable += 1
             return
-        self._take(self._machine.handle_live(sequence, frames[2], self._clock()))
+        machine = self._find_machine(frames[0], frames[2])
+        if machine is None:
+            self._num_unreadable += 1
+            return
+        items = machine.handle_live(sequence, frames[2], self._clock())
+        self._take(items)
+        if self._binds and any(isinstance(item, PublisherRestarted) for item in items):
+            self._check_restarts(machine.source)
+
+    def _list_machines(self) -> list[Continuity]:
+        return [*self._machines.values()] or [self._machine]
+
+    def _find_machine(self, topic: bytes, payload: bytes) -> Continuity | None:
+        """Return the stream of a live message, a new one for another publisher; None beyond the bound."""
+        key = (topic, read_rank(payload) if self._binds else None)
+        machine = self._machines.get(key)
+        if machine is not None or len(self._machines) >= MAX_PUBLISHERS:
+            return machine
+        machine = self._machine
+        source = name_source(topic, None if self.replay_endpoint is not None else key[1])
+        if self._machines:
+            if self.replay_endpoint is not None:
+                raise EventStreamError(
+                    f"{self.endpoint}: a second publisher (topic {source.topic!r}, rank {key[1]}) sends "
+                    f"beside topic {machine.source.topic!r}; the replay endpoint {self.replay_endpoint} is "
+                    "that of one publisher. Leave it out, or subscribe to one topic"
+                )
+            machine = Continuity(False, self._clock(), silence_after_s=self._silence_after_s)
+        machine.source = source
+        self._machines[key] = machine
+        return machine
+
+    def _check_restarts(self, source: StreamSource) -> None:
+        """Raise EventStreamError for restarts without connections: two publishers take turns."""
+        number = self._num_restarts.get(source, 0) + 1
+        self._num_restarts[source] = number
+        if number > MAX_RESTARTS_PER_CONNECTION:
+            raise EventStreamError(
+                f"{self.endpoint}: two publishers send under topic {source.topic!r} and rank {source.rank}; "
+                "their numbers contradict each other. Give each a topic or a data-parallel rank"
+            )
 
     def _take_reply(self, frames: list[bytes]) -> None:
         now = self._clock()
@@ -308,6 +383,8 @@ class KVEventSubscriber:
         except EventStreamError:
             self._num_unreadable += 1
             return
+        if len(frames) == 4 and not self._machines:
+            self._machine.source = name_source(frames[1])
         self._take(self._machine.handle_replayed(sequence, frames[-1], now))
 
     def _send_request(self) -> None:
@@ -322,6 +399,11 @@ class KVEventSubscriber:
                 return
             self._is_closed = self._is_closing = True
         self._sockets.close()
+
+
+def name_source(topic: bytes, rank: int | None = None) -> StreamSource:
+    """Return the publisher of messages with this topic."""
+    return StreamSource(topic.decode(errors="backslashreplace"), rank)
 
 
 def check_bounds(**bounds: int) -> None:

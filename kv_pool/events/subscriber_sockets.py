@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
-from kv_pool.events.endpoints import is_ipv6
+from kv_pool.events.endpoints import check_unused, is_ipv6
 from kv_pool.events.growing_pause import GrowingPause
 from kv_pool.events.sequence_frames import pack_sequence
 from kv_pool.events.zmq_module import zmq
@@ -207,6 +207,7 @@ class SubscriberSockets:
             if not binds:
                 one.connect(endpoint)
                 return endpoint
+            check_unused(endpoint)
             one.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno == zmq.EINVAL and self._curve is not None:

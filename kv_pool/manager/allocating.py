@@ -65,10 +65,13 @@ def allocate(
         if state._rules is not None:
             state._rules.note_step(request, tables, step)
         if full is not None:
-            state._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
+            num_loaded = step.num_before if num_external else 0
+            state._caching.cache(request, tables, full, step.num_scheduled, False, num_loaded)
             if state._rules is not None and state._rules.chains is not None:
                 release_superseded(state, state._rules.chains)
         if is_new:
+            if state._owners is not None:
+                state._owners.note_started(request)
             state._tables[step.request_id] = tables
     except BaseException:
         state._is_leaving = False
@@ -345,4 +348,8 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 table.copy_position = -1
                 table.tail_tokens = 0
             pool.free_out_of(leaving)
+        for block in table.blocks[max(table.num_cached_blocks, step.num_computed // group.block_size) :]:
+            if block.num_key_tokens > step.num_computed:
+                # Cached by a request that held it, too, and has left; this one was truncated within it.
+                pool.evict_blocks([block.block_id])
         table.is_forked = False

@@ -60,6 +60,10 @@ def fork_tables(
                     start = num_computed - num_computed % group.block_size
                     state.block_pool.note_continued(block, start, child.block_hashes)
         state._has_forks = True
+        if state._owners is not None:
+            state._owners.note_started(child)
+            if parent.request_id in state._caching.barred:
+                state._caching.barred.add(child.request_id)
         state._tables[child.request_id] = copies
     except BaseException:
         state._is_leaving = True

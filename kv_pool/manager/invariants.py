@@ -8,7 +8,8 @@ Tables and copies
         are null and, without extra retained tokens, no other is
     T5  num_cached_blocks <= |entries|;  a block at position i that carries a hash carries that of the
         request's first (i + 1) * block_size tokens, in this group;  with prefix rules, that of any
-        number of tokens up to the end of the block, which `block_hash_num_tokens` states
+        number of tokens up to the end of the block, which `block_hash_num_tokens` states;  except a block
+        that a truncated request shares and has not replaced yet
     T6  a pending copy's target is in a table or held, its source is held, and no source is a target
     T7  every request with tables is among the given requests
     T8  a block that a step is about to write is not null, has one writer, and carries no hash but that of the
@@ -196,6 +197,8 @@ def check_hashes(
     num_hashes = spec.block_size // manager.block_pool.hash_block_size
     for position, block in enumerate(table.blocks):
         if block.block_hash is None:
+            continue
+        if table.is_forked and position >= table.num_cached_blocks and block.ref_cnt > 1:
             continue
         index = (position + 1) * num_hashes - 1
         if manager.prefix_rules is not None:

@@ -5,7 +5,15 @@ from typing import Any, NoReturn, SupportsIndex, cast
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import (
+    as_count,
+    as_int,
+    as_ints,
+    as_list_of,
+    check_number,
+    check_type,
+    refuse_type,
+)
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
@@ -19,8 +27,9 @@ from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCach
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
-from kv_pool.manager.freeing import free_tables
+from kv_pool.manager.freeing import free_tables, truncate_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
+from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.queries import ManagerQueries
 from kv_pool.manager.recovery import recover
@@ -51,8 +60,10 @@ class KVCacheManager(ManagerQueries):
         [1, 2, 4]
 
     Args:
-        block_pool: the pool that the blocks come from; others may use it as well. With a `RunBlockPool` a
-            request's blocks have consecutive ids as far as possible, also when it grows.
+        block_pool: the pool that the blocks come from. Several managers may use one pool, but they hit each
+            other's blocks, which only hashes keep apart: for two models, or one model with other groups, use
+            `BlockHasher`s with different seeds, or no caching. With a `RunBlockPool` a request's blocks have
+            consecutive ids as far as possible, also when it grows.
         block_size: tokens per block of a single full-attention group; a multiple of the pool's
             `hash_block_size`, which is the default.
         groups: instead of `block_size`, the KV cache groups of a model whose layers differ.
@@ -66,6 +77,7 @@ class KVCacheManager(ManagerQueries):
             `BlockPool.open_policy`. None: as the pool has it.
         prefix_rules: which blocks of windows and states are cached, and how hits with drafters end. None:
             all blocks that can serve a hit; no drafter.
+        tracks_owners: remember the hashes of requests with an adapter, salt or session, for `evict_owned`.
 
     Attributes:
         detached_requests: id -> reason, such as "it is being moved to another node", for errors.
@@ -87,7 +99,9 @@ class KVCacheManager(ManagerQueries):
         retention: BlockRetention | None = None,
         prefix_rules: PrefixRules | None = None,
         policy: Any = None,
+        tracks_owners: bool = False,
     ) -> None:
+        check_type("tracks_owners", tracks_owners, bool)
         check_type("block_pool", block_pool, BlockPoolCore)
         check_number("watermark", watermark)
         if groups is None:
@@ -106,6 +120,10 @@ class KVCacheManager(ManagerQueries):
             prefix_rules,
             policy,
         )
+        if tracks_owners:
+            self._owners = OwnedPrefixes(
+                block_pool, [group.group_id for group in self._groups if group.is_cacheable]
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._tables)} requests over {self.block_pool!r}>"
@@ -130,7 +148,9 @@ class KVCacheManager(ManagerQueries):
     ) -> AllocStatus:
         """Return OK if `allocate_slots` with the same arguments would succeed now, else LATER or NEVER.
 
-        Changes nothing. Raises the errors of `allocate_slots`.
+        LATER: it would succeed if all other requests released their blocks. NEVER: not even then; blocks that
+        are pinned without a deadline stay pinned, see `explain_fit`. Changes nothing. Raises the errors of
+        `allocate_slots`.
         """
         if not isinstance(num_in_flight_tokens, int):
             num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
@@ -144,6 +164,7 @@ class KVCacheManager(ManagerQueries):
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
+            num_in_flight_tokens,
         )
         if self._plans_checkpoints and self._rules is not None:
             step.prefill_end = self._rules.find_prefill_end(request)
@@ -160,6 +181,9 @@ class KVCacheManager(ManagerQueries):
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
         num_usable = self.block_pool.num_gpu_blocks - 1
+        if self.retention is not None:
+            own = self._needs.list_own_blocks(step)
+            num_usable -= len(self.list_lasting_pins(step.request_id, own))
         fits_alone = self._needs.fits_alone(num_usable, step, num_sequence, reserved_blocks)
         return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
@@ -228,6 +252,7 @@ class KVCacheManager(ManagerQueries):
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
+            num_in_flight_tokens,
         )
         if self._plans_checkpoints and self._rules is not None:
             step.prefill_end = self._rules.find_prefill_end(request)
@@ -358,6 +383,47 @@ class KVCacheManager(ManagerQueries):
                 self.block_pool.evict_blocks([block_id])  # raises
         report_invalid_blocks(self, [block_id for block_id in listed if block_id])
 
+    def evict_owned(
+        self, *, adapter: str | None = None, cache_salt: str | None = None, session_id: str | None = None
+    ) -> int:
+        """Evict all that requests of an adapter, a salt or a session have cached, in the lower tiers, too.
+
+        For an adapter that is loaded again with other weights, or data to be deleted. Running requests of
+        these owners keep their blocks; what they compute from now on is not cached.
+
+        Args:
+            adapter: the adapter's name, whatever its path, id and version.
+            cache_salt: of the whole request, or of a region: then the blocks from there on.
+            session_id: blocks that the session shares with others are evicted, too.
+            Of several arguments, all must match.
+        Returns:
+            The number of blocks of the pool that are evicted.
+        Raises:
+            InvalidArgumentError: no argument, or a manager without `tracks_owners`. Nothing has changed.
+
+        Does not find blocks that came by a migration, from a dump or from an earlier run's disk tier: no
+        request of this manager computed them. For those use an adapter's version or a new salt, or
+        `reset_prefix_cache`.
+        Cost: O(blocks of the pool + hashes of the requests whose blocks are cached).
+        """
+        if self._owners is None:
+            raise InvalidArgumentError(
+                "the manager does not know which requests cached its blocks; make it with tracks_owners=True"
+            )
+        running, keys = self._owners.find(adapter, cache_salt, session_id)
+        self._caching.barred.update([one for one in running if one in self._tables])
+        pool = self.block_pool
+        if pool.lower_tiers is not None and keys:
+            pool.lower_tiers.on_content_invalidated(keys)
+        wanted = set(keys)
+        evicted = [
+            block.block_id
+            for block in pool.blocks
+            if block.key is not None and not wanted.isdisjoint(pool.list_keys([block]))
+        ]
+        self.evict_blocks(evicted)
+        return len(evicted)
+
     def report_invalid_blocks(self, block_ids: Collection[BlockId]) -> InvalidBlocksReport:
         """Evict blocks that failed to load, and report how much of the affected requests is still valid.
 
@@ -405,17 +471,49 @@ class KVCacheManager(ManagerQueries):
     def release_skipped_blocks(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
         """Release the blocks that no token after the first `num_tokens` attends to, as `allocate_slots` does.
 
+        Pass final tokens only: a request that later has fewer computed tokens can no longer get slots.
         Raises:
-            InvalidArgumentError: the request has no blocks. Nothing has changed.
+            InvalidArgumentError: the request has no blocks, or a negative count. Nothing has changed.
         """
         request_id = get_request_id("request", request)
         tables = find_tables(self, request_id)
-        num_final = as_int("num_tokens", num_tokens)
+        num_final = as_count("num_tokens", num_tokens)
         try:
             free_skipped_blocks(self, request_id, tables, num_final)
         except BaseException:
             recover(self)
             raise
+
+    def truncate(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
+        """Withdraw all tokens after the first `num_tokens` from a request, between two steps.
+
+        For sessions whose next input replaces their last tokens. Blocks after those tokens are released; they
+        stay cached. A last block that is no longer full loses its hash; if others hold it, the next step
+        replaces it by a copy. `num_computed_tokens` decreases to `num_tokens`, and `request.truncate` is
+        called, which also withdraws the hashes; a request class of your own needs this method.
+
+        Raises:
+            InvalidArgumentError: the request has fewer tokens; its last step is not counted yet; or a group
+                has dropped what the next token would read: a `MambaSpec` has no state of an earlier token, a
+                window no earlier blocks. Nothing has changed. Free such a request, truncate it, and admit it
+                again.
+        Cost: O(blocks released).
+        """
+        if self._unsettled is not None:
+            recover(self)
+        request_id = get_request_id("request", request)
+        unchecked: Any = request
+        num_left = as_int("num_tokens", num_tokens)
+        num_computed = as_int("num_computed_tokens", unchecked.num_computed_tokens)
+        if not 1 <= num_left <= request.num_tokens:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has {request.num_tokens} tokens; {num_left} of them cannot be left"
+            )
+        if request_id in self._tables or num_computed:
+            tables = find_tables(self, request_id)
+            truncate_tables(self, request_id, tables, num_computed, num_left)
+        unchecked.num_computed_tokens = min(num_computed, num_left)
+        unchecked.truncate(num_left)
 
     def free(self, request: SchedulableRequest) -> None:
         """Release all blocks of the request. Its tail is reused before its head.

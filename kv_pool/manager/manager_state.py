@@ -18,6 +18,7 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
@@ -109,6 +110,7 @@ class ManagerState:
         )
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = None
+        self._owners: OwnedPrefixes | None = None
         # Left by an interrupted call for `recover`: a request's tables, whether all their blocks are freed,
         # the request whose directives end with them, and referenced blocks that are in no table.
         self._unsettled: list[BlockTable] | None = None

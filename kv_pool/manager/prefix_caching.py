@@ -7,9 +7,10 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import note_own_hash
-from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -24,6 +25,8 @@ class PrefixCaching:
 
     Attributes:
         unwritten: cached states whose content exists only after the step whose slots are being allocated.
+        barred: running requests that cache nothing any more; see `KVCacheManager.evict_owned`.
+        has_encoder: whether K and V also depend on an encoder's input, through a group that is never hit.
     """
 
     def __init__(self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int) -> None:
@@ -31,6 +34,25 @@ class PrefixCaching:
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
         self.unwritten: set[Any] = set()
+        self.barred: set[RequestId] = set()
+        self.has_encoder: bool = any(not group.is_cacheable for group in groups)
+        self._reads_whole_sequence: bool = any(group.reads_whole_sequence for group in groups)
+
+    def covers_encoder(self, request: SchedulableRequest) -> bool:
+        """Return whether the request's hashes cover the encoder's input, on which its K and V depend, too.
+
+        They do if the first block's hash covers all its multimodal inputs or, without such inputs, a salt. If
+        an encoder reads the whole prompt, only a salt can stand for that. For groups with `has_encoder`; a
+        request that its hashes do not cover is neither cached nor hit.
+        """
+        num_inputs = num_salts = 0
+        for key in find_extra_keys(request, 0, self._pool.hash_block_size) or ():
+            num_inputs += key[0] in ("mm", "media")
+            num_salts += key[0] in ("cache_salt", "salt_region")
+        features = request.mm_features
+        if not features or self._reads_whole_sequence:
+            return num_salts > 0
+        return num_inputs == len(features)
 
     def begin_step(self) -> None:
         """Start a step: all blocks allocated so far are written before blocks allocated later are read."""
@@ -64,6 +86,10 @@ class PrefixCaching:
         """
         pool = self._pool
         ends: list[int] | None = None
+        if self.has_encoder and not self.covers_encoder(request):
+            return None
+        if len(self.barred) > 0 and request.request_id in self.barred:
+            return None
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -118,6 +144,7 @@ class PrefixCaching:
         ends: list[int],
         num_written: int,
         is_written: bool,
+        num_loaded: int = 0,
     ) -> None:
         """Cache the blocks from the head of each table to its end in `ends` that are not cached yet.
 
@@ -125,6 +152,8 @@ class PrefixCaching:
             ends: the result of `count_full`.
             num_written: tokens after the step, including speculative ones in blocks that are not full.
             is_written: whether the content is there already, not only after the coming step.
+            num_loaded: tokens with the external ones, whose state a connector writes before the step; 0 for
+                none.
         """
         for group in self._groups:
             table = tables[group.group_id]
@@ -132,6 +161,11 @@ class PrefixCaching:
             if end <= first:
                 continue
             mask = None if group.is_downward_closed else group.make_mask(first, end, num_written)
+            if group.reads_before_writes and mask is not None and num_loaded % group.block_size == 0:
+                loaded = num_loaded // group.block_size - 1
+                if first <= loaded < end:
+                    mask[loaded - first] = True
+                    self.note_unwritten(table.blocks[loaded])
             for position in range(first, end):
                 block = table.blocks[position]
                 if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:

@@ -1,13 +1,14 @@
 """`ManagerQueries`: what a manager reports of its pool and of cached prefixes, without changes."""
 
+from collections.abc import Iterable
 from typing import SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, RequestId
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.request_tables import RequestTables
@@ -46,13 +47,16 @@ class ManagerQueries(RequestTables):
         request_id = get_request_id("request", request)
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
-        if not self.block_pool.enable_caching:
+        caching = self._caching
+        if not self.block_pool.enable_caching or (
+            caching.has_encoder and not caching.covers_encoder(request)
+        ):
             blocks = [[] for _ in self._groups]
         else:
             num_known = request.num_tokens
             limit = num_known - 1
             if max_num_tokens is not None:
-                limit = as_int("max_num_tokens", max_num_tokens)
+                limit = as_count("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             if len(hashes) * self.block_pool.hash_block_size > num_known:
                 self._caching.raise_wrong_block_size(request, len(hashes))
@@ -75,14 +79,64 @@ class ManagerQueries(RequestTables):
             return []
         return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
 
-    def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
+    def fits_alone(
+        self,
+        num_tokens: SupportsIndex,
+        *,
+        num_encoder_tokens: int = 0,
+        cached_prefix: CachedPrefix | None = None,
+    ) -> bool:
         """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.
 
-        If False, reject the request on arrival, or it waits forever. A window needs few blocks if steps are
-        short, hence `max_in_flight_tokens`; without it, one step for all tokens is assumed.
+        If False, reject the request on arrival, or it waits forever; `explain_fit` says why. A window needs
+        few blocks if steps are short, hence `max_in_flight_tokens`; without it, one step for all tokens is
+        assumed.
+
+        Args:
+            cached_prefix: the result of `get_computed_blocks`. Blocks that are pinned without a deadline are
+                not available, except those of this prefix.
         """
+        return not self.explain_fit(
+            num_tokens, num_encoder_tokens=num_encoder_tokens, cached_prefix=cached_prefix
+        )
+
+    def explain_fit(
+        self,
+        num_tokens: SupportsIndex,
+        *,
+        num_encoder_tokens: int = 0,
+        cached_prefix: CachedPrefix | None = None,
+    ) -> str:
+        """Return why a request does not fit alone, with the pins that are in its way; "" if `fits_alone`."""
         num_most = self.count_max_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
-        return num_most <= self.block_pool.num_gpu_blocks - 1
+        num_blocks = self.block_pool.num_gpu_blocks - 1
+        own: list[KVCacheBlock] = []
+        request_id: RequestId | None = None
+        if cached_prefix is not None:
+            check_type("cached_prefix", cached_prefix, CachedPrefix)
+            request_id = cached_prefix.request_id
+            for blocks in cached_prefix.blocks:
+                own += blocks
+        pinned = self.list_lasting_pins(request_id, own)
+        if num_most <= num_blocks - len(pinned):
+            return ""
+        why = f"a request of {num_tokens} tokens takes up to {num_most} of {num_blocks} blocks"
+        if pinned:
+            ids = sorted([block.block_id for block in pinned])
+            listed = ", ".join([str(block_id) for block_id in ids[:16]]) + (", ..." if len(ids) > 16 else "")
+            why += (
+                f"; {len(ids)} are pinned without a deadline ({listed}); unpin some with "
+                "BlockRetention.change_directives(), or reject the request"
+            )
+        return why
+
+    def list_lasting_pins(
+        self, request_id: RequestId | None, own_blocks: Iterable[KVCacheBlock]
+    ) -> set[KVCacheBlock]:
+        """Return the blocks that pins without a deadline keep from a request, except those of its own."""
+        if self.retention is None or not self.retention.num_pins:
+            return set()
+        return self.retention.list_lasting_pins(request_id).difference(own_blocks)
 
     def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
         """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""

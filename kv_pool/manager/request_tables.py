@@ -4,6 +4,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import check_ours
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -123,8 +124,14 @@ class RequestTables(ManagerState):
         self.block_pool.free_out_of(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table. The first block is reused first."""
+        """Free blocks that are in no table. The first block is reused first.
+
+        Raises:
+            InvalidBlockError: a block is free, or of another pool. Nothing has changed.
+        """
         check_type("blocks", blocks, list)
+        for block in blocks:
+            check_ours(block, self.block_pool.block_owner, "KVCacheManager.free_blocks()")
         if len(self.copies):
             self.copies.drop(blocks)
         self.block_pool.free_blocks(blocks)

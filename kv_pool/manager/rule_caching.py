@@ -59,6 +59,10 @@ class RuleCaching(PrefixCaching):
         self._renews_states: bool = details.renews_states
         self._caches_whole_prompts: bool = details.caches_whole_prompts
         self._ends_within_blocks: bool = details.ends_within_blocks
+        # Attention blocks of several hashes, whose parts can be hit.
+        self._tail_groups: list[BlockGroup] = [
+            group for group in groups if group.is_cacheable and group.is_downward_closed and group.stride > 1
+        ]
         self.offers_states: bool = False
         self.state_offers: list[tuple[RequestId, GroupId, KVCacheBlock, int]] = []
 
@@ -103,6 +107,10 @@ class RuleCaching(PrefixCaching):
         num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         limits = [0] * len(self._groups)
         is_any = False
+        if self.has_encoder and not self.covers_encoder(request):
+            return None
+        if len(self.barred) > 0 and request.request_id in self.barred:
+            return None
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -129,6 +137,7 @@ class RuleCaching(PrefixCaching):
         ends: list[int],
         num_written: int,
         is_written: bool,
+        num_loaded: int = 0,
     ) -> None:
         num_prompt = get_num_prompt_tokens(request)
         for group in self._groups:
@@ -146,7 +155,7 @@ class RuleCaching(PrefixCaching):
                     if not block.is_null and block.key is not None:
                         self.unwritten.add(block.key)
                         self.offer_state(request.request_id, group.group_id, block, block.num_key_tokens)
-            elif group.stride > 1 and group.is_downward_closed:
+            elif group in self._tail_groups:
                 self._cache_tail(request, group, table, limit, num_prompt)
 
     def offer_state(
@@ -206,15 +215,39 @@ class RuleCaching(PrefixCaching):
         self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, limit: int, num_prompt: int
     ) -> None:
         """Cache the block in which a prompt ends under the hash of its last tokens, too."""
+        num_tokens = self._find_tail(request, group, table, num_prompt)
+        if 0 < num_tokens <= limit:
+            block = table.blocks[num_tokens // group.block_size]
+            self._pool.cache_partial_block(request, block, num_tokens, group.group_id, group.block_size)
+
+    def _find_tail(
+        self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_prompt: int
+    ) -> int:
+        """Return the tokens up to the last hash of a prompt; 0 if that is the end of a block.
+
+        Some hashes may be missing: with lookahead hashes, the last ones cover tokens after the prompt.
+        """
         unit = self._pool.hash_block_size
         num_most = num_prompt if group.drops_hits or self._caches_whole_prompts else num_prompt - 1
         num_tokens = min(num_most // unit, len(request.block_hashes)) * unit
-        position = num_tokens // group.block_size
-        if not 0 < num_tokens <= limit or num_tokens % group.block_size == 0 or position >= len(table.blocks):
-            return
-        self._pool.cache_partial_block(
-            request, table.blocks[position], num_tokens, group.group_id, group.block_size
-        )
+        is_within = num_tokens % group.block_size > 0 and num_tokens < len(table.blocks) * group.block_size
+        return num_tokens if is_within else 0
+
+    def is_end_due(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> bool:
+        """Return True if a step may cache the end of a prompt after `num_tokens` computed tokens.
+
+        A state is cached when the step ends there. The end of an attention block may be cached some steps
+        later: when its hash exists, or when the tokens after it are final.
+        """
+        num_prompt = get_num_prompt_tokens(request)
+        if min(num_tokens, request.num_tokens) <= num_prompt + self._num_reprefillable:
+            return True
+        for group in self._tail_groups:
+            table = tables[group.group_id]
+            end = self._find_tail(request, group, table, num_prompt)
+            if end and table.blocks[end // group.block_size].num_key_tokens < end:
+                return True
+        return False
 
     def _cache_state(
         self, request: SchedulableRequest, group: MambaGroup, table: BlockTable, limit: int, num_prompt: int

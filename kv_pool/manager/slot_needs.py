@@ -2,6 +2,7 @@
 
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -118,7 +119,7 @@ class SlotNeeds:
                 if is_step and not group.counts_most_states:
                     num_free += 1
                     num_entries = group.count_table_blocks(step.num_before)
-                if self._has_rules and hits and hits[-1].ref_cnt == 0:
+                if self._has_rules and hits and hits[-1].ref_cnt == 0 and not hits[-1].is_null:
                     num_free += 1  # vLLM counts the hit, too
         has_checkpoint = (
             group.checkpoint_alignment > 0
@@ -175,6 +176,17 @@ class SlotNeeds:
         if num_sequence_tokens and self.count_full_sequence(step, num_sequence_tokens, True) > num_usable:
             return False
         return self.count(step, True) <= num_usable + num_passed - reserved_blocks
+
+    def list_own_blocks(self, step: Step) -> list[KVCacheBlock]:
+        """Return the blocks in the request's tables, or those of its prefix that it keeps."""
+        own: list[KVCacheBlock] = []
+        for group in self._groups:
+            if step.tables is not None:
+                own += step.tables[group.group_id].blocks
+            else:
+                num_skipped = group.count_skipped_tokens(step.num_before) if group.forgets else 0
+                own += step.prefix_blocks[group.group_id][num_skipped // group.block_size :]
+        return own
 
     def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
         """Count the blocks that become free if blocks which no later token attends to are released."""

@@ -5,8 +5,11 @@ from typing import Any, SupportsIndex
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import RequestId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.prefix_hit import check_still_cached
@@ -25,6 +28,7 @@ def read_step(
     num_encoder_tokens: int,
     full_sequence_must_fit: bool,
     reserved_blocks: int,
+    num_in_flight_tokens: int,
 ) -> Step:
     """Check the arguments and return the step. Raises what `allocate_slots` documents; changes nothing."""
     found = getattr(request, "request_id", None)
@@ -32,9 +36,9 @@ def read_step(
     tables = state._tables.get(request_id)
     num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
     if not isinstance(num_encoder_tokens, int):
-        as_int("num_encoder_tokens", num_encoder_tokens)
+        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
     if not isinstance(reserved_blocks, int):
-        as_int("reserved_blocks", reserved_blocks)
+        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
     if not isinstance(full_sequence_must_fit, bool):
         refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
     if not isinstance(num_lookahead_tokens, int):
@@ -45,6 +49,11 @@ def read_step(
         raise InvalidArgumentError(
             f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
             f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
+        )
+    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
+            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
         )
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
@@ -82,12 +91,17 @@ def read_step(
                 num_held = len(table.blocks)
                 if not 0 <= num_computed <= num_held * group.block_size:
                     raise_missing_blocks(state, request_id, num_computed, num_held, group.block_size)
-                if num_computed < table.num_null_blocks * group.block_size:
+                num_released = table.num_null_blocks * group.block_size
+                if num_released and group.count_skipped_tokens(num_computed) < num_released:
                     raise InvalidArgumentError(
-                        f"request {request_id!r} has num_computed_tokens {num_computed}; its first "
-                        f"{table.num_null_blocks * group.block_size} tokens have left the window of group "
-                        f"{group.group_id} and their blocks are released. Free it and admit it again"
+                        f"request {request_id!r} has num_computed_tokens {num_computed}, and its next token "
+                        f"needs the tokens from {group.count_skipped_tokens(num_computed)} on; its first "
+                        f"{num_released} tokens have left the window of group {group.group_id} and their "
+                        "blocks are released. Free it and admit it again. While drafts may be rejected, pass "
+                        "num_in_flight_tokens"
                     )
+                if num_computed < table.num_cached_blocks * group.block_size:
+                    check_same_content(state, request, group, table, num_computed)
     elif num_computed:
         raise_missing_blocks(state, request_id, num_computed, 0, state.block_size)
     num_before = num_computed + num_prefix + num_external_computed_tokens
@@ -106,6 +120,25 @@ def read_step(
         num_lookahead_tokens,
         num_encoder_tokens,
     )
+
+
+def check_same_content(
+    state: ManagerState, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_computed: int
+) -> None:
+    """Raise InvalidArgumentError if a step would write other tokens to a block than it is cached for."""
+    hashes = request.block_hashes
+    for position in range(num_computed // group.block_size, table.num_cached_blocks):
+        block = table.blocks[position]
+        if block.num_key_tokens != (position + 1) * group.block_size:
+            continue  # not cached, or for fewer tokens
+        number = (position + 1) * group.stride - 1
+        keys = state.block_pool.list_keys([block])
+        if number >= len(hashes) or make_block_hash_with_group_id(hashes[number], group.group_id) not in keys:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has num_computed_tokens {num_computed}, and its block "
+                f"{block.block_id} is cached for tokens that the request does not have any more; withdraw "
+                "computed tokens with KVCacheManager.truncate()"
+            )
 
 
 def raise_missing_blocks(

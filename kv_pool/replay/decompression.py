@@ -2,7 +2,7 @@
 
 import gzip
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
 from pathlib import Path
@@ -54,6 +54,21 @@ class XzReader(RawIOBase):
                 return len(found)
 
 
+class _Pieces(RawIOBase):
+    """The content of a decompressor, as far as each of its steps gives: what comes before damage is read."""
+
+    def __init__(self, read_once: Callable[[int], bytes]) -> None:
+        self._read_once = read_once
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
+        found = self._read_once(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
 @contextmanager
 def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     """Yield the decompressed content of `raw`. Its first bytes decide: gzip, xz, zstd or uncompressed.
@@ -65,7 +80,7 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     raw.seek(0)
     if magic[:2] == b"\x1f\x8b":
         with gzip.open(raw) as content:
-            yield BufferedReader(content, _BUFFER)
+            yield BufferedReader(_Pieces(content.read1), _BUFFER)
     elif magic == b"\xfd7zXZ\x00":
         yield BufferedReader(XzReader(raw), _BUFFER)
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
@@ -76,6 +91,6 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
                 f"{path}: reading .zst needs backports.zstd: {describe_install('lab')}"
             ) from error
         with zstd.open(raw) as content:
-            yield BufferedReader(content, _BUFFER)
+            yield BufferedReader(_Pieces(content.read1), _BUFFER)
     else:
         yield raw

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 from kv_pool.replay.decompression import decompress
 
 MAX_LINE_BYTES = 64 << 20
@@ -14,6 +14,13 @@ MAX_LINE_BYTES = 64 << 20
 
 MAX_DECOMPRESSED_BYTES = 64 << 30
 """Maximum decompressed size of a compressed file. Reading beyond it is an error."""
+
+_FOREIGN_FILES = (
+    ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text; save it as UTF-8"),
+    ((b"PAR1",), "a Parquet file; write its rows as JSON lines"),
+    ((b"PK\x03\x04",), "a zip archive; extract it, or compress the file with gzip, xz or zstd"),
+)
+"""The first bytes of files that have no lines of JSON, and what they are."""
 
 _Item = TypeVar("_Item")
 
@@ -84,25 +91,29 @@ class LineReader:
                         raise self.make_error(
                             number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
                         )
+                    if number == 1:
+                        self._refuse_foreign_file(text)
+                    text = text.removeprefix(BYTE_ORDER_MARK)
                     if not text.strip():
                         continue
                     found = parse(text, number)
                 except UNDECODABLE as error:
-                    message = str(error)
-                    if not isinstance(error, TraceError):
-                        message = f"{self.path}:{number}: {error}"
-                        if number == 1:
-                            message += first_line_hint
-                    if not self.skip_broken:
-                        raise TraceError(
-                            f"{message} (--skip-broken or skip_broken=True skips such lines)"
-                        ) from error
-                    self.num_broken += 1
-                    if self.first_broken is None:
-                        self.first_broken = message
+                    if number == 1 and text is not None and not isinstance(error, TraceError):
+                        hint = _describe_csv(text) or f"{error}{first_line_hint}"
+                        error = self.make_error(1, hint)
+                    self.pass_broken(number, error)
                     continue
                 yield found
         self.position = 1.0
+
+    def pass_broken(self, line: int, error: Exception) -> None:
+        """Count a broken line, if such lines are skipped. Raises TraceError otherwise."""
+        message = str(error) if isinstance(error, TraceError) else f"{self.path}:{line}: {error}"
+        if not self.skip_broken:
+            raise TraceError(f"{message} (--skip-broken or skip_broken=True skips such lines)") from error
+        self.num_broken += 1
+        if self.first_broken is None:
+            self.first_broken = message
 
     def make_error(self, line: int, why: str) -> TraceError:
         """Return the error of a broken line."""
@@ -114,6 +125,11 @@ class LineReader:
             return self.path.open("rb")
         except OSError as error:
             raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
+
+    def _refuse_foreign_file(self, text: bytes) -> None:
+        for beginnings, kind in _FOREIGN_FILES:
+            if text.startswith(beginnings):
+                raise self.make_error(1, f"this is {kind}")
 
     def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
         """Yield the decompressed lines with their line ends; None for a line that is too long."""
@@ -141,3 +157,17 @@ class LineReader:
                     yield text if is_at_end else None
                 is_inside = not is_at_end
                 number += is_at_end
+
+
+def _describe_csv(text: bytes) -> str | None:
+    """Return what to do with a file of comma-separated values; None if the first line is not of one."""
+    try:
+        line = text.decode().strip()
+    except UnicodeDecodeError:
+        return None
+    if "," not in line or line.startswith(("{", "[")):
+        return None
+    return (
+        f"this is CSV, with the columns {line[:200]}; kv-pool trace convert --from csv reads lengths of "
+        "prompts and outputs from it"
+    )

@@ -1,12 +1,17 @@
 """`ModelConfig`: the dimensions of a model, read from its `config.json`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
 class ModelConfig(msgspec.Struct, kw_only=True):
@@ -20,17 +25,17 @@ class ModelConfig(msgspec.Struct, kw_only=True):
         text_config: the configuration of the language model, of models with other inputs.
     """
 
-    num_hidden_layers: int = 0
-    hidden_size: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_hidden_layers: _Count = 0
+    hidden_size: _Count = 0
+    num_attention_heads: _Count = 0
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
     layer_types: list[str] | None = None
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
-    intermediate_size: int = 0
-    moe_intermediate_size: int | None = None
-    num_experts_per_tok: int | None = None
+    kv_lora_rank: _Count | None = None
+    qk_rope_head_dim: _Count | None = None
+    intermediate_size: _Count = 0
+    moe_intermediate_size: _Count | None = None
+    num_experts_per_tok: _Count | None = None
     text_config: "ModelConfig | None" = None
 
     @property
@@ -66,8 +71,8 @@ def read_model_config(path: str) -> ModelConfig:
     """
     file = Path(path) if path.endswith(".json") else Path(path, "config.json")
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=ModelConfig)
-    except (OSError, msgspec.DecodeError) as error:
+        config = msgspec.json.decode(file.read_bytes().removeprefix(BYTE_ORDER_MARK), type=ModelConfig)
+    except (OSError, *UNDECODABLE) as error:
         raise InvalidArgumentError(f"cannot read the model configuration {str(file)!r}: {error}") from error
     config = config.text_config or config
     has_kv = config.latent_size > 0 or config.num_kv_heads * config.head_size > 0

@@ -14,7 +14,7 @@ from kv_pool.replay.groups import FORMAT
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.states import STATES
-from kv_pool.replay.trace import BUNDLED_TRACES, Trace
+from kv_pool.replay.trace import BUNDLED_TRACES, MS_PER_UNIT, Trace
 
 CLOCKS = ("instant", "trace")
 PREEMPTIONS = ("cost", "swap", "recompute")
@@ -31,6 +31,9 @@ DEFAULT_BLOCK_SIZE = 16
 ENGINE_PANEL = "Simulated engine of the trace clock"
 TIERS_PANEL = "Lower tiers, for cached blocks that the pool reuses"
 
+TIME_UNIT = Option(
+    f"Unit of the trace's timestamps: {', '.join(MS_PER_UNIT)}.", flags=("--time-unit", "--timestamp-unit")
+)
 TRACE_BLOCK_SIZE = Option("Tokens per hash id. Default: inferred from the trace.", min=1)
 
 
@@ -131,7 +134,7 @@ class ReplaySettings:
     rates: EngineRates = field(default_factory=EngineRates)
     limit: Annotated[int | None, Option("Maximum number of requests, from the start.", min=1)] = None
     trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
-    timestamp_unit: Annotated[str, Option("Unit of the trace's timestamps: ms or s.")] = "ms"
+    timestamp_unit: Annotated[str, TIME_UNIT] = "ms"
     skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
     seed: Annotated[str, Option("Seed of the block hashes, for traces of token ids.")] = "0"
     runs: Annotated[bool, Option("Prefer runs of consecutive block ids.")] = False

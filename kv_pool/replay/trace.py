@@ -4,9 +4,11 @@ README.md in this folder documents fields, limits and conventions.
 """
 
 import hashlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -17,10 +19,31 @@ from kv_pool.replay.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, L
 BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
 """Traces that ship with the package: name to file."""
 
+MAX_LENGTH = 10**9
+"""Maximum number of tokens of a prompt or an output. A longer one is broken."""
+
+MAX_ARRIVAL_MS = 1e17
+"""Maximum arrival, three million years. A later one is broken."""
+
+MS_PER_UNIT = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1000.0}
+"""The units of timestamps, each with its milliseconds."""
+
 _EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
 _MAX_HASH_ID = 2**64 - 1
 _CANDIDATE_BLOCK_SIZES = tuple(1 << power for power in range(13))
 _LINES_TO_INFER_FROM = 1000
+
+# Timestamps that begin so late count from 1970: in ms, or in seconds that were taken for ms.
+_EPOCH_MS = 1e11
+_EPOCH_S_AS_MS = 1e9
+# More requests per second than this are seconds taken for ms, or a very large service. Fractions are usual in
+# seconds and rare in ms, also of few requests within a short time.
+_SUSPICIOUS_RATE = 200.0
+_SUSPICIOUS_RATE_OF_FRACTIONS = 20.0
+_SUSPICIOUS_SPAN_OF_FRACTIONS_S = 10.0
+
+_logger = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 @dataclass(slots=True)
@@ -56,9 +79,9 @@ class TraceRequest:
 
 
 class _Record(msgspec.Struct):
-    timestamp: float = 0.0
+    timestamp: float | None = None
     input_length: int | None = None
-    output_length: int = 0
+    output_length: int | None = None
     hash_ids: list[int] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -72,7 +95,8 @@ class Trace:
     Args:
         path: a file, or the name of a bundled trace.
         block_size: tokens per hash id; None infers it from the first lines.
-        timestamp_unit: "ms" or "s".
+        timestamp_unit: "ms", "s", "us" or "ns". Timestamps that look like another unit, or like times since
+            1970, are logged as a warning, once.
         skip_broken: skip broken lines and count them in `num_broken`, instead of raising an error.
         max_line_bytes: maximum length of a line, also in memory. A longer line is broken.
         max_decompressed_bytes: maximum decompressed size. Reading beyond it is an error.
@@ -100,14 +124,13 @@ class Trace:
         max_line_bytes: int = MAX_LINE_BYTES,
         max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
     ) -> None:
-        if timestamp_unit not in ("ms", "s"):
-            raise InvalidArgumentError(f"timestamp_unit is {timestamp_unit!r}; it must be 'ms' or 's'")
+        ms_per_unit = find_ms_per_unit(timestamp_unit)
         if block_size is not None and block_size < 1:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
         self.path = find_trace(path)
         self.skip_broken = skip_broken
         self._lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
-        self._ms_per_unit = 1.0 if timestamp_unit == "ms" else 1000.0
+        self._ms_per_unit = ms_per_unit
         self.block_size = block_size
         self._is_checked = False
         self.block_size = self._check_first_lines()
@@ -161,12 +184,19 @@ class Trace:
                 raise self._broken(line, "a token id is not in 0..2**64-1")
         if input_length is None:
             raise self._broken(line, "a request with hash_ids needs its input_length")
-        if input_length < 1:
-            raise self._broken(line, f"input_length is {input_length}; a prompt has at least 1 token")
-        if record.output_length < 0:
-            raise self._broken(line, f"output_length is {record.output_length}")
-        if not 0 <= record.timestamp < float("inf"):
-            raise self._broken(line, f"timestamp is {record.timestamp}; it must be 0 or more")
+        if not 1 <= input_length <= MAX_LENGTH:
+            raise self._broken(
+                line,
+                f"input_length is {input_length}; a prompt has at least 1 token, at most {MAX_LENGTH:,}",
+            )
+        output_length = record.output_length or 0
+        if not 0 <= output_length <= MAX_LENGTH:
+            raise self._broken(line, f"output_length is {output_length}; it must be 0 to {MAX_LENGTH:,}")
+        arrival_ms = (record.timestamp or 0.0) * self._ms_per_unit
+        if not 0 <= arrival_ms <= MAX_ARRIVAL_MS:
+            raise self._broken(
+                line, f"timestamp is {record.timestamp}; it must be 0 to {MAX_ARRIVAL_MS:g} ms (--time-unit)"
+            )
         if hash_ids is not None:
             if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
                 raise self._broken(line, "a hash id is not in 0..2**64-1")
@@ -180,9 +210,9 @@ class Trace:
                 )
         return TraceRequest(
             line,
-            record.timestamp * self._ms_per_unit,
+            arrival_ms,
             input_length,
-            record.output_length,
+            output_length,
             hash_ids,
             token_ids,
             _name_session(record),
@@ -192,19 +222,37 @@ class Trace:
     def _broken(self, line: int, why: str) -> TraceError:
         return self._lines.make_error(line, why)
 
+    def _warn_of_times(self, arrivals_ms: list[float]) -> None:
+        why = describe_suspicious_times(arrivals_ms)
+        if why is not None and f"{self.path} {why}" not in _warned:
+            _warned.add(f"{self.path} {why}")
+            _logger.warning("%s: %s", self.path, why)
+
+    def _read_first(self) -> Iterator[TraceRequest]:
+        """Yield the first requests; with a block size, up to a broken line behind the first one."""
+        has_any = False
+        try:
+            for request in islice(self, _LINES_TO_INFER_FROM):
+                yield request
+                has_any = True
+        except TraceError:
+            if self.block_size is None or not has_any:
+                raise
+
     def _check_first_lines(self) -> int | None:
         """Determine the kind of the trace and, unless given, its block size."""
         num_fitting = dict.fromkeys(_CANDIDATE_BLOCK_SIZES, 0)
         seen = 0
         with_ids = 0
-        for request in self:
+        arrivals_ms: list[float] = []
+        for request in self._read_first():
             seen += 1
+            arrivals_ms.append(request.arrival_ms)
             if request.hash_ids is not None:
                 with_ids += 1
                 for size in num_fitting:
                     num_fitting[size] += _fits(request.input_length, len(request.hash_ids), size)
-            if seen == _LINES_TO_INFER_FROM or self.block_size is not None:
-                break
+        self._warn_of_times(arrivals_ms)
         if not seen:
             why = f"; the first broken line: {self.first_broken}" if self.first_broken else ""
             raise TraceError(f"{self.path}: the file contains no request{why}")
@@ -254,3 +302,39 @@ def find_trace(path: str | Path) -> Path:
     if Path(path).is_dir():
         raise TraceError(f"{path}: this is a folder; give one of its files; {shipped}")
     raise TraceError(f"{path}: no such file; {shipped}")
+
+
+def find_ms_per_unit(unit: str) -> float:
+    """Return the milliseconds of a unit of time. Raises InvalidArgumentError."""
+    if unit not in MS_PER_UNIT:
+        raise InvalidArgumentError(
+            f"timestamp_unit is {unit!r}; it must be one of {', '.join(map(repr, MS_PER_UNIT))}"
+        )
+    return MS_PER_UNIT[unit]
+
+
+def describe_suspicious_times(arrivals_ms: Sequence[float]) -> str | None:
+    """Say why the first arrivals of a trace look like another unit; None if they do not."""
+    if not arrivals_ms:
+        return None
+    first_ms = min(arrivals_ms)
+    if first_ms >= _EPOCH_MS:
+        return (
+            f"the timestamps begin at {first_ms:,.0f} ms, like times since 1970; kv-pool trace convert makes "
+            "them begin at 0"
+        )
+    if first_ms >= _EPOCH_S_AS_MS:
+        return (
+            f"the timestamps begin at {first_ms:,.0f} ms, like seconds since 1970; if they are seconds, pass "
+            "--time-unit s, and kv-pool trace convert makes them begin at 0"
+        )
+    span_s = (max(arrivals_ms) - first_ms) / 1000
+    has_fractions = any(arrival_ms % 1 for arrival_ms in arrivals_ms)
+    rate = (len(arrivals_ms) - 1) / span_s if span_s else 0.0
+    is_short = len(arrivals_ms) < _LINES_TO_INFER_FROM and 0 < span_s < _SUSPICIOUS_SPAN_OF_FRACTIONS_S
+    if rate > _SUSPICIOUS_RATE or (has_fractions and (rate > _SUSPICIOUS_RATE_OF_FRACTIONS or is_short)):
+        return (
+            f"the first {len(arrivals_ms):,} requests arrive within {span_s:.3g} s; if the timestamps are "
+            "seconds, pass --time-unit s"
+        )
+    return None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from kv_pool.replay.option import Option, describe_options
-from kv_pool.replay.settings import TRACE_BLOCK_SIZE
+from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 
@@ -25,7 +25,7 @@ class TraceOptions:
         ),
     ]
     trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
-    timestamp_unit: Annotated[str, Option("Unit of the trace's timestamps: ms or s.")] = "ms"
+    timestamp_unit: Annotated[str, TIME_UNIT] = "ms"
     skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
 
     def open(self) -> Trace:

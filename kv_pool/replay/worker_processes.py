@@ -1,5 +1,6 @@
 """`WorkerProcesses`: a `concurrent.futures.Executor` of processes that end at once when the caller ends."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -192,6 +193,7 @@ def work(pipe: Connection) -> None:
     # SIGINT stays blocked: the process that started this one handles Ctrl-C and ends this one.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
+    logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
     calls: SimpleQueue[_Call] = SimpleQueue()
     try:
         start_thread(_NAME, _receive, pipe, calls)

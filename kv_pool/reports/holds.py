@@ -20,7 +20,8 @@ class HoldSummary(msgspec.Struct, frozen=True):
         reason: completes "the blocks are ...".
         num_blocks: number of blocks of the hold; 1 in a report about one block.
         block_ids: the ids of up to 8 of them.
-        age_s: seconds since the hold was opened; for a hold without references, since its first block.
+        age_s: seconds since the hold was opened; for a hold without references, since its first block; for
+            pinned blocks, since they became free.
         remaining_s: seconds until the deadline, negative if it has passed; None without a deadline.
         is_movable: compaction may change the ids of the blocks.
         is_quarantined: the deadline has passed, but a late writer may still write to the blocks.
@@ -51,7 +52,7 @@ def list_holds(pool: BlockPoolCore) -> HoldList:
     summaries = []
     for hold in book.list_holds():
         if hold.has_blocks:
-            summaries.append(_summarize(hold.report(), hold.blocks, now))
+            summaries += [_summarize(report, blocks, now) for report, blocks in hold.list_reports()]
     for places in book.list_place_holds():
         since_of = places.get_blocks()
         if since_of:

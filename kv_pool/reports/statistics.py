@@ -40,7 +40,8 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
         reserved_blocks: blocks that some requests must leave free: see `GPUKVPool`; a manager's watermark.
         moved_blocks: number of id changes of blocks so far, temporary moves included.
         evicted_sequences: number of sequences evicted so far, for other sequences or by `evict`.
-        looked_up_blocks, hit_blocks: blocks that `claim_prefix` has looked up and found so far.
+        looked_up_blocks, hit_blocks: blocks that `claim_prefix` has looked up and found so far; under vLLM,
+            full blocks of the prompts of admitted requests, and those of them that were cached.
         taken_events: number of events taken from the pool so far, by kind.
         allocation: latency of `allocate` and `try_allocate`, waiting included.
         freeing: latency of `free`, `free_many` and `free_sequence`.

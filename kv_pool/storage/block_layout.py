@@ -9,6 +9,7 @@ import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import LayoutMismatchError
+from kv_pool.ids import BlockHash
 from kv_pool.storage.block_storage import BlockStorage
 
 
@@ -41,7 +42,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
     @classmethod
     def describe(
         cls,
-        storage: BlockStorage,
+        storage: BlockStorage | None,
         block_size: int,
         hasher: BlockHasher | None = None,
         groups: Sequence[str] = (),
@@ -49,17 +50,17 @@ class BlockLayout(msgspec.Struct, frozen=True):
         model: str = "",
         weights: str = "",
     ) -> BlockLayout:
-        """Return the layout of a storage whose blocks are hashed by `hasher`.
+        """Return the layout of a storage whose blocks are hashed by `hasher`; None for a pool without bytes.
 
         Pass `model` and `weights` if blocks outlive the process or are sent to other nodes: KV of another
         model or of other weights may have the same shape and hashes, but is useless.
         """
         return cls(
-            storage.block_format,
-            storage.block_bytes,
+            "" if storage is None else storage.block_format,
+            0 if storage is None else storage.block_bytes,
             block_size,
             "" if hasher is None else hasher.algorithm,
-            "" if hasher is None else hashlib.sha256(hasher.root).hexdigest()[:16],
+            "" if hasher is None else describe_root(hasher.root),
             tuple(groups),
             model,
             weights,
@@ -88,3 +89,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
             for name in self.__struct_fields__
             if getattr(self, name) != getattr(other, name)
         )
+
+
+def describe_root(root: BlockHash | None) -> str:
+    """Return 16 hex digits that tell hashers' roots apart without revealing them; "" for None."""
+    return "" if root is None else hashlib.sha256(root).hexdigest()[:16]

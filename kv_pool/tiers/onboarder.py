@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, GroupId, RequestId
@@ -99,7 +100,9 @@ class TierOnboarder:
             to be tried.
         """
         start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
+        limit = request.num_tokens - 1
+        if max_num_tokens is not None:
+            limit = as_count("max_num_tokens", max_num_tokens)
         num_tokens = self._prefixes.count_tokens(request, start, limit)
         by_medium = dict.fromkeys(self._media, 0)
         if num_tokens:
@@ -157,17 +160,25 @@ class TierOnboarder:
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
             if not hit.num_tokens:
-                options["delay_cache_blocks"] = delay_cache_blocks
-                if self.manager.allocate_slots(request, num_new, prefix, **options) is None:
+                if (
+                    self.manager.allocate_slots(
+                        request, num_new, prefix, delay_cache_blocks=delay_cache_blocks, **options
+                    )
+                    is None
+                ):
                     return None
                 self.note_started(prefix)
+                request.num_computed_tokens = num_found
                 break
             plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
             if plan is None:
                 return None
             if plan.apply():
+                request.num_computed_tokens = num_found
+                if not delay_cache_blocks:
+                    # The plan has cached what it loaded; this caches the blocks to be computed as well.
+                    self.manager.allocate_slots(request, num_new, **options)
                 break
-        request.num_computed_tokens = num_found
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
     def plan_onboard(

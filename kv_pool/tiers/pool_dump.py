@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,18 +11,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool.core.block_hash import find_random_root
+from kv_pool.core.block_keys import get_block_hash
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.ids import BlockId
-from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_layout import BlockLayout, describe_root
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.block_rows import as_block_ids
 from kv_pool.tiers.dump.dump_reader import BATCH_BYTES, DumpedBlocks, PoolDumpHeader, open_dump
 from kv_pool.tiers.dump.loaded_events import encode_events, make_events, name_key, split_events
 from kv_pool.tiers.dump.records import RecordKind, RecordWriter, replace_file
-from kv_pool.tiers.dump.rows import UNKNOWN, collect_rows, encode_rows, list_copies
+from kv_pool.tiers.dump.rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,7 @@ def dump_pool(
         storage: the storage with the blocks' bytes; None dumps the keys only.
         layout: the meaning of bytes and hashes, from `BlockLayout.describe(storage, block_size, hasher)`. The
             default does not describe the hasher; a pool that hashes differently then loads the dump, but
-            never hits its blocks.
+            never hits its blocks. Loading warns if the reason is the random seed of this process.
         stream_state: the state of the published events. With it, loading emits events with tokens and
             continues the numbering of batches. Close the publisher first, so that the state is complete.
     Returns:
@@ -100,6 +103,7 @@ def dump_pool(
         pool.num_evictions,
         0 if storage is None else storage.block_bytes,
         next_sequence,
+        _find_random_seed(layout, rows),
     )
     with replace_file(path) as file:
         writer = RecordWriter(file)
@@ -154,6 +158,10 @@ def load_pool(
         LayoutMismatchError: bytes or hashes have another meaning here.
         CopyFailedError: copying into the storage failed.
         In all cases the pool is unchanged; the storage's blocks, all free and empty, may hold any bytes.
+    Warns:
+        RuntimeWarning: the hashes may have been made with a seed that was random in the process of the dump;
+            then no block is ever hit. A layout with the hasher turns this into an error, or shows that it is
+            not so.
 
     With events on, the pool queues a clear, in front of all other queued events, and a store for each loaded
     block: with tokens, parents before children, if the dump has the state of the event stream; otherwise with
@@ -165,6 +173,14 @@ def load_pool(
     with open_dump(path) as dump:
         header = dump.header
         _check_fits(os.fspath(path), header, pool, storage, layout)
+        if header.random_seed and header.random_seed != describe_root(find_random_root()):
+            warnings.warn(
+                f"{os.fspath(path)}: its hashes may have been made by a BlockHasher without a seed, which is "
+                "random in each process; then no loaded block is ever hit. Give the hasher a seed, and pass "
+                "layout=BlockLayout.describe(storage, block_size, hasher) to dump and load",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         dumped = dump.read_blocks()
         num_dropped = max(0, len(dumped.rows) - pool.get_num_free_blocks())
         new_ids = _choose_ids(dumped.rows.ids[num_dropped:], pool.num_gpu_blocks)
@@ -205,6 +221,16 @@ def _find_layout(
             f"{storage.block_bytes}, {storage.block_format!r}"
         )
     return layout
+
+
+def _find_random_seed(layout: BlockLayout | None, rows: CachedRows) -> str:
+    """Return the name of this process's random seed if the keys may depend on it; "" otherwise."""
+    is_described = layout is not None and layout.hash_algorithm != ""
+    root = find_random_root()
+    if root is None or is_described:
+        return ""
+    sizes = {len(get_block_hash(key)) for keys in rows.keys for key in keys[:1]}
+    return describe_root(root) if len(root) in sizes else ""
 
 
 def _read_blocks(storage: BlockStorage, block_ids: list[BlockId]) -> Iterator[memoryview]:

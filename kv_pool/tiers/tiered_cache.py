@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
@@ -80,6 +81,7 @@ class TieredCache(TierStore):
         enable_events: bool = False,
         max_prefetch_blocks: int = 256,
     ) -> None:
+        max_prefetch_blocks = as_count("max_prefetch_blocks", max_prefetch_blocks)
         if not tiers:
             raise InvalidArgumentError("tiers is empty; pass at least one tier")
         if write not in WRITES:

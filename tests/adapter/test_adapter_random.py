@@ -92,7 +92,27 @@ class SlowPool:
                 del self.hashes[number]
                 self.worth.pop(block_hash, None)
 
+    def unpin(self, number):
+        """Remove a pin in no name, else one of the sequence that has held the block longest."""
+        names = self.pins[number]
+        if None in names:
+            names.remove(None)
+        else:
+            block_id = next(
+                self.pool.blocks_of(holder)[held.index(number)]
+                for holder, held in self.contents.items()
+                if number in held
+            )
+            order = self.pool.get_block_info(block_id).sequence_ids
+            names.remove(next(one for one in order if one in names))
+        if not names:
+            del self.pins[number]
+
     def remove(self, sequence_id, numbers):
+        for number in numbers & self.pins.keys():
+            left = [one for one in self.pins.pop(number) if one != sequence_id]
+            if left:
+                self.pins[number] = left
         strength = STRENGTHS[self.priorities[sequence_id]]
         for block_hash in (self.hashes[number] for number in numbers if number in self.hashes and strength):
             self.worth[block_hash] = max(self.worth.get(block_hash, 0), strength)
@@ -207,15 +227,15 @@ def test_the_pool_behaves_like_the_slow_model(seed):
                 if hits:
                     model.raise_priority(sequence_id, priority)
             elif name == "pin":
-                pool.pin([held[at] for at in chosen])
+                named = sequence_id if held and draw.random() < 0.5 else None
+                pool.pin([held[at] for at in chosen], named)
                 for at in chosen:
-                    model.pins[numbers[at]] = model.pins.get(numbers[at], 0) + 1
+                    model.pins.setdefault(numbers[at], []).append(named)
             elif name == "unpin":
                 pinned = [at for at in chosen if numbers[at] in model.pins]
                 pool.unpin([held[at] for at in pinned])
                 for at in pinned:
-                    model.pins[numbers[at]] -= 1
-                    model.pins = {number: count for number, count in model.pins.items() if count}
+                    model.unpin(numbers[at])
             elif name == "defragment":
                 pool.defragment()
         except PinnedBlockError:

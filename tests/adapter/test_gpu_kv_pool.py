@@ -282,6 +282,50 @@ def test_a_pinned_block_may_lose_all_holders_but_one():
     check(pool)
 
 
+def test_a_fork_that_pins_and_is_freed_takes_its_pins_along():
+    """They stayed, and the parent could be neither freed nor evicted."""
+    pool = make()
+    ids = take(pool, 1, 3)
+    pool.fork(1, 2)
+    pool.pin(ids, sequence_id=2)
+    pool.pin(ids[:2], sequence_id=2)
+    pool.pin(ids[1:2], sequence_id=1)
+    pool.pin(ids[2:])
+    check(pool)
+    pool.free(ids[:1], sequence_id=2)
+    assert [pool.get_block_info(block_id).is_pinned for block_id in ids] == [False, True, True]
+    pool.free_sequence(2)
+    check(pool)
+    assert [pool.get_block_info(block_id).is_pinned for block_id in ids] == [False, True, True]
+    pool.unpin(ids[1:])
+    pool.free_sequence(1)
+    assert pool.num_pinned_blocks == 0
+    check(pool)
+
+
+def test_an_unpin_removes_the_pins_of_the_named_sequence_first():
+    pool = make()
+    ids = take(pool, 1, 1)
+    pool.fork(1, 2)
+    pool.pin(ids, sequence_id=2)
+    pool.pin(ids)
+    pool.unpin(ids)  # the one in no name
+    check(pool)
+    pool.pin(ids)
+    pool.unpin(ids, sequence_id=2)
+    pool.free_sequence(2)
+    assert pool.num_pinned_blocks == 1
+    pool.fork(1, 2)
+    pool.pin(ids, sequence_id=2)
+    for _ in range(2):
+        pool.unpin(ids)
+        check(pool)
+    assert pool.num_pinned_blocks == 0
+    pool.free_sequence(2)
+    pool.free_sequence(1)
+    check(pool)
+
+
 def test_a_second_pin_does_not_count_towards_the_limit():
     pool = make(max_pinned_blocks=2)
     ids = take(pool, 1, 3)

@@ -19,7 +19,7 @@ def kv_pool_command(*arguments, cwd, **variables):
     environment = {**os.environ, "COLUMNS": "250", "PYTHONIOENCODING": "utf-8", **variables}
     if any(name.startswith("PYTHON") for name in variables):  # which Python reads when it starts
         return subprocess.run(
-            [sys.executable, "-m", "kv_pool.cli.main", *arguments],
+            [sys.executable, "-P", "-m", "kv_pool.cli.main", *arguments],
             cwd=cwd,
             env=environment,
             capture_output=True,

@@ -15,7 +15,7 @@ BOUND_S = 30
 def running(folder, *arguments, **options):
     """Run the command in its own session; kill what remains of the session at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kv_pool", *arguments],
+        [sys.executable, "-P", "-m", "kv_pool", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", "XDG_RUNTIME_DIR": str(folder)},
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 def serving(*arguments, cwd):
     """Yield the process once it has printed its `first_line`; kill it at the end if it still runs."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kv_pool.cli.main", "serve", *arguments],
+        [sys.executable, "-P", "-m", "kv_pool.cli.main", "serve", *arguments],
         cwd=cwd,
         env={**os.environ, "XDG_RUNTIME_DIR": str(cwd), "PYTHONIOENCODING": "utf-8"},
         stdout=subprocess.PIPE,

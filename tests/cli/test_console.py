@@ -158,7 +158,7 @@ def test_closed_output_causes_no_traceback(folder, arguments):
     readable, writable = os.pipe()
     os.close(readable)
     done = subprocess.run(
-        [sys.executable, "-m", "kv_pool", *arguments.split()],
+        [sys.executable, "-P", "-m", "kv_pool", *arguments.split()],
         cwd=folder,
         stdout=writable,
         stderr=subprocess.PIPE,

@@ -24,7 +24,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
-from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
+from kv_pool.events.stream_items import (
+    BatchesLost,
+    PublisherRestarted,
+    PublisherSilent,
+    ReceivedBatch,
+    StreamSource,
+)
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
 
@@ -147,6 +153,22 @@ def test_narrow_terminal_shows_the_first_mirror_columns_whole(width):
     assert ("restarts" in printed) == (width == 200)
 
 
+def test_mirror_shows_each_publisher_of_a_bound_endpoint():
+    endpoint = "tcp://10.0.0.1:5557"
+    with KVEventSubscriber("ipc://nowhere") as subscriber:
+        table = MirrorTable({endpoint: subscriber}, None, None, None, True)
+        for number, source in enumerate([StreamSource("kv@a", 0), StreamSource("kv@b", 1)], 1):
+            store = BlockStored([*range(number)], None, [], 4, None, "GPU", None)
+            table.take(endpoint, ReceivedBatch(0, DecodedBatch(1.0, [store], 0), source=source))
+            console = Console(file=io.StringIO(), width=200)
+            console.print(table.make_table())
+    rows = [line.split("│")[1:3] for line in console.file.getvalue().splitlines() if "in group" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        [f"{endpoint} kv@a rank 0", "1 in group 0 GPU"],
+        [f"{endpoint} kv@b rank 1", "2 in group 0 GPU"],
+    ]
+
+
 @pytest.mark.parametrize("replay", [None, "ipc://nowhere-replay"])
 def test_mirror_says_that_a_publisher_is_not_connected(replay):
     """With a replay endpoint the table used to show the unanswered request instead."""
@@ -208,7 +230,7 @@ def test_encrypted_stream_is_printed_with_keys(tmp_path, options):
 
 
 def test_connecting_publisher_is_read_with_bind(tmp_path):
-    command = [sys.executable, "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
+    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
     config = PublisherConfig(endpoint=f"ipc://{tmp_path}/here", bind=False, heartbeat_s=0.05)
     running = subprocess.Popen(
         [*command, "--mirror", "--limit", "2"],
@@ -224,7 +246,7 @@ def test_connecting_publisher_is_read_with_bind(tmp_path):
 
 def test_ctrl_c_ends_it_silently(publisher):
     publisher.publish([STORED])
-    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint]
+    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint]
     running = subprocess.Popen(
         [*command, "--replay", publisher.replay_endpoint],
         env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"},
@@ -243,7 +265,7 @@ def test_ctrl_c_ends_it_silently(publisher):
 def test_terminal_output_has_colours_and_rates(publisher, options):
     publisher.publish([STORED])
     near, far = pty.openpty()
-    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
+    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
     running = subprocess.Popen(
         [*command, "--replay", publisher.replay_endpoint],
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},

@@ -67,7 +67,7 @@ def test_stderr_contains_only_the_message(folder):
         ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
         (
             "table.csv",
-            "table.csv:1: JSON is malformed: invalid character (byte 4); a trace has ",
+            "table.csv:1: this is CSV, with the columns timestamp,input_length; kv-pool trace convert ",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_preempt_swap_without_effect_is_an_error(folder):
 def test_module_runs_as_the_command_and_shows_the_version(tmp_path):
     done = kv_pool_command("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"kv_pool {kv_pool.__version__}\n")
-    module = [sys.executable, "-m", "kv_pool", "--version"]
+    module = [sys.executable, "-P", "-m", "kv_pool", "--version"]
     report = subprocess.run(
         module, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=True
     )
@@ -162,3 +162,42 @@ def test_invalid_options_are_one_line(folder):
     done = kv_pool_command("replay", "trace.jsonl", cwd=folder)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def install_compiled(folder):
+    """Write the metadata and the compiled core of an installed kv_pool into a folder of `sys.path`."""
+    metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
+    )
+    (folder / "kv_pool" / "core").mkdir(parents=True)
+    (folder / "kv_pool" / "core" / "block.cpython-311-x86_64-linux-gnu.so").touch()
+
+
+@pytest.mark.skipif(kv_pool.COMPILED, reason="the sources run plain")
+def test_sources_that_hide_a_compiled_package_say_so(tmp_path):
+    root = Path(kv_pool.__file__).parents[1]
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    install_compiled(installed)
+
+    def run(*path):
+        return subprocess.run(
+            [sys.executable, "-m", "kv_pool", "--version"],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+            capture_output=True,
+            encoding="utf-8",
+            timeout=60,
+            check=True,
+        )
+
+    assert run(installed).stdout == f"kv_pool {kv_pool.__version__}\n"
+    assert run(installed).stderr == (
+        f"note: the plain sources in {root} run, not the compiled package in {installed / 'kv_pool'}; "
+        "for that one use kv-pool or python -P -m kv_pool\n"
+    )
+    assert run(installed, root).stderr == ""  # PYTHONPATH names them
+    next(installed.glob("kv_pool/core/block.*")).unlink()
+    assert run(installed).stderr == ""

@@ -184,7 +184,7 @@ def test_interrupted_migration_is_cancelled(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=12)
         arguments = ["--sequence-id", str(sequence_id), "--target-node", "b", "--max-rate", "4kB/s"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "kv_pool.cli.main", "migrate", "--node", "a", *arguments],
+            [sys.executable, "-P", "-m", "kv_pool.cli.main", "migrate", "--node", "a", *arguments],
             cwd=folder,
             env=os.environ,
             stdout=subprocess.PIPE,

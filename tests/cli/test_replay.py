@@ -227,7 +227,16 @@ def test_its_events_can_be_read_while_it_runs(folder):
     options = "--blocks 20 --trace-block-size 8 --pace 20"
     endpoints = ("--publish", "tcp://127.0.0.1:0", "--publish-replay", "tcp://127.0.0.1:0")
     process = subprocess.Popen(
-        [sys.executable, "-m", "kv_pool.cli.main", "replay", "long.jsonl", *options.split(), *endpoints],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "kv_pool.cli.main",
+            "replay",
+            "long.jsonl",
+            *options.split(),
+            *endpoints,
+        ],
         cwd=folder,
         env=os.environ,
         stdout=subprocess.PIPE,

@@ -176,7 +176,7 @@ def test_stuck_command_is_terminated_within_a_second(name):
 
 
 def test_sighup_ignored_by_nohup_does_not_end_it(folder):
-    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-m", "kv_pool"]
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-P", "-m", "kv_pool"]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with subprocess.Popen(
         [*ignoring, "serve", "idle.jsonl", *SIZES],
@@ -198,7 +198,7 @@ def test_ctrl_c_removes_the_bar_and_shows_the_cursor(folder, command):
     if pid == 0:
         os.chdir(folder)
         os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-m", "kv_pool", *arguments])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "kv_pool", *arguments])
     shown = b""
     is_interrupted = False
     while True:

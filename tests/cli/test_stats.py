@@ -94,7 +94,7 @@ def test_folder_or_file_as_socket_is_named_in_the_error(tmp_path, command):
 def test_watch_repeats_the_output(tmp_path):
     with ControlServer(make(), tmp_path / "here.sock"):
         watching = subprocess.Popen(
-            [sys.executable, "-m", "kv_pool", "stats", "--watch", "--json", "--socket", "here.sock"],
+            [sys.executable, "-P", "-m", "kv_pool", "stats", "--watch", "--json", "--socket", "here.sock"],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             encoding="utf-8",

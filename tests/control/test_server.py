@@ -260,6 +260,46 @@ def test_socket_of_a_killed_process_is_replaced(path):
         assert client.get_statistics().total_blocks == 10
 
 
+def test_server_at_a_default_path_removes_the_sockets_of_killed_servers(tmp_path, monkeypatch):
+    """vLLM kills its engine process at each SIGTERM, and each process has a name of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "kv_pool"
+    folder.mkdir(0o700)
+    for name in ("control-vllm-1.sock", "control-vllm-2.sock", "other-3.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+            dead.bind(str(folder / name))
+    (folder / "control-file.sock").write_text("mine")
+    with ControlServer(make(), node_name="live"), ControlServer(make(20), node_name="new"):
+        assert sorted(found.name for found in folder.iterdir()) == [
+            "control-file.sock",
+            "control-live.sock",
+            "control-new.sock",
+            "other-3.sock",
+        ]
+        with ControlClient(node="live") as client:
+            assert client.get_statistics().total_blocks == 10
+
+
+def test_socket_of_a_server_that_starts_is_no_dead_one(tmp_path, monkeypatch):
+    """Between bind() and listen() its connections are refused, too; it holds the lock then."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    starting = tmp_path / "kv_pool" / "control-starting.sock"
+    starting.parent.mkdir(0o700)
+    with lock_socket(starting, 0), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(starting))
+        with ControlServer(make(), node_name="new"):
+            assert starting.exists()
+    with ControlServer(make(), node_name="new"):
+        assert not starting.exists()
+
+
+def test_server_at_another_path_leaves_dead_sockets(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path.with_name("control-vllm-1.sock")))
+    with ControlServer(make(), path):
+        assert path.with_name("control-vllm-1.sock").exists()
+
+
 def test_lock_on_the_folder_does_not_block_the_server(path):
     """A server in a world-writable folder used to wait for the lock for ever and to ignore signals."""
     path.parent.chmod(0o1777)

@@ -17,6 +17,7 @@ from kv_pool import (
     OutOfBlocksError,
 )
 from kv_pool.core import invariants
+from kv_pool.core.mode import COMPILED
 
 # ---- construction
 
@@ -340,6 +341,24 @@ def test_a_block_of_a_deleted_pool_cannot_be_freed():
     with pytest.raises(InvalidBlockError, match="belongs to a pool that was deleted"):
         pool.free_blocks([pool.blocks[1], orphan])
     assert state(pool) == "free: 2 | in use: 1"
+
+
+@pytest.mark.parametrize("name", ["the pool's", "a block's"])
+def test_an_assigned_owner_does_not_free_a_block_over_and_over(name):
+    """The pool took its own block for another pool's, and called itself until the stack was full."""
+    pool = make_pool("free: 2 | in use: 1")
+    if name == "a block's":
+        pool.blocks[1].owner = lambda: pool
+    elif COMPILED:
+        with pytest.raises(AttributeError):
+            pool.block_owner = None
+        return
+    else:
+        pool.block_owner = None
+    with pytest.raises(InvalidBlockError, match="do not assign"):
+        pool.free_blocks([pool.blocks[1]])
+    assert pool.blocks[1].ref_cnt == 1
+    assert pool.get_num_free_blocks() == 1
 
 
 def test_a_bare_block_is_freed_without_checks():

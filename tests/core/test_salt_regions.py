@@ -24,6 +24,7 @@ from kv_pool import (
 from kv_pool.core.block_hash import HASH_ALGORITHMS
 from kv_pool.core.extra_keys import find_extra_keys, untag_extra_keys
 from kv_pool.core.salt_regions import MAX_SALT_REGIONS
+from kv_pool.events.mirror import PrefixMirror
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "salt_region_vectors.json").read_text())
 
@@ -120,17 +121,57 @@ def test_with_regions_media_are_keyed_with_their_length():
         ("salt_region", "a", 0),
         ("salt_region", "b", 3),
     )
-    assert untag_extra_keys(keys) == ("n", ("i", 1), "s", "a", "b")
+    assert untag_extra_keys(keys) == ("n", ("i", 1), 2, "s", "a", 0, "b", 3)
     assert find_extra_keys(request, 4, 8) == (("lora", "n", "p"),)
 
 
-def test_events_carry_the_salts_as_text():
+def test_events_carry_the_salts_as_text_and_their_offsets():
     hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
     request = Request("r", range(12), hasher, salt_regions=[SaltRegion(6, "a")])
     pool = BlockPool(4, True, BLOCK_SIZE, enable_kv_cache_events=True)
     pool.cache_full_blocks(request, pool.get_new_blocks(3), 0, 3, BLOCK_SIZE, 0)
     (event,) = pool.take_events()
-    assert event.extra_keys == [None, ("a",), None]
+    assert event.extra_keys == [None, ("a", 2), None]
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({"salt_regions": [(4, "a")]}, {"salt_regions": [(6, "a")]}),
+        ({"salt_regions": [(4, "a"), (6, "b")]}, {"salt_regions": [(4, "a"), (7, "b")]}),
+        ({"salt_regions": [(4, "a"), (5, "b")]}, {"salt_regions": [(4, "a")], "cache_salt": "b"}),
+        ({"salt_regions": [(4, "i")]}, {"media": [("i", 4, 2)]}),
+        (
+            {"salt_regions": [(4, "a")], "media": [("i", 5, 2)]},
+            {"salt_regions": [(4, "a")], "media": [("i", 5, 3)]},
+        ),
+    ],
+    ids=str,
+)
+def test_readers_of_tokens_find_what_the_pool_hits(own, other):
+    """A reader of tokens found 8 tokens of a region with another offset; the pool hit none."""
+
+    def make(request_id, given):
+        media = [MultiModalFeature(name, PlaceholderRange(*place)) for name, *place in given.get("media", [])]
+        regions = [SaltRegion(*region) for region in given.get("salt_regions", [])]
+        salt = given.get("cache_salt")
+        return Request(
+            request_id, range(12), hasher, mm_features=media, salt_regions=regions or None, cache_salt=salt
+        )
+
+    hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
+    requests = [make("own", own), make("other", other)]
+    pool = BlockPool(10, True, BLOCK_SIZE, enable_kv_cache_events=True)
+    mirror = PrefixMirror(learns_tokens=True)
+    for number, request in enumerate(requests):
+        pool.cache_full_blocks(request, pool.get_new_blocks(3), 0, 3, BLOCK_SIZE, 0)
+        mirror.apply(str(number), pool.take_events())
+    for request in requests:
+        walk = [untag_extra_keys(find_extra_keys(request, start, start + 4)) for start in (0, 4, 8)]
+        found = mirror.find_prefix_of_tokens(range(12), extra_keys=walk)
+        for number, of_publisher in enumerate(requests):
+            same = [a == b for a, b in zip(request.block_hashes, of_publisher.block_hashes, strict=True)]
+            assert found.get(str(number), 0) == 4 * [*same, False].index(False)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ CLAIMS = re.findall(r"^\|[^|]*\| `(kv-pool [^`]*)`[^|]*\|([^|]*)\|[^|]*\|$", PAG
 
 def run(command, folder):
     """Run a command of the page and return its output."""
-    command_line = [sys.executable, "-m", "kv_pool", *command.split()[1:]]
+    command_line = [sys.executable, "-P", "-m", "kv_pool", *command.split()[1:]]
     report = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=folder)
     assert report.returncode == 0, report.stderr
     return report.stdout

@@ -17,6 +17,7 @@ from kv_pool.events.batch import (
     encode_batch,
     encode_batch_positional,
 )
+from kv_pool.events.mirror import PrefixMirror
 
 TS = 1700000000.5
 HASH_0, HASH_1, HASH_B = 9561501211280363793, 15292913576410714033, 0x720B6A2C26AD57E4
@@ -125,6 +126,8 @@ def test_every_field_survives_a_round_trip():
     assert batch.events == [EVERY_FIELD]
 
 
+TEXT_HASHES = ["12345678901234567890", "84b146b151d55111", "1", ""]
+
 STORED_MAP = {
     "block_hashes": [-5],
     "parent_block_hash": None,
@@ -202,7 +205,13 @@ def test_two_to_four_elements_and_integer_times_are_decoded(payload, rank, form)
         ([[1]], "unknown type"),
         (7, "neither a map nor an array"),
         (STORED_MAP | {"block_hashes": "ab"}, "block_hashes"),
-        (STORED_MAP | {"token_ids": [[1, 2]]}, "token_ids"),
+        (STORED_MAP | {"token_ids": [["x"]]}, "token_ids"),
+        (STORED_MAP | {"token_ids": [1, [2]]}, "token_ids"),
+        (STORED_MAP | {"token_ids": 7}, "token_ids"),
+        *((STORED_MAP | {"block_hashes": [text]}, "block_hashes") for text in TEXT_HASHES),
+        *((STORED_MAP | {"parent_block_hash": text}, "parent_block_hash") for text in TEXT_HASHES),
+        *((["BlockStored", [text], None, [2], 1], "block_hashes") for text in TEXT_HASHES),
+        *((["BlockRemoved", [1, text], "GPU"], "block_hashes") for text in TEXT_HASHES),
         ({"type": "BlockStored"}, "block_hashes"),
         (["BlockRemoved"], "block_hashes"),
     ],
@@ -273,6 +282,30 @@ def test_tokens_are_decoded_on_first_access_to_events():
     assert [type(one) for one in batch.events] == [BlockStored, AllBlocksCleared]
     assert batch.unread_events == batch.events
     assert batch == decode_batch(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
+
+
+PAIRS = [[100, 101], [101, 102], [102, 103], [103, 104]]
+
+
+@pytest.mark.parametrize("tokens", [PAIRS, [[1, 2, 3]] * 4, None], ids=str)
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_stores_with_grouped_tokens_keep_their_hashes(form, is_large, tokens):
+    """SGLang with EAGLE sends pairs; each such store used to be dropped."""
+    raw = STORED_MAP | {"block_hashes": [11], "block_size": 4, "token_ids": tokens}
+    if form == "array":
+        raw = ["BlockStored", [11], None, tokens, 4, None, "GPU"]
+    num_events = 10_000 if is_large else 1
+    batch = decode_lazily(pack(TS, [raw] * num_events, 0))
+    for learns_tokens in (False, True):
+        mirror = PrefixMirror(learns_tokens=learns_tokens)
+        mirror.apply("engine", batch.unread_events)
+        assert mirror.find_prefix([11]) == {"engine": 1}
+    assert batch.events == [stored([11], [])] * num_events
+    assert batch.num_dropped == 0
+    mirror.apply("again", batch.events)
+    assert mirror.find_prefix([11])["again"] == 1
+    assert mirror.find_prefix_of_tokens([100, 101, 102, 103]) == {}
 
 
 def test_store_with_invalid_tokens_is_dropped_on_first_access():

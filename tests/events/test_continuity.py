@@ -341,9 +341,12 @@ def test_unanswered_request_is_abandoned():
     assert stream.wait(5) == "lost:1-3 a4 a5"
     assert stream.asked() is None
     assert stream.machine.get_counts().num_timeouts == 3
-    # The next gap is requested again.
-    stream.live("a8")
-    assert stream.asked() == 5
+    # Further gaps are lost at once; the whole stream is requested after a pause.
+    assert stream.live("a8", "a9", "a11") == "lost:6-7 a8 a9 lost:10-10 a11"
+    assert stream.asked() is None
+    assert stream.wait(5) == ""
+    assert stream.asked() == 0
+    assert stream.live("a13") == "lost:12-12 a13"
 
 
 def test_queue_is_bounded_and_dropped_batches_are_requested():
@@ -460,14 +463,36 @@ def test_live_clear_ends_healing():
     assert not stream.machine.is_incomplete
 
 
-def test_answer_to_a_later_gap_is_followed_by_healing():
+@pytest.mark.parametrize("num_gaps", [1, 12])
+def test_gaps_while_requests_are_unanswered_do_not_delay_live_batches(num_gaps):
+    """Each gap used to wait for all attempts again."""
+    gaps = [f"a{number}" for number in range(7, 7 + 3 * num_gaps, 3)]
+    stream = unanswered(*gaps)
+    assert not stream.machine.is_recovering
+    assert stream.machine.num_queued == 0
+    assert stream.machine.get_counts().num_timeouts == 3
+    assert stream.machine.get_counts().num_lost == 3 + 2 * num_gaps
+    last = int(gaps[-1][1:])
+    stream.wait(5)
+    assert stream.replay(f"S{last}", "end", ts=99.0) == f"S{last}r"
+    assert stream.live(f"a{last + 2}") == ""  # answered again: this gap is requested
+    assert stream.asked() == last + 1
+
+
+def test_reconnections_while_requests_are_unanswered_cost_one_attempt_each():
     stream = unanswered()
-    stream.live("a7")
-    assert stream.asked() == 4
-    assert stream.replay("a4", "a5", "a6", "a7", "end") == "a5r a6r a7r"
-    assert stream.wait(0) == ""
-    assert stream.asked() == 0
-    assert stream.replay("S7", "end", ts=99.0) == "S7r"
+    for number in (20, 40, 60):
+        assert stream.words(stream.machine.handle_connection(stream.now)) == ""
+        stream.asked()
+        assert stream.live(f"a{number}") == ""
+        assert stream.wait(5) == f"restarted lost:0-{number - 1} a{number}"
+        assert stream.machine.request is None
+
+
+def test_silence_while_requests_are_unanswered_is_reported_without_a_probe():
+    stream = unanswered(silence_after_s=2.0)
+    assert stream.wait(2) == "silent:17"
+    assert stream.live("a5") == "a5"
 
 
 def test_highest_number_is_followed_by_a_request():

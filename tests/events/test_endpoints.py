@@ -18,6 +18,9 @@ from kv_pool.events.endpoints import check_endpoint, is_ipv6, is_loopback, offse
         ("tcp://0.0.0.0:5557", True),
         ("tcp://127.0.0.1:5557", True),
         ("tcp://localhost:0", True),
+        ("tcp://[0:0:0:0:0:0:0:1]:5557", True),
+        ("tcp://[0:0:0:0:0:0:0:0]:5557", True),
+        ("tcp://[2001:db8:1:2:3:4:5:6]:5557", False),
     ],
 )
 def test_publisher_binds_local_endpoints(endpoint, binds):
@@ -82,6 +85,10 @@ def test_invalid_endpoint_is_rejected(endpoint):
         ("tcp://127.9.9.9:1", True),
         ("tcp://localhost:1", True),
         ("tcp://[::1]:1", True),
+        ("tcp://::1:1", True),
+        ("tcp://[0:0:0:0:0:0:0:1]:1", True),
+        ("tcp://[0000:0:0::0001]:1", True),
+        ("tcp://[fe80:0:0:0:0:0:0:1%lo]:1", False),
         ("ipc:///tmp/events", True),
         ("inproc://events", True),
         ("tcp://*:1", False),
@@ -99,5 +106,8 @@ def test_loopback_endpoints_are_recognized(endpoint, is_own):
 def test_ipv6_endpoints_are_recognized():
     assert is_ipv6("tcp://[::1]:1")
     assert is_ipv6("tcp://:::1")
+    assert is_ipv6("tcp://[0:0:0:0:0:0:0:1]:1")
+    assert is_ipv6("tcp://[fe80:1:2:3:4:5:6:7%eth0]:1")
     assert not is_ipv6("tcp://*:1")
+    assert not is_ipv6("tcp://router.example:1")
     assert not is_ipv6("ipc:///a::b")

@@ -19,7 +19,7 @@ from kv_pool import (
     Request,
 )
 from kv_pool.core.kv_events import BlockReported
-from kv_pool.events.batch import decode_lazily
+from kv_pool.events.batch import decode_batch, decode_lazily
 from kv_pool.events.mirror import PrefixMirror
 
 
@@ -354,6 +354,25 @@ def test_adapter_and_extra_keys_distinguish_prompts():
     assert mirror.find_prefix_of_tokens(prompt, extra_keys=[("tenant",)]) == {"salted": 8}
     image = [None, [("cat.png", -2)]]
     assert mirror.find_prefix_of_tokens(prompt, extra_keys=image) == {"image": 8, "plain": 4}
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_blocks_with_an_adapter_number_only_are_not_found_by_prompts_without_adapter(form):
+    """Older engines send `lora_id` and no `lora_name`; 12 of 12 tokens used to be found."""
+    mirror = PrefixMirror(learns_tokens=True)
+    stores = [
+        {"block_hashes": [1, 2], "parent_block_hash": None, "token_ids": list(range(8)), "lora_id": 3},
+        {"block_hashes": [3], "parent_block_hash": 2, "token_ids": [8, 9, 10, 11], "lora_id": 3},
+        {"block_hashes": [9], "parent_block_hash": None, "token_ids": [5, 5, 5, 5], "lora_id": 0},
+    ]
+    raw = [{"type": "BlockStored", "block_size": 4, "medium": "GPU", **one} for one in stores]
+    if form == "array":
+        names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+        raw = [[one[name] for name in names] for one in raw]
+    mirror.apply("engine", decode_batch(msgspec.msgpack.encode([1.0, raw, 0])).events)
+    assert mirror.find_prefix([1, 2, 3]) == {"engine": 3}
+    assert mirror.find_prefix_of_tokens(list(range(12))) == {}
+    assert mirror.find_prefix_of_tokens([5, 5, 5, 5]) == {"engine": 4}
 
 
 def test_blocks_without_known_tokens_are_found_by_hash_only():

@@ -4,6 +4,7 @@ import socket as tcp
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import zmq
@@ -23,9 +24,11 @@ from kv_pool.errors import (
     PublisherClosedError,
 )
 from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encode_batch_positional
-from kv_pool.events.config import GroupSpec
+from kv_pool.events.config import GroupSpec, PublisherConfig
 from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
+from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState
+from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.threads import start_thread
 
 MAKERS = {"null": NullEventPublisher, "zmq": make_publisher}
@@ -525,3 +528,45 @@ def test_error_without_pyzmq_says_how_to_install_it():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install '.[zmq]'" in told.stdout
+
+
+# ---- paths of ipc endpoints ----------------------------------------------------------------------
+
+
+def publish_at(endpoint, **more):
+    return ZMQEventPublisher(PublisherConfig(endpoint=endpoint, **more))
+
+
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_second_publisher_does_not_take_over_an_ipc_path(tmp_path, is_replay):
+    """It used to replace the socket silently, and the readers of the first one heard nothing more."""
+    endpoint = f"ipc://{tmp_path}/events"
+    other = {"replay_endpoint": endpoint} if is_replay else {}
+    with publish_at(endpoint) as first, KVEventSubscriber(endpoint) as subscriber:
+        with pytest.raises(EndpointError, match=r"cannot bind ipc:.* another process or object listens"):
+            publish_at(f"ipc://{tmp_path}/other" if is_replay else endpoint, **other)
+        with pytest.raises(EndpointError, match="another process or object listens"):
+            KVEventSubscriber(endpoint, binds=True)
+        deadline = time.monotonic() + 20
+        while not subscriber.poll(0.05):
+            assert time.monotonic() < deadline
+            first.publish([AllBlocksCleared()])
+    with publish_at(endpoint):
+        pass
+
+
+def test_ipc_path_of_an_ended_process_is_used_again(tmp_path):
+    path = tmp_path / "events"
+    with tcp.socket(tcp.AF_UNIX) as ended:
+        ended.bind(str(path))
+    with publish_at(f"ipc://{path}"):
+        pass
+
+
+def test_ipc_path_with_a_file_is_refused(tmp_path):
+    """ZeroMQ deletes the file."""
+    path = tmp_path / "notes.txt"
+    path.write_text("keep")
+    with pytest.raises(EndpointError, match="a file that is no socket has this path"):
+        publish_at(f"ipc://{path}")
+    assert path.read_text() == "keep"

@@ -4,7 +4,9 @@ import asyncio
 import math
 import random
 import threading
+import time
 
+import msgspec
 import pytest
 import zmq
 from events.followed_stream import (
@@ -21,8 +23,8 @@ from events.living_pool import LivingPool
 from events.pool_map import pool_map
 from events.wire_publisher import WirePublisher
 
-from kv_pool import AllBlocksCleared, InvalidArgumentError
-from kv_pool.errors import EndpointError
+from kv_pool import AllBlocksCleared, BlockStored, InvalidArgumentError
+from kv_pool.errors import EndpointError, EventStreamError
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.following import apply_item, follow, follow_async
 from kv_pool.events.mirror import PrefixMirror
@@ -283,6 +285,132 @@ def test_topics_are_filtered():
             items = subscriber.poll(0.05)
         # All are odd: the even ones have the other topic.
         assert {sequence % 2 for sequence in sequences(items)} == {1}
+
+
+# ---- several publishers ---------------------------------------------------------------------------
+
+
+class Pod:
+    """A publisher that connects to its subscriber, as llm-d's engines do; its numbers start at 0."""
+
+    def __init__(self, endpoint, topic="", rank=0):
+        self.topic, self.rank, self.sequence = topic, rank, 0
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.PUB)
+        self.socket.connect(endpoint)
+
+    def publish(self, *events):
+        payload = msgspec.msgpack.encode([float(self.sequence), events, self.rank])
+        self.socket.send_multipart([self.topic.encode(), self.sequence.to_bytes(8, "big"), payload])
+        self.sequence += 1
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def connect():
+    """Return a function that makes a `Pod`."""
+    pods = []
+
+    def make(*options):
+        pods.append(Pod(*options))
+        return pods[-1]
+
+    yield make
+    for pod in pods:
+        pod.close()
+
+
+def bind(**options):
+    return KVEventSubscriber("tcp://127.0.0.1:0", binds=True, **options)
+
+
+def announce(pod, subscriber):
+    """Publish until a batch of this pod arrives: the connection takes a moment."""
+    while not any(item.source == (pod.topic, pod.rank) for item in subscriber.poll(0.05)):
+        pod.publish()
+
+
+def publish_until_error(pods, subscriber):
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for pod in pods:
+            pod.publish()
+        subscriber.poll(0.05)
+
+
+def store(block_hash):
+    return BlockStored([block_hash], None, [1, 2, 3, 4], 4, None, "GPU", None)
+
+
+@pytest.mark.parametrize(
+    "places", [[("kv@a", 0), ("kv@b", 0)], [("", 0), ("", 1)], [("kv@a", 1), ("kv@b", 300)]]
+)
+def test_publishers_of_a_bound_subscriber_have_streams_of_their_own(connect, places):
+    """Each batch was a restart, and the mirror forgot the blocks of the other publisher."""
+    mirror, shared = PrefixMirror(), PrefixMirror()
+
+    def note(item):
+        apply_item(mirror, item, lambda source: f"{source.topic} {source.rank}")
+        apply_item(shared, item, "all")
+
+    with bind() as subscriber:
+        pods = [connect(subscriber.endpoint, *place) for place in places]
+        for pod in pods:
+            announce(pod, subscriber)
+        for number in range(5):
+            for at, pod in enumerate(pods):
+                pod.publish(store(100 * at + number))
+
+        def are_all(_):
+            return shared.count_blocks("all") == 10
+
+        items = read_until(subscriber, are_all, note)
+        assert {type(item) for item in items} == {ReceivedBatch}
+        names = [f"{topic} {rank}" for topic, rank in places]
+        assert [mirror.count_blocks(name) for name in names] == [5, 5]
+        assert sorted(subscriber.get_statistics().publishers) == sorted(places)
+        again = connect(subscriber.endpoint, *places[0])
+        items = []
+        while not any(item == PublisherRestarted() for item in items):
+            again.sequence = 0
+            again.publish()
+            items += subscriber.poll(0.05)
+        for item in items:
+            note(item)
+        assert [mirror.count_blocks(name) for name in names] == [0, 5]
+
+
+def test_two_publishers_under_one_topic_and_rank_are_an_error(connect):
+    with bind() as subscriber:
+        pods = [connect(subscriber.endpoint, "kv@a"), connect(subscriber.endpoint, "kv@a")]
+        with pytest.raises(EventStreamError, match=r"two publishers send under topic 'kv@a' and rank 0"):
+            publish_until_error(pods, subscriber)
+
+
+def test_second_publisher_beside_a_replay_endpoint_is_an_error(connect):
+    with WirePublisher() as publisher, bind(replay_endpoint=publisher.replay_endpoint) as subscriber:
+        pods = [connect(subscriber.endpoint, topic) for topic in ("kv@a", "kv@b")]
+        with pytest.raises(EventStreamError, match=r"a second publisher \(topic 'kv@[ab]', rank 0\)"):
+            publish_until_error(pods, subscriber)
+
+
+def test_topics_behind_a_proxy_are_publishers_and_ranks_are_an_error():
+    with WirePublisher() as publisher, KVEventSubscriber(publisher.endpoint) as subscriber:
+        items = join(subscriber, publisher)
+        for number in range(3):
+            for topic in (b"kv@a", b"kv@b"):
+                payload = msgspec.msgpack.encode([1.0, [], 0])
+                publisher.live.send_multipart([topic, number.to_bytes(8, "big"), payload])
+        items = read_until(subscriber, lambda items: len(items) == 6)
+        assert [(item.source.topic, item.sequence) for item in items] == [
+            (topic, number) for number in range(3) for topic in ("kv@a", "kv@b")
+        ]
+        payload = msgspec.msgpack.encode([1.0, [], 1])
+        publisher.live.send_multipart([b"kv@a", bytes(8), payload])
+        with pytest.raises(EventStreamError, match="ranks 0 and 1 send under the topic 'kv@a'"):
+            read_until(subscriber, lambda _: False)
 
 
 # ---- kv_pool's publisher -------------------------------------------------------------------------

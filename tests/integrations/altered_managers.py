@@ -72,6 +72,14 @@ class LostBlock(KVCacheManager):
         super().free(request)
 
 
+class RotatedTables(KVCacheManager):
+    """Passes the blocks of a new request to the worker in another order."""
+
+    def get_blocks(self, request_id):
+        found = super().get_blocks(request_id)
+        return type(found)(tuple([*group[1:], *group[:1]] for group in found.blocks))
+
+
 ALTERED = {
     manager.__name__: manager
     for manager in (
@@ -84,5 +92,6 @@ ALTERED = {
         PlainEvents,
         NoSkippedBlocks,
         LostBlock,
+        RotatedTables,
     )
 }

@@ -12,18 +12,51 @@ Excluded, since no engine does it:
 """
 
 import random
+from dataclasses import dataclass
 from itertools import pairwise
 
 from integrations.scheduler_options import NEWEST, make_options
 
-MAX_REQUESTS = 12
 EOS = 1
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many requests arrive and leave: the most at a time, and the probabilities in each step.
+
+    `session` is the probability that a new request gets its input in pieces.
+    `watermark` replaces that of the options, if it is not None.
+    """
+
+    max_requests: int = 12
+    arrival: float = 0.35
+    abort: float = 0.03
+    reset: float = 0.02
+    session: float = 0.04
+    watermark: float | None = None
+
+
+def draw_pace(rng):
+    """Return the default pace for half of the engines, and a wilder one for the others."""
+    if rng.random() < 0.5:
+        return Pace()
+    return Pace(
+        max_requests=rng.choice([12, 24, 40]),
+        arrival=rng.choice([0.35, 0.7, 0.95]),
+        abort=rng.choice([0.03, 0.1, 0.3]),
+        reset=rng.choice([0.02, 0.1, 0.2]),
+        session=rng.choice([0.04, 0.3]),
+        watermark=rng.choice([0.0, 0.05, 0.1, 0.1, 0.2, 0.4]),
+    )
 
 
 class SchedulerSchedule:
     def __init__(self, kind, seed, release=NEWEST):
         self.rng = rng = random.Random(f"{kind} {seed}")
         self.options = options = make_options(kind, rng, release)
+        self.pace = draw_pace(random.Random(f"pace of {kind} {seed}"))
+        if self.pace.watermark is not None:
+            options["scheduler"]["watermark"] = self.pace.watermark
         self.connector = options["connector"]
         self.is_async = options["scheduler"]["async_scheduling"]
         self.num_drafts = options["spec"]["num_speculative_tokens"] if options["spec"] else 0
@@ -41,17 +74,17 @@ class SchedulerSchedule:
 
     def decide(self, num_steps):
         """Yield operations of `num_steps` steps and of an orderly end. The result of each is sent back in."""
-        rng = self.rng
+        rng, pace = self.rng, self.pace
         for _ in range(num_steps):
-            while len(self.living) < MAX_REQUESTS and rng.random() < 0.35:
+            while len(self.living) < pace.max_requests and rng.random() < pace.arrival:
                 yield from self.arrive()
             if self.compiling and rng.random() < 0.3:
                 yield ["compile_grammar", self.compiling.pop(0)]
             if self.sessions and rng.random() < 0.2:
                 yield from self.stream(rng.choice(list(self.sessions)))
-            if self.living and rng.random() < 0.03:
+            if self.living and rng.random() < pace.abort:
                 yield from self.abort(rng.choice(list(self.living)))
-            if rng.random() < 0.02:
+            if rng.random() < pace.reset:
                 yield from self.reset()
             yield from self.step()
         yield from self.end()
@@ -95,7 +128,7 @@ class SchedulerSchedule:
         if options["encoder_budget"] and (options["is_encoder_decoder"] or rng.random() < 0.5):
             request["images"] = self.some_images(len(tokens))
         has_session = options["has_sessions"] and "images" not in request
-        if rng.random() < 0.04 and has_session:
+        if rng.random() < self.pace.session and has_session:
             request["resumable"] = True
             self.sessions[name] = False
         self.living[name] = list(tokens)

@@ -102,6 +102,33 @@ def test_answers_describe_the_pool_of_the_engine(run):
     )
 
 
+def test_statistics_of_level_pool_have_the_hit_rate(run):
+    """Hits, and prompt blocks that had to be computed, are what the pool sees of the look-ups."""
+    run(
+        """
+        from types import SimpleNamespace
+        pool = Pool(num_gpu_blocks=10, enable_caching=True, hash_block_size=4)
+        request = SimpleNamespace(
+            request_id="r", num_prompt_tokens=13, block_hashes=[b"1", b"2", b"3", b"4"],
+            all_token_ids=range(16), lora_request=None, sampling_params=None,
+            mm_features=None, cache_salt=None,
+        )
+        blocks = pool.get_new_blocks(4)
+        words = {"block_size": 4, "kv_cache_group_id": 0}
+        pool.cache_full_blocks(request, blocks, num_cached_blocks=0, num_full_blocks=2, **words)
+        with ControlClient("here.sock") as client:
+            told = client.get_statistics()
+            assert (told.hit_blocks, told.looked_up_blocks) == (0, 2)
+            pool.cache_full_blocks(request, blocks, num_cached_blocks=2, num_full_blocks=4, **words)
+            pool.free_blocks(blocks)
+            pool.touch([pool.null_block, *blocks[:2]])
+            told = client.get_statistics()
+            assert (told.hit_blocks, told.looked_up_blocks, told.pinned_blocks) == (2, 5, 0)
+        """,
+        "here.sock",
+    )
+
+
 def test_commands_that_move_bytes_are_rejected_with_a_reason(run):
     run(
         """
@@ -135,7 +162,7 @@ def test_command_line_shows_the_pool_of_the_engine(run):
         pool = make_pool()
         pool.get_new_blocks(4)
         for command in (["stats"], ["layout"], ["sequences", "--holds"], ["defrag"]):
-            done = subprocess.run([sys.executable, "-m", "kv_pool", *command, "--socket", "here.sock"])
+            done = subprocess.run([sys.executable, "-P", "-m", "kv_pool", *command, "--socket", "here.sock"])
             print(done.returncode, flush=True)
         """,
         "here.sock",

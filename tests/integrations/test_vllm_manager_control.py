@@ -1,5 +1,7 @@
 """The control socket at level `manager`: requests with their blocks (marker `vllm`)."""
 
+from types import SimpleNamespace
+
 import pytest
 from integrations.test_vllm_manager_names import make_config
 
@@ -17,7 +19,7 @@ class EngineRequest:
     skip_reading_prefix_cache = False
     block_hashes = (b"first", b"second")
     all_token_ids = tuple(range(11))
-    lora_request = mm_features = cache_salt = session_id = status = None
+    lora_request = sampling_params = mm_features = cache_salt = session_id = status = None
 
 
 def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
@@ -37,3 +39,41 @@ def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
         assert client.get_statistics().num_sequences == 1
         manager.free(request)
         assert client.describe_sequences().sequences == []
+
+
+def test_statistics_have_pins_and_the_hit_rate(tmp_path, monkeypatch):
+    """They showed 0 pinned blocks and no hit rate, and the list of holds showed no end of the pins."""
+    from kv_pool.integrations.vllm.controlled_manager import make_controlled_manager
+    from kv_pool.integrations.vllm.manager_classes import KVCacheManager
+
+    path = tmp_path / "here.sock"
+    monkeypatch.setenv("KV_POOL_VLLM_CONTROL", str(path))
+    monkeypatch.setenv("KV_POOL_VLLM_MAX_PINNED_BLOCKS", "4")
+    config = make_config()
+    config.num_blocks = 21
+    manager = make_controlled_manager(KVCacheManager)(
+        config, max_model_len=12, scheduler_block_size=4, hash_block_size=4, watermark=0.1
+    )
+    request = EngineRequest()
+    pin = {"token_range_retention_configs": [{"token_end": 8, "pin": True, "duration_ms": 60_000}]}
+    request.sampling_params = SimpleNamespace(extra_args={"kv_pool": pin})
+    assert manager.get_computed_blocks(request)[1] == 0
+    manager.record_prefix_cache_stats(request, 0)
+    manager.allocate_slots(request, 11)
+    request.num_computed_tokens = 11
+    request.is_finished = lambda: True
+    manager.free(request)
+    with ControlClient(path) as client:
+        told = client.get_statistics()
+        assert (told.hit_blocks, told.looked_up_blocks) == (0, 2)
+        assert (told.pinned_blocks, told.reserved_blocks) == (4, manager.watermark_blocks)
+        assert manager.watermark_blocks > 0
+        held = client.list_holds().holds
+        assert {hold.reason for hold in held} == {"pinned by a directive"}
+        assert sum(hold.num_blocks for hold in held) == 4
+        assert all(50 < hold.remaining_s <= 60.1 for hold in held)
+        manager.record_prefix_cache_stats(request, 8)
+        request.num_preemptions = 1
+        manager.record_prefix_cache_stats(request, 8)
+        told = client.get_statistics()
+        assert (told.hit_blocks, told.looked_up_blocks) == (2, 4)

@@ -163,6 +163,70 @@ def test_nothing_happens_unless_vllm_plugins_names_kv_pool(made_up_vllm, environ
     assert [level for level, _ in logged] == ["DEBUG"]
 
 
+@pytest.mark.parametrize(
+    ("plugins", "way_out"),
+    [
+        ({}, "VLLM_PLUGINS is not set; set VLLM_PLUGINS=kv_pool"),
+        ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS is not set; set VLLM_PLUGINS=kv_pool"),
+        ({"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS is 'other'; set VLLM_PLUGINS=other,kv_pool"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("code", "chosen"),
+    [("register()", {"KV_POOL_VLLM": "manager"}), ("register('manager')", {"KV_POOL_VLLM": ""})],
+)
+def test_a_level_without_the_plugin_is_a_warning(made_up_vllm, monkeypatch, plugins, way_out, code, chosen):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    seen, logged = run(made_up_vllm, code, **plugins, **chosen)
+    assert not is_ours(seen)
+    assert [message for level, message in logged if level == "WARNING"] == [
+        f"kv_pool is not used: KV_POOL_VLLM needs kv_pool's plugin, and {way_out}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "mistake"),
+    [
+        (
+            "KV_POOL_VLLM_MAX_PINNED_BLOCKS",
+            "8",
+            "KV_POOL_VLLM_MAX_PINNED_BLOCKS has no effect at level pool; set KV_POOL_VLLM=manager",
+        ),
+        ("KV_POOL_VLLM_LIVE_CURVE", "yes", "KV_POOL_VLLM_LIVE_CURVE is 'yes'; it is one of 0, 1"),
+        ("KV_POOL_VLLM_POLICI", "lru", "kv_pool has no variable KV_POOL_VLLM_POLICI; it has KV_POOL_VLLM, "),
+    ],
+)
+def test_a_variable_without_effect_is_a_warning(made_up_vllm, variable, value, mistake):
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", **{variable: value})
+    assert is_ours(seen)
+    assert [level for level, _ in logged] == ["WARNING", "INFO"]
+    assert logged[0][1].startswith(f"kv_pool has a wrong setting: {mistake}")
+
+
+def test_options_at_level_pool_are_a_warning(made_up_vllm):
+    code = """
+        register()
+        from types import SimpleNamespace
+        from vllm.v1.scheduler import Pool
+        pool = Pool(8, True, 4)
+        asked = SimpleNamespace(extra_args={"kv_pool": {"demote": True}})
+        for number in range(2):
+            request = SimpleNamespace(sampling_params=asked, block_hashes=[b"%d" % number])
+            blocks = pool.get_new_blocks(1)
+            pool.cache_full_blocks(
+                request, blocks, num_cached_blocks=0, num_full_blocks=1, block_size=4, kv_cache_group_id=0
+            )
+            assert pool.get_cached_block(b"%d" % number, [0]) == blocks
+    """
+    _, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    [message] = [message for level, message in logged if level == "WARNING"]
+    assert message == (
+        "kv_pool ignores the options in extra_args['kv_pool']: this engine runs vLLM's KV cache manager, "
+        "which cannot retain; the operator enables retention with VLLM_PLUGINS=kv_pool and "
+        "KV_POOL_VLLM=manager, and the log names what level manager does not serve"
+    )
+
+
 def test_package_declares_register_as_its_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]

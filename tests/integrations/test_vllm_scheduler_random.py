@@ -50,6 +50,35 @@ def test_scheduler_takes_the_same_steps(level, kind):
     compare(kind, range(FEW_SEEDS), classes_of(level))
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("full + mamba, finer hashes", 34),  # the hash of a prompt's end comes late
+        ("full + mamba, finer hashes", 36),  # states that vLLM caches under the hash of earlier tokens
+        ("full + mamba, finer hashes", 93),
+        ("mamba", 50635),  # states of rejected drafts beside a watermark
+    ],
+)
+def test_engines_that_once_differed_take_the_same_steps(kind, seed):
+    compare(kind, [seed], classes_of(OUR_LEVELS[-1]))
+
+
+@pytest.mark.skipif(len(OUR_LEVELS) == 1, reason="level manager is missing")
+def test_a_drafter_of_several_modules_over_states_with_finer_hashes_is_left_to_vllm():
+    """Unless its group is marked, as vLLM does: then no state is cached under the hash of earlier tokens."""
+    import vllm
+    from integrations.scheduler_schedule import SchedulerSchedule
+    from integrations.scheduler_side import SchedulerSide
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    release = find_release(vllm.__version__).number
+    options = SchedulerSchedule("full + mamba, finer hashes", 36, release).options
+    options["spec"]["method"] = "mtp"
+    assert isinstance(SchedulerSide(options, classes_of("manager")).manager, KVCacheManager)
+    options["groups"][0]["is_eagle_group"] = True
+    assert not isinstance(SchedulerSide(options, classes_of("manager")).manager, KVCacheManager)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCHEDULER_KINDS)
 @pytest.mark.parametrize("level", OUR_LEVELS)

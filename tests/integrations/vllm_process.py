@@ -18,7 +18,7 @@ VERSION = f"kv_pool {kv_pool.__version__} ({MODE})"
 def write_metadata(folder):
     """Write the metadata of an installed kv_pool into a folder of `sys.path`, for tests of the sources."""
     metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
-    metadata.mkdir(parents=True)
+    metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
     )
@@ -33,19 +33,21 @@ def run_program(program, folder, plugins, *arguments, **environment):
 
     Args:
         program: a path from this folder. The program gets `folder` as its first argument.
-        plugins: the value of VLLM_PLUGINS.
+        plugins: the value of VLLM_PLUGINS; None to leave it unset.
         environment: more variables.
     """
     write_metadata(folder)
+    # First what comes first in this process: perhaps another vLLM than the installed one.
     ours = Path(kv_pool.__file__).parent.parent
+    path = [os.environ.get("PYTHONPATH", ""), str(ours), str(TESTS), str(HERE), str(folder)]
     told = subprocess.run(
         [sys.executable, str(HERE / program), str(folder), *arguments],
         capture_output=True,
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": f"{ours}:{TESTS}:{HERE}:{folder}:{os.environ.get('PYTHONPATH', '')}",
-            "VLLM_PLUGINS": plugins,
+            "PYTHONPATH": ":".join(filter(None, path)),
+            **({} if plugins is None else {"VLLM_PLUGINS": plugins}),
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "HF_HUB_OFFLINE": "1",

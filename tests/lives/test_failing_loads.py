@@ -23,7 +23,7 @@ def test_no_hit_reads_bytes_that_were_not_computed_from_its_tokens(tmp_path, fir
 def test_the_lives_reach_every_case(tmp_path):
     happened = Counter()
     for kind in KINDS:
-        for seed in range(5):
+        for seed in range(12):
             happened += live(seed, tmp_path / f"{kind} {seed}", kind).tally
     wanted = {
         *("hit", "hit in tiers", "loads", "failed", "reports", "named", "named, swapped", "named, in a plan"),

@@ -17,11 +17,23 @@ from manager.slow_manager_model import (
     count_free_blocks,
     count_longest_hit,
     expect_allocation,
+    find_first_kept,
     list_to_cache,
 )
 from manager.token_engine import TokenEngine, mix
 
-from kv_pool import AllocStatus, BlockHasher, BlockPool, KVCacheManager, MambaSpec, Request
+from kv_pool import (
+    AllocStatus,
+    BlockHasher,
+    BlockPool,
+    EncoderOnlyAttentionSpec,
+    InvalidArgumentError,
+    KVCacheManager,
+    MambaSpec,
+    MultiModalFeature,
+    PlaceholderRange,
+    Request,
+)
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from kv_pool.manager.invariants import check_manager, check_writes
@@ -75,8 +87,11 @@ class Sequence:
         return self.request.request_id
 
     def note_tokens(self):
+        first = 1
+        for kv in self.encoder:  # the decoder attends to all of it
+            first = mix(first, kv)
         for token in self.request.all_token_ids[len(self.digests) :]:
-            self.digests.append(mix(self.digests[-1] if self.digests else 1, token))
+            self.digests.append(mix(self.digests[-1] if self.digests else first, token))
 
     def extend(self, drafts):
         """Return the digests of all tokens, and of speculative tokens after them."""
@@ -108,6 +123,7 @@ class RandomScheduler:
         leases = RandomLeases(self) if retention else None
         self.companions = [one for one in (self.swaps, retention, leases) if one is not None]
         self.hasher = BlockHasher("sha256", "s", setup.hash_block_size)
+        self.encoders = [[self.rng.getrandbits(60) for _ in range(size)] for size in (1, 5, 8)]
         self.documents = [self._draw_tokens(setup.max_model_len) for _ in range(4)]
         self.waiting, self.running, self.loading = [], [], {}
         self.scheduled, self.to_write, self.unwritten = [], [], set()
@@ -168,6 +184,8 @@ class RandomScheduler:
             one = rng.choice(late)
             self.manager.cache_blocks(one.request, one.request.num_computed_tokens)
             self.done["cached late"] += 1
+        if self.running and rng.random() < 0.06:
+            self._truncate(rng.choice(self.running))
         if rng.random() < 0.03:
             self.pool.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
         if rng.random() < (0.01 if self.running or self.loading else 0.2):
@@ -178,6 +196,41 @@ class RandomScheduler:
             assert self.manager.reset_prefix_cache() == is_idle
             self.done["reset"] += is_idle
 
+    def _truncate(self, sequence):
+        """Withdraw the last tokens of a request; some groups cannot go back."""
+        request = sequence.request
+        num_tokens = self.rng.randint(max(1, request.num_tokens - 9), request.num_tokens)
+        num_computed = request.num_computed_tokens
+        can_go_back = num_tokens >= num_computed or not any(
+            isinstance(spec, MambaSpec)
+            or (
+                spec.is_cacheable
+                and any(
+                    block_id == 0
+                    for block_id in self._get_table(sequence, group_id)[
+                        find_first_kept(spec, num_tokens) : num_tokens // spec.block_size + 1
+                    ]
+                )
+            )
+            for group_id, spec in enumerate(self.setup.groups)
+        )
+        try:
+            self.manager.truncate(request, num_tokens)
+        except InvalidArgumentError:
+            assert not can_go_back
+            assert request.num_computed_tokens == num_computed
+            return
+        assert can_go_back
+        assert (request.num_tokens, request.num_computed_tokens) == (
+            num_tokens,
+            min(num_tokens, num_computed),
+        )
+        del sequence.digests[num_tokens:]
+        if request.num_computed_tokens == num_tokens:
+            request.append_output_token_ids(self._draw_tokens(1))
+        sequence.note_tokens()
+        self.done["truncated"] += 1
+
     def _arrive(self):
         rng = self.rng
         length = rng.randrange(2, self.setup.max_model_len + 1)
@@ -187,12 +240,21 @@ class RandomScheduler:
         tokens += self._draw_tokens(num_prompt - num_shared)
         if rng.random() < 0.1:
             rng.choice(self.documents)[:num_prompt] = tokens
-        encoder = [rng.getrandbits(60) for _ in range(rng.randrange(1, 9))] if self.setup.has_encoder else []
-        self.waiting.append(self._make_sequence(tokens, length, encoder, rng.random() < 0.15))
+        encoder = rng.choice(self.encoders) if self.setup.has_encoder else []
+        is_named = rng.random() < 0.75  # the others do not say what the encoder read
+        sequence = self._make_sequence(tokens, length, encoder, rng.random() < 0.15, is_named)
+        self.waiting.append(sequence)
 
-    def _make_sequence(self, tokens, length, encoder, delays):
+    def _make_sequence(self, tokens, length, encoder, delays, is_named=True):
         self.num_arrived += 1
-        return Sequence(Request(f"r{self.num_arrived}", tokens, self.hasher), length, encoder, delays)
+        features = salt = None
+        if encoder and is_named:
+            audio = self.encoders.index(encoder)
+            features = [MultiModalFeature(f"audio {audio}", PlaceholderRange(0, len(encoder)))]
+        elif any(isinstance(spec, EncoderOnlyAttentionSpec) for spec in self.setup.groups):
+            salt = "one prompt"
+        request = Request(f"r{self.num_arrived}", tokens, self.hasher, mm_features=features, cache_salt=salt)
+        return Sequence(request, length, encoder, delays)
 
     def _finish_loading(self, sequence):
         """Finish a transfer of external tokens."""
@@ -225,7 +287,8 @@ class RandomScheduler:
         tokens = parent.request.all_token_ids[:num_common]
         tokens += self._draw_tokens(self.rng.randint(0 if num_common > num_computed else 1, 1))
         length = self.rng.randint(len(tokens), self.setup.max_model_len)
-        child = self._make_sequence(tokens, length, parent.encoder, parent.delays)
+        is_named = parent.request.mm_features is not None
+        child = self._make_sequence(tokens, length, parent.encoder, parent.delays, is_named)
         child.request.num_computed_tokens = num_computed
         self.manager.fork(parent.request, child.request)
         for group_id, spec in enumerate(self.setup.groups):
@@ -375,7 +438,8 @@ class RandomScheduler:
         if added is None:
             assert num_taken in (0, -expected.num_released)
             return None
-        if self.setup.caching and not options.get("delay_cache_blocks") and not self.setup.bounded:
+        is_cached = self.setup.caching and (not sequence.encoder or request.mm_features)
+        if is_cached and not options.get("delay_cache_blocks") and not self.setup.bounded:
             for group_id, position in list_to_cache(manager, request, num_new, expected.num_before):
                 block = manager.get_table(sequence.name, group_id).blocks[position]
                 assert block.is_null or block.block_hash is not None, (group_id, position)

@@ -11,8 +11,8 @@ def make_manager(groups, num_blocks=20, hash_block_size=4, **options):
     return KVCacheManager(BlockPool(num_blocks + 1, True, hash_block_size), groups=groups, **options)
 
 
-def make_request(name, tokens, hash_block_size=4):
-    return Request(name, tokens, BlockHasher("sha256", "s", hash_block_size))
+def make_request(name, tokens, hash_block_size=4, **options):
+    return Request(name, tokens, BlockHasher("sha256", "s", hash_block_size), **options)
 
 
 def draw(manager, request):

@@ -263,7 +263,7 @@ def test_forks_share_encoder_blocks_and_never_copy_them():
     start(manager, a, num_encoder_tokens=6)
     b = fork(manager, a, "b", [50])
     grow(manager, b)
-    assert draw(manager, b) == "1*x2 5 / 3x2 4x2"
+    assert draw(manager, b) == "1x2 5 / 3x2 4x2"
     assert take_copies(manager) == [(2, 5)]
     stop(manager, a, b)
 

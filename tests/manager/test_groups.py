@@ -11,6 +11,9 @@ from kv_pool import (
     FullAttentionSpec,
     InvalidArgumentError,
     MambaSpec,
+    MultiModalFeature,
+    PlaceholderRange,
+    PrefixRules,
     SlidingWindowSpec,
 )
 
@@ -208,7 +211,8 @@ def test_speculative_tokens_take_no_state():
 
 def test_cross_attention_blocks_are_taken_once_and_not_shared():
     manager = make_manager((FULL, CrossAttentionSpec(block_size=3)))
-    a, b = make_request("a", range(8)), make_request("b", range(9))
+    a = make_request("a", range(8), cache_salt="an audio")
+    b = make_request("b", range(9), cache_salt="an audio")
     start(manager, a, num_encoder_tokens=7)
     assert draw(manager, a) == "1* 2* / 3 4 5"
     grow(manager, a, [8])
@@ -229,11 +233,55 @@ def test_an_encoder_only_model_takes_and_hits_no_blocks():
 
 def test_an_encoder_only_group_beside_another_takes_no_blocks():
     manager = make_manager((EncoderOnlyAttentionSpec(block_size=16), FULL))
-    a, b = make_request("a", range(9)), make_request("b", range(9))
+    a = make_request("a", range(9), cache_salt="a prompt")
+    b = make_request("b", range(9), cache_salt="a prompt")
     start(manager, a)
     assert draw(manager, a) == " / 1* 2* 3"
     assert start(manager, b) == 8
     stop(manager, a, b)
+
+
+def start_with(manager, name, **options):
+    """Compute 13 tokens, the same for all requests; return the hit, and whether blocks are cached."""
+    request = make_request(name, range(13), **options)
+    num_hit = start(manager, request, 12, num_encoder_tokens=20)
+    manager.take_block_copies()
+    manager.cache_blocks(request, 12)
+    is_cached = "*" in draw(manager, request)
+    assert grow(manager, request, num_new=1)
+    manager.take_block_copies()
+    manager.free(request)
+    return num_hit, is_cached
+
+
+def hear(name, offset=0):
+    return [MultiModalFeature(name, PlaceholderRange(offset, 20))]
+
+
+@pytest.mark.parametrize("rules", [None, PrefixRules()], ids=["plain", "rules"])
+@pytest.mark.parametrize("decoder", [FULL, WINDOW, STATE])
+def test_a_decoder_prefix_is_shared_only_if_the_encoder_read_the_same(decoder, rules):
+    """The second audio hit the first one's blocks: the prompt's tokens do not say what the encoder read."""
+    manager = make_manager((CrossAttentionSpec(block_size=4), decoder), 60, prefix_rules=rules)
+    assert start_with(manager, "unnamed") == (0, False)
+    assert start_with(manager, "unnamed too") == (0, False)
+    assert start_with(manager, "one", mm_features=hear("one")) == (0, True)
+    assert start_with(manager, "two", mm_features=hear("two")) == (0, True)
+    assert start_with(manager, "one again", mm_features=hear("one")) == (12, True)
+    assert start_with(manager, "three", cache_salt="three") == (0, True)
+    assert start_with(manager, "four", cache_salt="four") == (0, True)
+    # The first block's hash covers no input that begins behind it.
+    assert start_with(manager, "late", mm_features=hear("late", 4)) == (0, False)
+    assert start_with(manager, "both", mm_features=hear("one") + hear("late", 8)) == (0, False)
+    assert start_with(manager, "a tenant", mm_features=hear("late", 4), cache_salt="tenant") == (0, False)
+
+
+def test_beside_an_encoder_that_reads_the_whole_prompt_only_salts_count():
+    manager = make_manager((EncoderOnlyAttentionSpec(block_size=4), FULL), 60)
+    assert start_with(manager, "unnamed") == (0, False)
+    assert start_with(manager, "one", mm_features=hear("one")) == (0, False)
+    assert start_with(manager, "two", cache_salt="two") == (0, True)
+    assert start_with(manager, "two again", cache_salt="two") == (12, True)
 
 
 # ---- several groups ------------------------------------------------------------------------------

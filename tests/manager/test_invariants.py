@@ -23,15 +23,15 @@ GROUPS = (
 
 
 def make_running():
-    """a; its fork b, for which a copy is pending; c."""
+    """a; its fork b, for which a copy is pending; c. Salts stand for what their encoder reads."""
     manager = make_manager(GROUPS)
-    a = make_request("a", range(10))
+    a = make_request("a", range(10), cache_salt="salt")
     start(manager, a)
-    b = make_request("b", [*range(10), 50])
+    b = make_request("b", [*range(10), 50], cache_salt="salt")
     b.num_computed_tokens = 10
     manager.fork(a, b)
     grow(manager, a, [60])
-    c = make_request("c", range(100, 106))
+    c = make_request("c", range(100, 106), cache_salt="salt")
     start(manager, c)
     return manager, [a, b, c]
 

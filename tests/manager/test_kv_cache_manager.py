@@ -16,7 +16,12 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
-from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 HASHER = BlockHasher("sha256", "s", 4)
 
@@ -531,3 +536,81 @@ def test_tokens_before_the_window_are_not_recomputed():
     request.num_computed_tokens = 4
     with pytest.raises(InvalidArgumentError, match="its first 12 tokens have left the window of group 0"):
         manager.allocate_slots(request, 16)
+
+
+def test_the_seeds_of_hashers_keep_two_managers_over_one_pool_apart():
+    pool = BlockPool(41, True, 4)
+    target, draft = KVCacheManager(pool), KVCacheManager(pool)
+    start(target, Request("a", range(13), BlockHasher("sha256", "target", 4)))
+    assert start(draft, Request("b", range(13), BlockHasher("sha256", "draft", 4)))[0] == 0
+    # With the same seed, one model would hit what the other has computed.
+    assert start(draft, Request("c", range(13), BlockHasher("sha256", "target", 4)))[0] == 12
+
+
+def test_the_manager_frees_no_block_of_another_pool():
+    manager, other = make_manager(), make_manager()
+    own, foreign = manager.take_blocks(1), other.take_blocks(1)
+    with pytest.raises(InvalidBlockError, match="belongs to another pool"):
+        manager.free_blocks([*own, *foreign])
+    assert (own[0].ref_cnt, foreign[0].ref_cnt) == (1, 1)
+    manager.free_blocks(own)
+    other.free_blocks(foreign)
+
+
+def schedule_drafts(group, num_prompt, num_drafts):
+    """Return a manager and a request after a step with drafts, which are counted as computed."""
+    manager = KVCacheManager(BlockPool(80, True, 4), groups=[FullAttentionSpec(block_size=4), group])
+    request = make_request("a", range(num_prompt))
+    manager.allocate_slots(request, num_prompt)
+    request.num_computed_tokens = num_prompt
+    request.append_output_token_ids([100])
+    manager.allocate_slots(request, 1 + num_drafts)
+    request.num_computed_tokens += 1 + num_drafts
+    return manager, request
+
+
+@pytest.mark.parametrize("how", ["allocate_slots", "release_skipped_blocks"])
+@pytest.mark.parametrize(
+    "group",
+    [
+        SlidingWindowSpec(block_size=4, sliding_window=8),
+        ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8),
+        MambaSpec(block_size=4),
+    ],
+    ids=["window", "chunk", "state"],
+)
+def test_the_blocks_that_the_next_token_needs_are_there_after_drafts_were_rejected(group, how):
+    """Or the call is refused: blocks were released by the count that included the drafts."""
+    num_lost = 0
+    for num_prompt in range(8, 24):
+        for num_drafts in range(1, 7):
+            manager, request = schedule_drafts(group, num_prompt, num_drafts)
+            if how == "allocate_slots":
+                manager.allocate_slots(request, 1)
+            else:
+                manager.release_skipped_blocks(request, request.num_computed_tokens + 4)
+            num_computed = request.num_computed_tokens = num_prompt + 1  # all drafts were rejected
+            request.append_output_token_ids([101])
+            first = manager._groups[1].count_skipped_tokens(num_computed) // 4
+            needed = manager.get_block_ids("a", 1)[first : num_computed // 4 + 1]
+            if 0 not in needed:
+                assert manager.allocate_slots(request, 1) is not None
+                continue
+            num_lost += 1
+            before = state(manager.block_pool)
+            with pytest.raises(InvalidArgumentError, match="have left the window of group 1"):
+                manager.allocate_slots(request, 1)
+            with pytest.raises(InvalidArgumentError, match="pass num_in_flight_tokens"):
+                manager.can_allocate(request, 1)
+            assert state(manager.block_pool) == before
+    assert num_lost
+
+
+def test_the_windows_of_drafts_in_flight_are_kept():
+    for num_prompt in range(8, 24):
+        group = SlidingWindowSpec(block_size=4, sliding_window=8)
+        manager, request = schedule_drafts(group, num_prompt, 4)
+        manager.allocate_slots(request, 1, num_in_flight_tokens=5)
+        request.num_computed_tokens = num_prompt + 1
+        request.append_output_token_ids([101])
+        assert manager.allocate_slots(request, 1) is not None

@@ -164,10 +164,30 @@ def test_heads_without_groups_are_all_kv_heads(tmp_path):
     assert find_model(str(write_config(tmp_path, config))) == ModelKV(12, 12, 64)
 
 
-@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {"num_hidden_layers": "two"}])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"num_hidden_layers": 2}, {"num_hidden_layers": "two"}, LLAMA_CONFIG | {"head_dim": 10**400}],
+)
 def test_configurations_without_dimensions_are_refused(tmp_path, config):
     with pytest.raises(InvalidArgumentError, match=r"config\.json"):
         find_model(str(write_config(tmp_path, config)))
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe{}", b'{"layer_types": ["\xe4"]}', b"[" * 10**5, b"{", b'{"hidden_size": 1e999}']
+)
+def test_configurations_that_are_no_json_are_refused(tmp_path, content):
+    """A file that is not UTF-8 raised UnicodeDecodeError."""
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match=r"cannot read the model configuration .*config\.json"):
+        find_model(str(path))
+
+
+def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path):
+    path = write_config(tmp_path, LLAMA_CONFIG)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert find_model(str(path)) == find_model("llama-3-8b")
 
 
 def test_a_missing_configuration_is_refused(tmp_path):

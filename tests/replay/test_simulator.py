@@ -53,7 +53,7 @@ def trace(tmp_path):
         ({"num_blocks": 0}, "num_blocks is 0; the pool needs at least 1"),
         ({"num_blocks": -1}, "num_blocks is -1; the pool needs at least 1"),
         ({"trace_block_size": 0}, "the trace's block size is 0"),
-        ({"timestamp_unit": "us"}, "timestamp_unit is 'us'"),
+        ({"timestamp_unit": "m"}, "timestamp_unit is 'm'"),
     ],
 )
 def test_invalid_settings_are_refused(trace, setting, why):

@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import json
 import lzma
+import random
+import re
 import tracemalloc
 
 import pytest
@@ -110,10 +112,10 @@ def test_empty_file_raises(tmp_path):
         Trace(tmp_path / "trace.jsonl")
 
 
-@pytest.mark.parametrize("unit", ["", "us", "S"])
+@pytest.mark.parametrize("unit", ["", "m", "S"])
 def test_unknown_timestamp_units_are_refused(tmp_path, unit):
     path = write_trace(tmp_path / "trace.jsonl", MOONCAKE_STYLE)
-    with pytest.raises(InvalidArgumentError, match="it must be 'ms' or 's'"):
+    with pytest.raises(InvalidArgumentError, match="it must be one of 'ns', 'us', 'ms', 's'"):
         Trace(path, timestamp_unit=unit)
 
 
@@ -391,3 +393,105 @@ def test_limits_below_one_byte_are_refused(tmp_path, name):
     path = write_trace(tmp_path / "trace.jsonl", [GOOD])
     with pytest.raises(InvalidArgumentError, match=f"{name} is 0"):
         Trace(path, **{name: 0})
+
+
+# ---- units of time -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("unit", "factor"), [("ns", 10**6), ("us", 1000), ("ms", 1), ("s", 0.001)])
+def test_timestamps_may_have_any_unit(tmp_path, unit, factor):
+    lines = [record(8, [1], timestamp=1000 * number * factor) for number in range(3)]
+    path = write_trace(tmp_path / "trace.jsonl", lines)
+    arrivals = [request.arrival_ms for request in read_all(path, block_size=8, timestamp_unit=unit)]
+    assert arrivals == pytest.approx([0, 1000, 2000])
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "unit", "message"),
+    [
+        ([0.0, 1.5, 61.114], "ms", "the first 3 requests arrive within 0.0611 s; if .* --time-unit s"),
+        ([0, 1, 2, 3], "ms", "the first 4 requests arrive within 0.003 s"),
+        ([0.5, 30.25, 61.114], "ms", "--time-unit s"),
+        ([0.0, 61.114], "ms", "--time-unit s"),
+        ([0.0, 3600.5], "ms", "the first 2 requests arrive within 3.6 s"),
+        (
+            [1_790_000_000_000, 1_790_000_060_000],
+            "ms",
+            "begin at 1,790,000,000,000 ms, like times since",
+        ),
+        ([1_790_000_000, 1_790_000_060], "s", "like times since 1970; kv-pool trace convert"),
+        (
+            [1_790_000_000, 1_790_000_060],
+            "ms",
+            "like seconds since 1970; if .* --time-unit s",
+        ),
+        ([0.0, 1.5, 61.114], "s", None),
+        ([0, 300, 600], "ms", None),
+        ([0, 0, 0], "ms", None),
+        ([0, 60_000.25, 86_400_000], "ms", None),
+        ([5], "ms", None),
+    ],
+)
+def test_timestamps_that_look_like_another_unit_are_a_warning(tmp_path, caplog, timestamps, unit, message):
+    """Seconds were read as milliseconds, and times since 1970 as minute 29,833,333."""
+    lines = [record(8, [1], timestamp=one) for one in timestamps]
+    path = write_trace(tmp_path / "trace.jsonl", lines)
+    for _ in range(2):
+        trace = Trace(path, block_size=8, timestamp_unit=unit)
+    assert len(list(trace)) == len(timestamps)
+    assert len(caplog.messages) == (message is not None)  # once for each file
+    if message is not None:
+        assert re.search(message, caplog.messages[0])
+        assert str(path) in caplog.messages[0]
+
+
+# ---- files of other programs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("at", [0, 1])
+def test_byte_order_marks_are_skipped(tmp_path, suffix, at):
+    """The first line was malformed, or a request lost."""
+    lines = [json.dumps(record(8, [number])).encode() for number in range(3)]
+    lines[0] = b"\xef\xbb\xbf" + lines[0]
+    lines[at] = b"\xef\xbb\xbf" + lines[at].removeprefix(b"\xef\xbb\xbf")  # as in files that were joined
+    path = write_trace(tmp_path / f"trace{suffix}", lines)
+    assert len(read_all(path, block_size=8)) == 3
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix != ".jsonl"])
+def test_cut_file_is_named_with_the_line_of_the_cut(tmp_path, suffix):
+    """It was line 1, whatever came before."""
+    rng = random.Random(3)
+    lines = [record(8, [rng.randrange(2**64)], session_id=rng.randbytes(40).hex()) for _ in range(5000)]
+    path = write_trace(tmp_path / f"trace{suffix}", lines)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    trace = Trace(path, block_size=8)
+    found = []
+    with pytest.raises(TraceError, match="cannot decompress") as caught:
+        found.extend(iter(trace))
+    assert 1000 < len(found) < 4000
+    assert f":{len(found) + 1}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.68,374\n",
+            "this is CSV, with the columns TIMESTAMP",
+        ),
+        (b"0.5,374,44\n", "this is CSV, .* --from csv reads lengths of prompts"),
+        ('{"hash_ids": [1]}\n'.encode("utf-16"), "this is UTF-16 text; save it as UTF-8"),
+        (b"PAR1\x15\x04", "this is a Parquet file"),
+        (b"PK\x03\x04\x14", "this is a zip archive"),
+    ],
+)
+def test_files_that_are_no_traces_are_named(tmp_path, content, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=rf"trace\.jsonl:1: {message}"):
+        Trace(path)
+    with pytest.raises(TraceError, match=rf"no request; the first broken line: .*{message}"):
+        Trace(path, skip_broken=True)

@@ -275,6 +275,35 @@ def test_delayed_blocks_are_findable_after_cache_blocks(tmp_path):
     assert engine.where(request) == "DD"
 
 
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("num_new_tokens", [None, 8])
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_admit_caches_the_blocks_to_be_computed_with_a_hit_in_tiers_as_without(
+    tmp_path, delays, num_new_tokens, write
+):
+    """After a hit in tiers only the loaded blocks were cached: 2 of 5 instead of all."""
+    engine = make_engine(tmp_path, num_host_blocks=30, write=write)
+    where = {}
+    for name, has_hit in (("hit", True), ("none", False)):
+        if has_hit:
+            run_and_free(engine, "first", 0, 8)
+            run_and_free(engine, "other", 500, 25)
+        request = engine.make_request(name, range(0 if has_hit else 900, 20 if has_hit else 920))
+        found = engine.onboarder.admit(request, num_new_tokens, delay_cache_blocks=delays)
+        assert sum(found.values()) == (8 if has_hit else 0)
+        where[name] = engine.where(request)
+        engine.schedule(request, num_new_tokens or 20 - request.num_computed_tokens)
+        engine.run()
+        engine.manager.free(request)
+        engine.check_cached()
+        invariants.check(engine.onboarder)
+    if delays:
+        assert where == {"hit": "DD---", "none": "-----"}
+    else:
+        all_of_it = num_new_tokens is None
+        assert where == {"hit": "DDDDD" if all_of_it else "DDDD-", "none": "DDDDD" if all_of_it else "DD---"}
+
+
 def test_admit_without_free_blocks_changes_nothing(tmp_path):
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)

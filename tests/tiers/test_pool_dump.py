@@ -12,7 +12,15 @@ import pytest
 from drawing import ids
 from tiers.made_dumps import split_records, write_records
 
-from kv_pool import BlockAllocationRequest, BlockHasher, BlockPool, GPUKVPool, KVCacheManager, Request
+from kv_pool import (
+    BlockAllocationRequest,
+    BlockHasher,
+    BlockPool,
+    GPUKVPool,
+    KVCacheManager,
+    Request,
+    SequenceId,
+)
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -730,3 +738,65 @@ def test_a_bad_block_of_a_dump_takes_its_descendants_with_it(tmp_path):
     computed = make_request("again", 0, 5)
     manager.allocate_slots(computed, 5, manager.get_computed_blocks(computed))
     assert manager.get_computed_blocks(make_request("n", 0, 13)).num_tokens == 4
+
+
+# ---- hashes of another process -------------------------------------------------------------------
+
+HASH_AND_DUMP = """
+import sys
+from kv_pool import BlockAllocationRequest, BlockHasher, GPUKVPool, SequenceId
+from kv_pool.storage.block_layout import BlockLayout
+BlockHasher(block_size=4)
+hasher = BlockHasher(*eval(sys.argv[2]), block_size=4)
+pool, one = GPUKVPool(8, 4), SequenceId(1)
+pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=one))
+pool.cache_prefix(one, hasher.hash_blocks(range(8)))
+pool.free_sequence(one)
+pool.dump(sys.argv[1], layout=BlockLayout.describe(None, 4, hasher) if sys.argv[3] else None)
+"""
+
+
+def dump_elsewhere(path, hasher=(), layout=""):
+    command = [sys.executable, "-c", HASH_AND_DUMP, str(path), repr(hasher), layout]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+@pytest.mark.parametrize("is_used_here", [False, True])
+def test_hashes_with_the_random_seed_of_another_process_are_a_warning(tmp_path, is_used_here):
+    """They were loaded without a word, and nothing could hit them."""
+    if is_used_here:
+        BlockHasher(block_size=4)
+    dump_elsewhere(tmp_path / "dump")
+    pool = GPUKVPool(8, 4)
+    with pytest.raises(RuntimeWarning, match="may have been made by a BlockHasher without a seed"):
+        pool.load(tmp_path / "dump")
+    assert pool.block_pool.get_num_free_blocks() == 8
+    with pytest.warns(RuntimeWarning, match="Give the hasher a seed, and pass layout="):
+        assert pool.load(tmp_path / "dump").num_blocks == 2
+
+
+@pytest.mark.parametrize("layout", ["", "with the hasher"])
+def test_hashes_with_a_known_seed_are_loaded_without_a_warning(tmp_path, layout):
+    hasher = BlockHasher("sha256", block_size=4)
+    dump_elsewhere(tmp_path / "dump", ("sha256",), layout)
+    pool = GPUKVPool(8, 4)
+    loaded = pool.load(tmp_path / "dump", layout=BlockLayout.describe(None, 4, hasher) if layout else None)
+    assert (loaded.num_blocks, loaded.header.random_seed) == (2, "")
+    assert len(pool.claim_prefix(SequenceId(1), hasher.hash_blocks(range(8)))) == 2
+
+
+def test_a_layout_with_the_hasher_refuses_the_hashes_of_another_seed(tmp_path):
+    dump_elsewhere(tmp_path / "dump", (), "with the hasher")
+    pool = GPUKVPool(8, 4)
+    with pytest.raises(LayoutMismatchError, match="hash_seed is"):
+        pool.load(tmp_path / "dump", layout=BlockLayout.describe(None, 4, BlockHasher(block_size=4)))
+
+
+def test_hashes_of_this_process_are_loaded_without_a_warning(tmp_path):
+    hasher = BlockHasher(block_size=4)
+    pool, one = GPUKVPool(8, 4), SequenceId(1)
+    pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=one))
+    pool.cache_prefix(one, hasher.hash_blocks(range(8)))
+    pool.free_sequence(one)
+    assert pool.dump(tmp_path / "dump").random_seed
+    assert GPUKVPool(8, 4).load(tmp_path / "dump").num_blocks == 2

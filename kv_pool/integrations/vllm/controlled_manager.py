@@ -25,6 +25,13 @@ def make_controlled_manager(manager_class: Any) -> Any:
             self.control = self.block_pool.control
             self.control.note_manager(self)
 
+        @locked
+        def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+            super().record_prefix_cache_stats(request, num_hits)
+            if not request.num_preemptions:  # vLLM's hit rate leaves out requests that return
+                block_size = self.block_pool.hash_block_size
+                self.control.note_lookup(request.num_tokens // block_size, num_hits // block_size)
+
         get_computed_blocks = locked(manager_class.get_computed_blocks)
         allocate_slots = locked(manager_class.allocate_slots)
         cache_blocks = locked(manager_class.cache_blocks)

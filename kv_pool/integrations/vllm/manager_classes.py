@@ -121,6 +121,7 @@ class KVCacheManager(ManagerWithOptions):
             metrics_collector=metrics_collector,
             **(lookahead if num_hash_lookahead_tokens else {}),  # older pools have no such option
         )
+        pool.reads_options = True
         super().__init__(
             kv_cache_manager.KVCacheManager(
                 pool,

@@ -7,16 +7,23 @@ import sys
 from typing import Final
 
 from kv_pool.core.mode import COMPILED
+from kv_pool.environment import (
+    CONTROL,
+    FORCE,
+    LEVEL,
+    LEVELS,
+    explain_plugins,
+    find_level,
+    list_mistakes,
+)
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
 from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
+from kv_pool.integrations.vllm_warnings import warn
 from kv_pool.version import __version__
 
-# A child of vLLM's logger, which vLLM configures.
 logger = logging.getLogger("vllm.kv_pool")
-
-LEVELS = ("pool", "manager")
 
 _MARKS: Final = {
     "manager": ("vllm.v1.core.kv_cache_manager", "KVCacheManager"),
@@ -35,9 +42,10 @@ def register(level: str | None = None) -> None:
     Raises:
         InvalidArgumentError: `level` is neither of these. Nothing has changed.
 
-    Does nothing in these cases; all but the first are logged as warnings:
+    Does nothing in these cases, and warns:
 
     - The environment variable VLLM_PLUGINS does not name kv_pool (if it is unset, vLLM calls every plugin).
+      The warning is left out if no variable of `kv_pool.environment` is set.
     - KV_POOL_VLLM is neither `pool` nor `manager`.
     - vLLM's version is not among the `CHECKED_VERSIONS`, and KV_POOL_VLLM_FORCE is not 1.
     - kv_pool's classes for the level cannot be loaded, or vLLM lacks one of those to replace.
@@ -46,17 +54,20 @@ def register(level: str | None = None) -> None:
 
     Replaces all classes or none. A second call changes nothing, except that it may raise the level. If
     KV_POOL_VLLM_CONTROL is 1 or the path of a socket, each pool opens a control socket: see `pool_control`.
+    Variables that have no effect are logged as warnings, too.
     """
     if level is not None:
         if level not in LEVELS:
             raise InvalidArgumentError(f"level is {level!r}; it is one of {', '.join(LEVELS)}")
-        os.environ["KV_POOL_VLLM"] = level
-    if "kv_pool" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        os.environ[LEVEL] = level
+    if explain_plugins():
         logger.debug("kv_pool is installed but not enabled: VLLM_PLUGINS does not name it")
+        for mistake in list_mistakes():
+            _warn(mistake)
         return
-    level = os.environ.get("KV_POOL_VLLM") or LEVELS[0]
+    level = find_level()
     if level not in LEVELS:
-        _warn("KV_POOL_VLLM is %r; it is one of %s", level, ", ".join(LEVELS))
+        _warn(f"{LEVEL} is {level!r}; it is one of {', '.join(LEVELS)}")
         return
     if level == "pool" and _find_active_level() == "manager":
         _warn("a level cannot be lowered. Later processes use level pool")
@@ -71,22 +82,24 @@ def register(level: str | None = None) -> None:
     try:
         replacements = _find_replacements(release, level)
     except (ImportError, AttributeError) as error:
-        _warn("vLLM %s lacks a class that it replaces (%s)", version, error)
+        _warn(f"vLLM {version} lacks a class that it replaces ({error})")
         return
     except Exception as error:  # a module that is imported may raise anything
-        _warn("its classes cannot be loaded with vLLM %s (%s: %s)", version, type(error).__name__, error)
+        _warn(f"its classes cannot be loaded with vLLM {version} ({type(error).__name__}: {error})")
         return
     if not replacements:
         return
     obstacles = find_obstacles(replacements)
     if obstacles:
-        _warn("%s. Register it before an engine is created.", "; ".join(obstacles))
+        _warn(f"{'; '.join(obstacles)}. Register it before an engine is created.")
         return
     try:
         num_names = swap_classes(replacements)
     except SwapError as error:
-        _warn("%s", error)
+        _warn(str(error))
         return
+    for mistake in list_mistakes(level=level):
+        warn(f"kv_pool has a wrong setting: {mistake}")
     logger.info(
         "kv_pool %s (%s) replaces the %s of vLLM %s: %d classes, rebound in %d places",
         __version__,
@@ -100,41 +113,33 @@ def register(level: str | None = None) -> None:
 
 def _choose_level(level: str, version: str, release: Release) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
-    is_forced = os.environ.get("KV_POOL_VLLM_FORCE") == "1"
+    is_forced = os.environ.get(FORCE) == "1"
     if not is_checked(level, version) and is_checked("pool", version) and not is_forced:
-        logger.warning(
-            "kv_pool uses level pool: level %s was checked with vLLM %s, and this is %s. "
-            "Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
-            level,
-            ", ".join(CHECKED_VERSIONS[level]),
-            version,
+        warn(
+            f"kv_pool uses level pool: level {level} was checked with vLLM "
+            f"{', '.join(CHECKED_VERSIONS[level])}, and this is {version}. Set {FORCE}=1 to use "
+            "it anyway."
         )
         level = "pool"
     if is_checked(level, version):
         return level
     checked = ", ".join(CHECKED_VERSIONS[level])
     if is_forced:
-        logger.warning(
-            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s, with its classes "
-            "for %d.%d",
-            checked,
-            version,
-            *release.number,
+        major, minor = release.number
+        warn(
+            f"kv_pool was checked with vLLM {checked}; {FORCE}=1 forces it on {version}, with "
+            f"its classes for {major}.{minor}"
         )
         return level
-    _warn(
-        "this is vLLM %s, and it was checked with %s. Set KV_POOL_VLLM_FORCE=1 to use it anyway.",
-        version,
-        checked,
-    )
+    _warn(f"this is vLLM {version}, and it was checked with {checked}. Set {FORCE}=1 to use it anyway.")
     return None
 
 
-def _warn(reason: str, *arguments: object) -> None:
+def _warn(reason: str) -> None:
     """Log why nothing is replaced, after what is active in this process: vLLM's classes, or a level."""
     active = _find_active_level()
     stays = "kv_pool is not used" if active is None else f"kv_pool stays at level {active}"
-    logger.warning(f"{stays}: {reason}", *arguments)
+    warn(f"{stays}: {reason}")
 
 
 def _find_active_level() -> str | None:
@@ -149,7 +154,7 @@ def _find_active_level() -> str | None:
 def _find_replacements(release: Release, level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
     new_classes = load_classes(release, level)
-    if os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0"):
+    if os.environ.get(CONTROL, "0") not in ("", "0"):
         from kv_pool.integrations.vllm.controlled_block_pool import make_controlled
 
         new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])

@@ -5,8 +5,8 @@ Only `register` causes its import, since it imports vLLM. The names are those of
 
 import logging
 import os
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from vllm import envs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -19,6 +19,9 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import MEDIUM_GPU, KVEventTypes
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver
+from kv_pool.environment import LIVE_CURVE, POLICY
+from kv_pool.ids import GroupId
+from kv_pool.integrations.vllm.request_options.sent_options import warn_of_unread_options
 from kv_pool.metrics import residency
 from kv_pool.metrics.residency import BlockMetricsState
 from kv_pool.version import __version__
@@ -34,12 +37,6 @@ __all__ = [
 
 logger = logging.getLogger("vllm.kv_pool")
 
-POLICY_VARIABLE: Final = "KV_POOL_VLLM_POLICY"
-"""The environment variable with the cache policy, as `find_policy` accepts it; without it, vLLM's LRU."""
-
-LIVE_CURVE_VARIABLE: Final = "KV_POOL_VLLM_LIVE_CURVE"
-"""The environment variable that, if it is 1, switches the live curve on: `BlockPool(live_curve=True)`."""
-
 EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=AllBlocksCleared)
 
 
@@ -47,6 +44,8 @@ class BlockPool(block_pool.BlockPool):
     """A `kv_pool.BlockPool` with vLLM's event classes, and block hashes as configured in vLLM."""
 
     event_types = EVENT_TYPES
+    reads_options = False
+    """Whether the manager over the pool reads the `kv_pool` objects of requests."""
 
     def __init__(
         self,
@@ -68,8 +67,8 @@ class BlockPool(block_pool.BlockPool):
             medium,
             event_types=self.event_types,
             use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
-            policy=(os.environ.get(POLICY_VARIABLE) or None) if enable_caching else None,
-            live_curve=enable_caching and os.environ.get(LIVE_CURVE_VARIABLE) == "1",
+            policy=(os.environ.get(POLICY) or None) if enable_caching else None,
+            live_curve=enable_caching and os.environ.get(LIVE_CURVE) == "1",
         )
         self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]
         # Log here rather than in `register`: a forked engine process inherits the classes without calling
@@ -81,6 +80,23 @@ class BlockPool(block_pool.BlockPool):
             num_gpu_blocks,
             medium,
             "" if self.policy_host is None else f", cache policy {self.policy_host.name}",
+        )
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: GroupId,
+        block_mask: Sequence[Any] | None = None,
+    ) -> None:
+        """Cache blocks as `BlockPool` does; warn if the request has options that no manager reads."""
+        if not self.reads_options:
+            warn_of_unread_options(request)
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
 
     # A list, as in vLLM, whose callers may slice and compare it. For Python callers only: the compiled core

@@ -5,8 +5,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -14,6 +14,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.control.server import ControlServer
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
+from kv_pool.environment import CONTROL, LEVEL
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import GroupId, NodeName, RequestId
 from kv_pool.manager.engine.engine_manager import EngineManager
@@ -46,6 +47,8 @@ class PoolControl:
         self._pool = weakref.ref(pool)
         self._manager: weakref.ref[EngineManager] | None = None
         self._num_taken_events: Counter[str] = Counter()
+        self._num_looked_up_blocks = 0
+        self._num_hit_blocks = 0
 
     @property
     def block_pool(self) -> BlockPool:
@@ -58,9 +61,12 @@ class PoolControl:
         """Answer questions about requests by the block tables of this manager, referenced weakly."""
         self._manager = weakref.ref(manager)
 
+    def _get_manager(self) -> EngineManager | None:
+        return None if self._manager is None else self._manager()
+
     def _list_tables(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
         """Return the block tables by request; {} if vLLM's own manager has them."""
-        manager = None if self._manager is None else self._manager()
+        manager = self._get_manager()
         if manager is None:
             return {}
         group_ids = [GroupId(group_id) for group_id in range(manager.num_kv_cache_groups)]
@@ -69,6 +75,23 @@ class PoolControl:
             request_id: [found.get_table(request_id, group_id).blocks for group_id in group_ids]
             for request_id in found.list_request_ids()
         }
+
+    def note_lookup(self, num_blocks: int, num_hits: int) -> None:
+        """Count blocks that a request has looked up, and those of them that it hit."""
+        self._num_looked_up_blocks += num_blocks
+        self._num_hit_blocks += num_hits
+
+    def note_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Count blocks that a request has hit; only under vLLM's own manager, whose look-ups are not seen."""
+        if self._manager is None:
+            num_hits = sum([not block.is_null for block in blocks])
+            self.note_lookup(num_hits, num_hits)
+
+    def note_cached(self, request: Any, start: int, end: int, block_size: int) -> None:
+        """Count the prompt blocks in [start, end), just computed, as looked up and not hit; see above."""
+        if self._manager is None:
+            num_in_prompt = request.num_prompt_tokens // block_size
+            self.note_lookup(max(0, min(end, num_in_prompt) - start), 0)
 
     def note_taken_events(self, events: Iterable[object]) -> None:
         """Count events that vLLM has taken, by class name."""
@@ -79,10 +102,21 @@ class PoolControl:
         with self.lock:
             pool = self.block_pool
             known = read_statistics(pool, block_size=pool.hash_block_size, run_length=self.run_length)
-            return msgspec.structs.replace(
+            known = msgspec.structs.replace(
                 known,
                 taken_events=dict(self._num_taken_events),
-                num_sequences=None if self._manager is None else len(self._list_tables()),
+                looked_up_blocks=self._num_looked_up_blocks,
+                hit_blocks=self._num_hit_blocks,
+            )
+            manager = self._get_manager()
+            if manager is None:
+                return known
+            retention = manager.manager.retention
+            return msgspec.structs.replace(
+                known,
+                pinned_blocks=0 if retention is None else retention.num_pins,
+                reserved_blocks=manager.watermark_blocks,
+                num_sequences=len(self._list_tables()),
             )
 
     def get_layout(self) -> PoolLayout:
@@ -103,7 +137,7 @@ class PoolControl:
         if self._manager is None:
             raise ControlError(
                 "the block tables of requests are in vLLM's scheduler, not in the pool; use stats, layout or "
-                "sequences --holds, set KV_POOL_VLLM=manager, or read vLLM's metrics"
+                f"sequences --holds, set {LEVEL}=manager, or read vLLM's metrics"
             )
         with self.lock:
             immovable_ids = set(self.block_pool.holds.list_immovable_ids())
@@ -149,7 +183,7 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
         )
         server.start()
     except (ControlError, OutOfThreadsError) as error:
-        own = "" if setting == "1" else ". With KV_POOL_VLLM_CONTROL=1 each engine process has its own"
+        own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, _stop, server, os.getpid())

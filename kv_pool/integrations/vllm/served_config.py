@@ -6,7 +6,7 @@ Imports vLLM; see `plugin`.
 import os
 from collections.abc import Callable
 from math import lcm
-from typing import Any, Final
+from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -18,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec as VllmCrossAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from kv_pool.environment import STATES
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -28,9 +29,6 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
 )
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.rule_details import RuleDetails
-
-STATES_VARIABLE: Final = "KV_POOL_VLLM_STATES"
-"""The environment variable with the rule for cached states: `checkpoints`, vLLM's own, or `bounded`."""
 
 
 class NotServedError(Exception):
@@ -127,8 +125,8 @@ def read_rules(
 
 
 def has_bounded_states() -> bool:
-    """Return True if the environment variable KV_POOL_VLLM_STATES selects `PrefixRules.bounded_states`."""
-    return os.environ.get(STATES_VARIABLE) == "bounded"
+    """Return True if the environment variable `STATES` selects `PrefixRules.bounded_states`."""
+    return os.environ.get(STATES) == "bounded"
 
 
 def check_served(
@@ -162,11 +160,11 @@ def check_served(
     has_checkpoints = any(isinstance(spec, (SlidingWindowSpec, MambaSpec)) for spec in groups)
     if interval and (interval < 0 or interval % scheduler_block_size or not has_checkpoints):
         raise NotServedError(f"a retention interval of {interval}")
-    states = os.environ.get(STATES_VARIABLE, "")
+    states = os.environ.get(STATES, "")
     if states not in ("", "checkpoints", "bounded"):
-        raise NotServedError(f"{STATES_VARIABLE}={states}, which is neither checkpoints nor bounded")
+        raise NotServedError(f"{STATES}={states}, which is neither checkpoints nor bounded")
     if states == "bounded" and interval != 0:
-        raise NotServedError(f"{STATES_VARIABLE}=bounded with a retention interval of {interval}, not 0")
+        raise NotServedError(f"{STATES}=bounded with a retention interval of {interval}, not 0")
     if not enable_caching:
         return
     if any(isinstance(spec, CrossAttentionSpec) for spec in groups):
@@ -183,3 +181,16 @@ def check_served(
     has_drafter = use_eagle or any(group.is_eagle_group for group in config.kv_cache_groups)
     if has_drafter and num_prefill_lookahead > scheduler_block_size:
         raise NotServedError(f"{num_prefill_lookahead} draft tokens with blocks of {scheduler_block_size}")
+    marked = [number for number, group in enumerate(config.kv_cache_groups) if group.is_eagle_group]
+    if (
+        use_eagle
+        and num_prefill_lookahead > 1
+        and any(
+            isinstance(groups[number], MambaSpec) and groups[number].block_size > hash_block_size
+            for number in marked or range(len(groups))
+        )
+    ):
+        # vLLM's manager then caches the state after later tokens under the hash of earlier ones.
+        raise NotServedError(
+            f"a drafter with {num_prefill_lookahead} modules whose groups have Mamba states and finer hashes"
+        )

@@ -33,6 +33,8 @@ class BlockGroup:
         self.reads_before_writes: bool = False
         # Whether hits drop their last block, for a drafter; see `PrefixRules.eagle_groups`.
         self.drops_hits: bool = False
+        # Whether its layers read later tokens as well, so that K and V of the next layers depend on them.
+        self.reads_whole_sequence: bool = False
         # Whether null blocks are added to a table before the blocks that are taken for it; see `MambaGroup`.
         self.adds_null_blocks: bool = False
 

@@ -101,7 +101,11 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(KVCacheSpec):
-    """Tokens attend to the encoder's output: blocks for `num_encoder_tokens`, taken at once, never shared."""
+    """Tokens attend to the encoder's output: blocks for `num_encoder_tokens`, taken at once, never shared.
+
+    K and V of the other groups then depend on the encoder's input. Only requests whose hashes cover that are
+    cached: with `mm_features`, all of which must overlap the first block, or without them with a salt.
+    """
 
     kind: ClassVar[str] = "cross_attention"
     is_cacheable: ClassVar[bool] = False
@@ -109,7 +113,11 @@ class CrossAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyAttentionSpec(KVCacheSpec):
-    """All tokens are computed at once and nothing is kept: no blocks."""
+    """All tokens are computed at once and nothing is kept: no blocks.
+
+    Each token also attends to later ones, so K and V of other groups depend on the whole prompt. Beside such
+    groups only requests with a salt are cached, and equal salts must mean equal prompts.
+    """
 
     kind: ClassVar[str] = "encoder_only_attention"
     is_cacheable: ClassVar[bool] = False

@@ -29,6 +29,10 @@ class CrossAttentionGroup(BlockGroup):
 class EncoderOnlyGroup(CrossAttentionGroup):
     """No blocks: everything is computed in one step, and nothing is kept."""
 
+    def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int) -> None:
+        super().__init__(pool, group_id, block_size)
+        self.reads_whole_sequence = True
+
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
     ) -> int:

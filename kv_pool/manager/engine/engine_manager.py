@@ -253,7 +253,7 @@ class EngineManager:
             and not num_encoder_tokens
             and num_new_tokens > 0
             and not full_sequence_must_fit
-            and not (self._caches_ends and self._is_near_prompt(request, num_computed))
+            and not (self._caches_ends and self._rules.caching.is_end_due(request, tables, num_computed))
             and not manager._has_forks
             and (num_kept_free == 0 or num_kept_free <= manager.get_num_free_blocks())
             and is_quiet(
@@ -345,11 +345,6 @@ class EngineManager:
             num_free -= count_surplus(self._groups, tables, num_without_lookahead)
         return num_free
 
-    def _is_near_prompt(self, request: Any, num_computed: int) -> bool:
-        """Return True if a step may cache the end of the request's prompt."""
-        num_prompt: int = request.num_prompt_tokens
-        return num_computed <= num_prompt + self._rules.num_reprefillable
-
     def new_step_starts(self) -> None:
         """Start a step: what was allocated before is written before what follows is read."""
         self.manager.begin_step()
@@ -373,7 +368,7 @@ class EngineManager:
         tables = self.manager._tables.get(request_id)
         if tables is None:
             return
-        is_due = self._caches_ends and self._is_near_prompt(request, num_computed_tokens)
+        is_due = self._caches_ends and self._rules.caching.is_end_due(request, tables, num_computed_tokens)
         for group in self._groups:
             if group.is_cacheable:
                 num_cached = tables[group.group_id].num_cached_blocks

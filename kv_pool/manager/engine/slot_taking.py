@@ -41,7 +41,8 @@ def take_slots(
     num_free = manager.get_num_free_blocks()
     if sequence_must_fit:
         num_sequence: int = request.num_tokens
-        if manager._needs.count_full_sequence(step, num_sequence) > num_free - num_left:
+        num_most = manager._needs.count_full_sequence(step, num_sequence)
+        if num_most > num_free - num_left + count_surplus(manager._groups, tables, num_sequence):
             return None
     if tables is not None and manager._forgets:
         try:
@@ -51,7 +52,10 @@ def take_slots(
             raise
         num_free = manager.get_num_free_blocks()
     need = manager._needs.count(step)
-    if need > num_free - num_left - num_reserved:
+    num_usable = num_free - num_left - num_reserved
+    if need > num_usable and (
+        need > num_free or need > num_usable + count_surplus(manager._groups, tables, step.num_scheduled)
+    ):
         return None
     if len(manager._caching.unwritten) > 0 and manager._caching.is_unwritten(step.prefix_blocks):
         return None
@@ -61,11 +65,13 @@ def take_slots(
     return allocate(manager, request, step, junction, full, need)
 
 
-def count_surplus(groups: list[BlockGroup], tables: list[BlockTable], num_tokens: int) -> int:
+def count_surplus(groups: list[BlockGroup], tables: list[BlockTable] | None, num_tokens: int) -> int:
     """Return the state blocks that rejected drafts have left beyond those of `num_tokens` tokens.
 
-    vLLM subtracts them from what the other groups need.
+    vLLM subtracts them from what the other groups need, and from the blocks to leave free.
     """
+    if tables is None:
+        return 0
     num_surplus = 0
     for group in groups:
         if isinstance(group, MambaGroup):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
 
-from kv_pool.core.arguments import as_list, check_type, refuse_type
+from kv_pool.core.arguments import as_count, as_int, as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
@@ -14,7 +14,14 @@ from kv_pool.manager.requests.salt_region import SaltRegion, as_regions
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter of a request. Its name and path keep its KV apart from that of other adapters.
+    """The adapter of a request. Its name, path and version keep its KV apart from that of other adapters.
+
+    Attributes:
+        version: names the weights, such as by a digest or a time; None: `adapter_id` does. Give a version
+            where several processes, or runs with a disk tier, share blocks: their ids may differ for the same
+            weights, or be the same for others. `sha256_cbor` hashes, like vLLM's, do not cover the id:
+            there, an adapter that is loaded again with other weights needs a new version, or
+            `KVCacheManager.evict_owned`.
 
     Raises:
         InvalidTypeError: an id that is not an int, or a name or path that is not a string. The arguments are
@@ -24,8 +31,11 @@ class LoRARequest:
     adapter_id: int
     name: str
     path: str
+    version: str | None = None
 
     def __post_init__(self) -> None:
+        if self.version is not None:
+            check_type("version", self.version, str)
         for field, value, wanted in (
             ("adapter_id", self.adapter_id, SupportsIndex),
             ("name", self.name, str),
@@ -48,10 +58,18 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class PlaceholderRange:
-    """The tokens `[offset, offset + length)` of a prompt that stand for one multimodal input."""
+    """The tokens `[offset, offset + length)` of a prompt that stand for one multimodal input.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: not two counts.
+    """
 
     offset: int
     length: int
+
+    def __post_init__(self) -> None:
+        as_count("offset", self.offset)
+        as_count("length", self.length)
 
 
 @dataclass(frozen=True)
@@ -151,16 +169,55 @@ class Request:
         """Append generated tokens, and the hashes of the blocks that become full.
 
         Raises:
-            InvalidArgumentError, InvalidTypeError: not token ids. Nothing has changed.
+            InvalidArgumentError, InvalidTypeError: not token ids; or tokens were removed from
+                `all_token_ids`, and their hashes are still there. Nothing has changed.
         """
         appended = _to_list("token_ids", token_ids)
         num_tokens = len(self.all_token_ids)
+        num_hashed = len(self.block_hashes) * self._hasher.block_size
+        if num_hashed > num_tokens:
+            raise InvalidArgumentError(
+                f"request {self.request_id!r} has {num_tokens} tokens but hashes for {num_hashed}; withdraw "
+                "tokens with truncate()"
+            )
         self.all_token_ids.extend(appended)
         try:
             self.block_hashes.extend(self._hasher.hash_request(self))
         except Exception:
             del self.all_token_ids[num_tokens:]
             raise
+
+    def truncate(self, num_tokens: SupportsIndex) -> None:
+        """Withdraw all tokens after the first `num_tokens`, with the hashes that cover them.
+
+        For tokens that are not computed, such as the last sampled token of a session, which the next input
+        replaces. `KVCacheManager.truncate` withdraws computed tokens from the blocks, too, and calls this.
+
+            >>> from kv_pool import BlockHasher, Request
+            >>> session = Request("session", [1, 2, 3], BlockHasher(block_size=4))
+            >>> session.append_output_token_ids([99])
+            >>> session.truncate(3)
+            >>> len(session.block_hashes), session.all_token_ids
+            (0, [1, 2, 3])
+
+        Raises:
+            InvalidArgumentError: fewer than 1 or more than all tokens would be left, or computed tokens would
+                be withdrawn. Nothing has changed.
+        """
+        num_left = as_int("num_tokens", num_tokens)
+        if not 1 <= num_left <= self.num_tokens:
+            raise InvalidArgumentError(
+                f"request {self.request_id!r} has {self.num_tokens} tokens; {num_left} of them cannot be left"
+            )
+        if num_left < self.num_computed_tokens:
+            raise InvalidArgumentError(
+                f"request {self.request_id!r} has {self.num_computed_tokens} computed tokens, whose K and V "
+                f"are in its blocks; to leave {num_left}, call KVCacheManager.truncate()"
+            )
+        num_covered = max(0, num_left - self._hasher.num_lookahead_tokens)
+        del self.block_hashes[num_covered // self._hasher.block_size :]
+        del self.all_token_ids[num_left:]
+        self.num_prompt_tokens = min(self.num_prompt_tokens, num_left)
 
 
 def _to_list(name: str, token_ids: TokenIds) -> list[int]:

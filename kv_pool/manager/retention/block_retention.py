@@ -14,7 +14,7 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
-from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim, is_pin
+from kv_pool.manager.retention.claim import NO_CLAIMS, PINNED, Claim, add_claim, is_pin
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.pins import PinLedger
@@ -402,6 +402,26 @@ class BlockRetention:
             return True
         return self._directives.pins(request_id, group_id, index)
 
+    def list_lasting_pins(self, request_id: RequestId | None) -> set[KVCacheBlock]:
+        """Return the blocks that pins without a deadline keep from this request, as long as they exist.
+
+        Blocks that are pinned, and those that other running requests pin when they release them.
+        Cost: O(pins).
+        """
+        self.expire()
+        lasting = {block for block in self._pins.blocks if _is_lasting(self._records.get_claims(block))}
+        for other_id, directed in self._directives.by_request.items():
+            tables = self._tables.get(other_id)
+            if tables is None or other_id == request_id:
+                continue
+            for group_id, index in directed.promised:
+                blocks = tables[group_id].blocks
+                if index < len(blocks) and blocks[index].key is not None:
+                    for _, _, claims in self._directives.cut(other_id, group_id, index, 1):
+                        if _is_lasting(claims):
+                            lasting.add(blocks[index])
+        return lasting
+
     def forget_request(self, request_id: RequestId) -> None:
         """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""
         try:
@@ -448,3 +468,8 @@ class BlockRetention:
         if lost:
             self._placed.change([block for block, _ in lost], [claims for _, claims in lost], False)
         self._is_unsettled = False
+
+
+def _is_lasting(claims: tuple[Claim, ...]) -> bool:
+    """Return True if one of the claims is a pin without a deadline."""
+    return any(claim.strength == PINNED and claim.find_end(0.0) == NEVER for claim in claims)

@@ -16,7 +16,7 @@ from kv_pool.core.eviction_order import (
     EvictionOrder,
     NumberedBlocks,
 )
-from kv_pool.core.holds import Hold
+from kv_pool.core.holds import Hold, HoldSpan
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, is_pin, list_live
 from kv_pool.manager.retention.claim_records import AddedClaims, ClaimRecords, Record
@@ -50,6 +50,7 @@ class PlacedClaims(BandPolicy):
         self.deadlines: Deadlines = Deadlines()
         self.pins: PinLedger = PinLedger(max_pinned_blocks)
         self.held: Hold = block_pool.holds.open([], "pinned by a directive", True)
+        self.held.list_spans = self.list_spans
         self.is_marked: bool = False
         self._is_moving: bool = False  # blocks become free whose bands are set elsewhere
         self._change: Change | None = None
@@ -94,6 +95,23 @@ class PlacedClaims(BandPolicy):
     def count_held(self) -> int:
         """Count the pinned blocks whose only reference is that of their pins. O(pinned free blocks)."""
         return sum([block.ref_cnt == 1 for block in self.held.blocks])
+
+    def list_spans(self) -> list[HoldSpan]:
+        """Return the held blocks by the start and the end of their pins, to a tenth of a second."""
+        ahead = self._pool.holds.clock() - self._clock()
+        spans: dict[tuple[float, float], list[KVCacheBlock]] = {}
+        for block in self.held.blocks:
+            record = self.records.find(block)
+            since = self.held.since
+            until = NEVER  # which round() leaves as it is
+            if record is not None and not record.is_shared:
+                since = record.freed_at + ahead
+                ends = [
+                    claim.find_end(record.freed_at) for claim in record.claims if claim.strength == PINNED
+                ]
+                until = max(ends, default=NEVER) + ahead
+            spans.setdefault((round(since, 1), round(until, 1)), []).append(block)
+        return [(since, until, blocks) for (since, until), blocks in spans.items()]
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Release pinned blocks that have just got another reference; their claims stay."""

@@ -6,16 +6,25 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.replay.formats import dynamo, event_lines, kv_cache_tester, lmcache, mooncake, vllm_log
+from kv_pool.replay.formats import (
+    csv_lengths,
+    dynamo,
+    event_lines,
+    kv_cache_tester,
+    lmcache,
+    mooncake,
+    qwen_bailian,
+    vllm_log,
+)
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 from kv_pool.replay.formats.session_files import write_sessions
 from kv_pool.replay.option import Option, describe_options
-from kv_pool.replay.settings import TRACE_BLOCK_SIZE
-from kv_pool.replay.trace import Trace
+from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
+from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_trace_writer
 
 READ_LOSSES = {
@@ -24,6 +33,8 @@ READ_LOSSES = {
     "lmcache": lmcache.READ_LOSSES,
     "vllm": vllm_log.READ_LOSSES,
     "dynamo": dynamo.READ_LOSSES,
+    "qwen-bailian": qwen_bailian.READ_LOSSES,
+    "csv": csv_lengths.READ_LOSSES,
     "events": event_lines.READ_LOSSES,
 }
 """The formats that can be read, each with what is lost or unknown."""
@@ -63,8 +74,8 @@ class ConvertSettings:
     block_size: Annotated[
         int | None,
         Option(
-            "Tokens per block, to turn token ids into hash ids. Default: token ids stay token ids where the "
-            f"output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
+            "Tokens per block, to turn token ids and lengths into hash ids. Default: token ids stay token "
+            f"ids where the output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
             min=1,
         ),
     ] = None
@@ -77,15 +88,27 @@ class ConvertSettings:
             min=0.0,
         ),
     ] = 0.0
-    timestamp_unit: Annotated[str, Option("Unit of a Mooncake trace's timestamps: ms or s.")] = "ms"
+    timestamp_unit: Annotated[
+        str | None,
+        Option(
+            f"Unit of the input's times: {', '.join(MS_PER_UNIT)}. Default: the format's.",
+            flags=TIME_UNIT.flags,
+        ),
+    ] = None
     skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
 
     def check(self) -> None:
-        """Raise InvalidArgumentError if a format is unknown, or cannot be written."""
+        """Raise InvalidArgumentError if a format or unit is unknown, or cannot be written or given."""
         if self.source_format not in READ_LOSSES:
             raise InvalidArgumentError(
                 f"unknown format {self.source_format!r}; known are {', '.join(READ_LOSSES)}"
             )
+        if self.timestamp_unit is not None:
+            find_ms_per_unit(self.timestamp_unit)
+            if self.source_format in ("vllm", "events"):
+                raise InvalidArgumentError(
+                    f"--time-unit has no effect on {self.source_format}, whose times are dates or seconds"
+                )
         if self.target_format == "events":
             raise InvalidArgumentError(
                 "events depend on a pool and its size: run kv-pool replay TRACE --blocks N --publish "
@@ -107,6 +130,8 @@ class ConvertReport:
             requests came between them.
         block_size: tokens per hash id; None for token ids.
         num_broken, first_broken: skipped lines, and the error of the first.
+        notes: what the reader noticed: files that were not read, requests of which only lengths are known,
+            times that look like another unit.
     """
 
     num_requests: int
@@ -114,32 +139,39 @@ class ConvertReport:
     block_size: int | None
     num_broken: int
     first_broken: str | None
+    notes: tuple[str, ...] = ()
 
 
 def open_reader(settings: ConvertSettings) -> ForeignReader:
     """Return the reader of the settings' input. Raises TraceError."""
     path = Path(settings.source)
-    skip_broken = settings.skip_broken
-    if settings.source_format == "mooncake":
+    source_format, skip_broken = settings.source_format, settings.skip_broken
+    if source_format == "mooncake":
         trace = Trace(
             settings.source,
             block_size=settings.trace_block_size,
-            timestamp_unit=settings.timestamp_unit,
+            timestamp_unit=settings.timestamp_unit or "ms",
             skip_broken=skip_broken,
         )
         return mooncake.MooncakeReader(trace)
     if not path.exists():
         raise TraceError(f"{path}: no such file")
-    if settings.source_format == "kv-cache-tester":
-        return kv_cache_tester.KVCacheTesterReader(path, skip_broken, settings.session_gap_s)
-    if settings.source_format == "lmcache":
-        return lmcache.LMCacheReader(path, skip_broken)
+    unit = settings.timestamp_unit
+    times = {} if unit is None else {"ms_per_unit": find_ms_per_unit(unit)}
+    if source_format == "kv-cache-tester":
+        return kv_cache_tester.KVCacheTesterReader(path, skip_broken, settings.session_gap_s, **times)
+    if source_format == "lmcache":
+        return lmcache.LMCacheReader(path, skip_broken, **times)
+    if source_format == "dynamo":
+        return dynamo.DynamoReader(path, skip_broken, settings.trace_block_size, **times)
     if not path.is_file():
         raise TraceError(f"{path}: this is no file")
-    if settings.source_format == "vllm":
+    if source_format == "vllm":
         return vllm_log.VLLMLogReader(path, skip_broken)
-    if settings.source_format == "dynamo":
-        return dynamo.DynamoReader(path, skip_broken, settings.trace_block_size)
+    if source_format == "qwen-bailian":
+        return qwen_bailian.QwenBailianReader(path, skip_broken, settings.trace_block_size, **times)
+    if source_format == "csv":
+        return csv_lengths.CsvReader(path, skip_broken, **times)
     return event_lines.EventLineReader(path, skip_broken)
 
 
@@ -163,20 +195,40 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     reader = open_reader(settings)
     counts = _Counts()
     renumbered = _Renumbering(settings, reader)
-    requests = _start_at_zero(renumbered.apply(_sort(reader, counts)))
+    requests = _start_at_zero(renumbered.apply(_sort(reader, counts)), counts)
     if settings.target_format == "kv-cache-tester":
         write_sessions(requests, lambda: renumbered.block_size or DEFAULT_BLOCK_SIZE, output, counts.note)
     else:
-        _write_lines(settings.target_format, requests, renumbered, output, counts)
+        _write_lines(settings, requests, renumbered, output, counts)
     return ConvertReport(
-        counts.num_requests, counts.num_late, renumbered.block_size, reader.num_broken, reader.first_broken
+        counts.num_requests,
+        counts.num_late,
+        renumbered.block_size,
+        reader.num_broken,
+        reader.first_broken,
+        (*reader.notes, *_note_lengths(renumbered), *_note_times(settings, counts)),
     )
+
+
+def _note_lengths(renumbered: "_Renumbering") -> Iterator[str]:
+    if renumbered.num_lengths:
+        yield (
+            f"only lengths are known of {renumbered.num_lengths:,} requests: each has blocks of its own, and "
+            "none is hit"
+        )
+
+
+def _note_times(settings: ConvertSettings, counts: "_Counts") -> Iterator[str]:
+    why = describe_suspicious_times(counts.first_arrivals_ms)
+    if why is not None and settings.source_format != "mooncake":  # of which `Trace` warns
+        yield why
 
 
 class _Counts:
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_late = 0
+        self.first_arrivals_ms: list[float] = []
 
     def note(self) -> None:
         self.num_requests += 1
@@ -200,13 +252,16 @@ def _sort(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[Forei
         yield found
 
 
-def _start_at_zero(requests: Iterable[ForeignRequest]) -> Iterator[ForeignRequest]:
+def _start_at_zero(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[ForeignRequest]:
     first_ms: float | None = None
     for request in requests:
         if first_ms is None:
             first_ms = request.arrival_ms
         # Rounded to microseconds: times since 1970 have no more.
-        yield replace(request, arrival_ms=round(max(0.0, request.arrival_ms - first_ms), 3))
+        arrival_ms = round(max(0.0, request.arrival_ms - first_ms), 3)
+        if len(counts.first_arrivals_ms) < 1000:
+            counts.first_arrivals_ms.append(arrival_ms)
+        yield replace(request, arrival_ms=arrival_ms)
 
 
 class _Renumbering:
@@ -214,13 +269,16 @@ class _Renumbering:
 
     Attributes:
         block_size: tokens per id; None for token ids.
+        num_lengths: requests of which only lengths are known, whose blocks are new ones.
     """
 
     def __init__(self, settings: ConvertSettings, reader: ForeignReader) -> None:
         self.block_size: int | None = None
+        self.num_lengths = 0
         self._settings = settings
         self._reader = reader
         self._ids: dict[Hashable, int] = {}
+        self._num_ids = 0
 
     def apply(self, requests: Iterable[ForeignRequest]) -> Iterator[ForeignRequest]:
         hasher: BlockHasher | None = None
@@ -229,35 +287,61 @@ class _Renumbering:
             size = DEFAULT_BLOCK_SIZE
         for request in requests:
             blocks = request.blocks
-            if request.token_ids is not None and size is not None:
+            if blocks is not None:
+                self.block_size = self._reader.block_size
+            elif request.token_ids is None:
+                self.block_size = self._reader.block_size or size or DEFAULT_BLOCK_SIZE
+                yield replace(request, blocks=self._make_ids(-(-request.input_length // self.block_size)))
+                continue
+            elif size is not None:
                 hasher = hasher or BlockHasher("xxh3_128", "0", size)
                 blocks = hasher.hash_blocks(request.token_ids)
                 self.block_size = size
-            elif blocks is not None:
-                self.block_size = self._reader.block_size
             if blocks is None:
                 yield request
             else:
-                ids = self._ids
-                yield replace(
-                    request, token_ids=None, blocks=[ids.setdefault(one, len(ids)) for one in blocks]
-                )
+                yield replace(request, token_ids=None, blocks=[self._find_id(one) for one in blocks])
+
+    def _find_id(self, key: Hashable) -> int:
+        number = self._ids.setdefault(key, self._num_ids)
+        self._num_ids += number == self._num_ids
+        return number
+
+    def _make_ids(self, num_blocks: int) -> list[int]:
+        """Return ids that no other request has."""
+        self.num_lengths += 1
+        first = self._num_ids
+        self._num_ids += num_blocks
+        return list(range(first, self._num_ids))
 
 
 def _write_lines(
-    target: str, requests: Iterable[ForeignRequest], renumbered: _Renumbering, output: str, counts: _Counts
+    settings: ConvertSettings,
+    requests: Iterable[ForeignRequest],
+    renumbered: _Renumbering,
+    output: str,
+    counts: _Counts,
 ) -> None:
     with ExitStack() as stack:
         write = stack.enter_context(open_trace_writer(output))
         for number, request in enumerate(requests, 1):
-            if target == "mooncake":
-                write(mooncake.make_mooncake_line(request))
-            elif target == "vllm":
-                for line in vllm_log.make_vllm_lines(request, number, renumbered.block_size):
-                    write(line)
-            else:
-                make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
-                write(make(request, number, renumbered.block_size or DEFAULT_BLOCK_SIZE))
+            try:
+                lines = _make_lines(settings.target_format, request, number, renumbered.block_size)
+            except ValueError as error:
+                raise TraceError(f"{settings.source}:{request.line}: {error}") from error
+            for line in lines:
+                write(line)
             counts.note()
         if not counts.num_requests:
             raise TraceError(f"{os.fspath(output)}: not written: the input contains no request")
+
+
+def _make_lines(
+    target: str, request: ForeignRequest, number: int, block_size: int | None
+) -> list[dict[str, Any]]:
+    if target == "mooncake":
+        return [mooncake.make_mooncake_line(request)]
+    if target == "vllm":
+        return vllm_log.make_vllm_lines(request, number, block_size)
+    make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
+    return [make(request, number, block_size or DEFAULT_BLOCK_SIZE)]

@@ -1,9 +1,10 @@
-"""NVIDIA Dynamo's request traces, and the Mooncake-style lines of its tools.
+"""NVIDIA Dynamo's request traces, and the Mooncake-style rows of its tools.
 
 Sources: ai-dynamo/dynamo, docs/agents/agent-tracing.md at commit 01a60e6 (records `request_end` with
 `request.replay`, the sink's wrapper, the schema name dynamo.agent.trace.v1), docs/agents/agent-replay.md at
 067f73c (schema dynamo.request.trace.v1), docs/dynosim/trace-formats.md at 3fb0007 (Mooncake rows with
-`created_time`, `delay` and `delay_ms`), and the records in its tests (`request_received_ms`).
+`created_time`, `delay` and `delay_ms`), lib/data-gen/src/mooncake.rs at 0c7705a (other names of fields, and
+rows of agents) and lib/data-gen/src/weka.rs at 2fa50e0 (rows of version 2), and the records in its tests.
 
     {"timestamp": ..., "event": {"schema": "dynamo.request.trace.v1", "event_type": "request_end",
      "event_time_unix_ms": ..., "agent_context": {"session_id": ...},
@@ -11,12 +12,28 @@ Sources: ai-dynamo/dynamo, docs/agents/agent-tracing.md at commit 01a60e6 (recor
                  "replay": {"trace_block_size": ..., "input_length": ..., "input_sequence_hashes": [...]}}}}
 
 A record is written when its request ends. `input_sequence_hashes` has one hash for each block, a partial last
-one included; a hash covers its block and all before it.
+one included; a hash covers its block and all before it. A sink that rotates writes shards,
+PREFIX.000000.jsonl.gz and so on.
+
+    {"request_id": ..., "session_id": ..., "timestamp" or "created_time": ms, "delay" or "delay_ms": ...,
+     "input_length" or "input_tokens": ..., "output_length" or "output_tokens": ..., "hash_ids": [...],
+     "wait_for": [request ids], "tool_wait_ms": ...}
+
+A row of an agent waits for the ends of other rows, then for its delay and its tools. Without a timestamp, it
+arrives then. Rows of version 2 have a header with the block size; their ids are those of one `play_id`.
+
+    {"schema": "dynamo.agentic_mooncake", "version": 2, "block_size": ..., "hash_id_scope": "local", ...}
+    {"request_id": ..., "play_id": ..., "session_id": ..., "not_before_ms": ..., "recorded_api_time_ms": ...,
+     "dependencies": [{"request_id": ..., "trigger": "dispatch" or "completion", "delay_ms": ...}],
+     "input_length": ..., "output_length": ..., "hash_ids": [...]}
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,13 +43,18 @@ from kv_pool.replay.formats.foreign_request import (
     check_blocks,
     check_lengths,
 )
+from kv_pool.replay.formats.log_files import list_log_files
 from kv_pool.replay.line_reader import LineReader
 
 SCHEMA = "dynamo.request.trace.v1"
 SCHEMAS = (SCHEMA, "dynamo.agent.trace.v1")
+ROWS_SCHEMA = "dynamo.agentic_mooncake"
+ROWS_VERSION = 2
 READ_LOSSES = (
     "tool events, finish reasons, workers, models and parent sessions",
     "arrivals of records without request_received_ms and total_time_ms: the end of the request is taken",
+    "how long requests take: a row that waits for others arrives its delay after their arrivals, unless its "
+    "timestamp is later",
 )
 WRITE_LOSSES = (
     "durations: each request ends when it arrives",
@@ -41,6 +63,7 @@ WRITE_LOSSES = (
 )
 
 _MASK = (1 << 64) - 1
+_Number = TypeVar("_Number", int, float)
 
 
 class _Replay(msgspec.Struct):
@@ -61,10 +84,16 @@ class _Context(msgspec.Struct):
     trajectory_id: str | None = None
 
 
+class _Dependency(msgspec.Struct):
+    request_id: str | int
+    trigger: str | None = None
+    delay_ms: float | None = None
+
+
 class _Event(msgspec.Struct):
     schema: str | None = None
     event_type: str | None = None
-    event_time_unix_ms: float = 0.0
+    event_time_unix_ms: float | None = None
     agent_context: _Context | None = None
     request: _Request | None = None
 
@@ -78,45 +107,115 @@ class _Line(_Event):
     delay: float | None = None
     delay_ms: float | None = None
     input_length: int | None = None
+    input_tokens: int | None = None
     output_length: int | None = None
+    output_tokens: int | None = None
     session_id: object = None
+    request_id: object = None
+    wait_for: list[str | int] | None = None
+    tool_wait_ms: float | None = None
+    # Rows of version 2, and their header
+    version: int | None = None
+    block_size: int | None = None
+    hash_id_scope: str | None = None
+    play_id: object = None
+    not_before_ms: float | None = None
+    recorded_api_time_ms: float | None = None
+    dependencies: list[_Dependency] | None = None
+
+
+_Key = tuple[str, str | int]
+"""The name of a row: its request id or a number."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row whose arrival may depend on rows that come later in the file.
+
+    Attributes:
+        request: the request; its arrival is the earliest one.
+        name: None if no row can wait for this one.
+        needed: (name, whether its end counts, delay in ms) of the rows that it waits for.
+        duration_ms: how long it took; 0 if that is unknown.
+    """
+
+    request: ForeignRequest
+    reader: LineReader
+    name: _Key | None
+    needed: list[tuple[_Key, bool, float]]
+    duration_ms: float = 0.0
 
 
 class DynamoReader:
-    """Reads a request trace, or Mooncake-style lines. Events other than `request_end` are passed over.
+    """Reads a request trace, or Mooncake-style rows. Events other than `request_end` are passed over.
 
     Args:
-        block_size: tokens per hash id of Mooncake-style lines, which do not contain it.
+        path: a file, or a folder of shards *.jsonl (plain or compressed), which are read in the order of
+            their names.
+        block_size: tokens per hash id of Mooncake-style rows without a header.
+        ms_per_unit: milliseconds per unit of `timestamp` and `created_time`.
 
     Raises:
-        TraceError: while iterating, a line is broken, or the block size changes.
+        TraceError: the folder has no shards; while iterating, a line is broken, the block size changes, or a
+            row waits for a row that does not come.
+
+    Memory: the rows that wait for later ones, and two numbers for each row with a request id or a session.
     """
 
-    def __init__(self, path: Path, skip_broken: bool = False, block_size: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        skip_broken: bool = False,
+        block_size: int | None = None,
+        ms_per_unit: float = 1.0,
+    ) -> None:
         self.block_size: int | None = None
+        self.notes: list[str] = []
         self._row_block_size = block_size
-        self._reader = LineReader(path, skip_broken=skip_broken)
+        self._ms_per_unit = ms_per_unit
+        paths = [path]
+        if path.is_dir():
+            paths, self.notes = list_log_files(path, r".*\.jsonl", "*.jsonl")
+        self._readers = [LineReader(one, skip_broken=skip_broken) for one in paths]
         self._decode = msgspec.json.Decoder(_Line).decode
-        self._last_ms: dict[str, float] = {}
+        self._is_local = False
+        # The arrivals and ends of rows, the rows that wait for a row, and the last row of each session.
+        self._times: dict[_Key, tuple[float, float]] = {}
+        self._waiting: dict[_Key, list[_Row]] = {}
+        self._last: dict[str, _Key] = {}
+        self._row_numbers = count()
 
     @property
     def num_broken(self) -> int:
-        return self._reader.num_broken
+        return sum(reader.num_broken for reader in self._readers)
 
     @property
     def first_broken(self) -> str | None:
-        return self._reader.first_broken
+        return next((reader.first_broken for reader in self._readers if reader.first_broken), None)
 
     def __iter__(self) -> Iterator[ForeignRequest]:
-        self._last_ms.clear()
-        for found in self._reader.read(self._parse):
-            if found is not None:
-                yield found
+        self.block_size = None
+        for known in (self._times, self._waiting, self._last):
+            known.clear()
+        for reader in self._readers:
+            self._is_local = False
+            for found in reader.read(partial(self._parse, reader)):
+                if isinstance(found, _Row):
+                    yield from self._place(found)
+                elif found is not None:
+                    yield found
+        for (_, name), rows in self._waiting.items():
+            for row in rows:
+                why = f"the row waits for {name!r}, which is not in the input or waits for this row"
+                row.reader.pass_broken(row.request.line, ValueError(why))
 
-    def _parse(self, text: bytes, line: int) -> ForeignRequest | None:
+    def _parse(self, reader: LineReader, text: bytes, line: int) -> "ForeignRequest | _Row | None":
         record = self._decode(text)
+        if record.schema == ROWS_SCHEMA:
+            self._parse_header(record)
+            return None
         if record.hash_ids is not None:
-            return self._parse_row(record, record.hash_ids, line)
+            return self._parse_row(record, record.hash_ids, reader, line)
         event = record.event or record
         if event.schema not in SCHEMAS:
             raise ValueError(f"the schema is {event.schema!r}; known are {', '.join(SCHEMAS)}")
@@ -130,12 +229,13 @@ class DynamoReader:
             )
         arrival_ms = request.request_received_ms
         if arrival_ms is None:
-            arrival_ms = event.event_time_unix_ms - (request.total_time_ms or 0.0)
+            arrival_ms = (event.event_time_unix_ms or 0.0) - (request.total_time_ms or 0.0)
         replay = request.replay
         hashes = [one & _MASK for one in replay.input_sequence_hashes]
-        self.block_size = check_block_size(replay.trace_block_size, self.block_size)
+        block_size = check_block_size(replay.trace_block_size, self.block_size)
         check_lengths(replay.input_length, request.output_tokens or 0, arrival_ms)
-        check_blocks(replay.input_length, len(hashes), self.block_size)
+        check_blocks(replay.input_length, len(hashes), block_size)
+        self.block_size = block_size
         context = event.agent_context or _Context()
         session_id = context.trajectory_id or context.session_id
         return ForeignRequest(
@@ -147,26 +247,86 @@ class DynamoReader:
             session_id=session_id,
         )
 
-    def _parse_row(self, record: _Line, hash_ids: list[int], line: int) -> ForeignRequest:
-        if self._row_block_size is None:
+    def _parse_header(self, record: _Line) -> None:
+        if record.version != ROWS_VERSION:
+            raise ValueError(f"the version of {ROWS_SCHEMA} is {record.version}; known is {ROWS_VERSION}")
+        if record.block_size is None:
+            raise ValueError("the header has no block_size")
+        self._row_block_size = check_block_size(record.block_size, self._row_block_size)
+        self._is_local = record.hash_id_scope != "global"
+
+    def _parse_row(self, record: _Line, hash_ids: list[int], reader: LineReader, line: int) -> _Row:
+        block_size = self._row_block_size
+        if block_size is None:
             raise ValueError("Mooncake-style lines do not contain their block size; give --trace-block-size")
-        self.block_size = check_block_size(self._row_block_size, self.block_size)
-        input_length = record.input_length
+        self.block_size = check_block_size(block_size, self.block_size)
+        input_length = _take_one("input_length", record.input_length, "input_tokens", record.input_tokens)
         if input_length is None:
-            input_length = len(hash_ids) * self.block_size
-        session_id = None if record.session_id is None else str(record.session_id)
-        arrival_ms = record.timestamp if record.timestamp is not None else record.created_time
-        if arrival_ms is None:
-            delay_ms = record.delay_ms if record.delay_ms is not None else record.delay or 0.0
-            arrival_ms = self._last_ms.get(session_id or "", 0.0) + delay_ms
-        output_length = record.output_length or 0
+            input_length = len(hash_ids) * block_size
+        outputs = record.output_length, record.output_tokens
+        output_length = _take_one("output_length", outputs[0], "output_tokens", outputs[1]) or 0
+        timestamp = _take_one("timestamp", record.timestamp, "created_time", record.created_time)
+        delay_ms = _take_one("delay", record.delay, "delay_ms", record.delay_ms) or 0.0
+        delay_ms += record.tool_wait_ms or 0.0
+        arrival_ms = 0.0 if timestamp is None else timestamp * self._ms_per_unit
         check_lengths(input_length, output_length, arrival_ms)
-        check_blocks(input_length, len(hash_ids), self.block_size)
-        if session_id is not None:
-            self._last_ms[session_id] = arrival_ms
-        return ForeignRequest(
-            line, arrival_ms, input_length, output_length, blocks=hash_ids, session_id=session_id
+        check_blocks(input_length, len(hash_ids), block_size)
+        session_id = None if record.session_id is None else str(record.session_id)
+        needed: list[tuple[_Key, bool, float]]
+        needed = [(("request", str(one)), True, delay_ms) for one in record.wait_for or ()]
+        for one in record.dependencies or ():
+            is_end = one.trigger != "dispatch"
+            needed.append((("request", str(one.request_id)), is_end, one.delay_ms or 0.0))
+        arrival_ms = max(arrival_ms, record.not_before_ms or 0.0)
+        if not needed and timestamp is None and record.not_before_ms is None:
+            if session_id is not None and session_id in self._last:
+                needed = [(self._last[session_id], True, delay_ms)]
+            else:
+                arrival_ms = delay_ms
+        name: _Key | None = None
+        if record.request_id is not None:
+            name = ("request", str(record.request_id))
+        elif session_id is not None:
+            name = ("row", next(self._row_numbers))
+        if name is not None and session_id is not None:
+            self._last[session_id] = name
+        blocks: Sequence[Hashable] = hash_ids
+        if self._is_local:
+            play = record.play_id if isinstance(record.play_id, Hashable) else str(record.play_id)
+            blocks = [(play, one) for one in hash_ids]
+        request = ForeignRequest(
+            line, arrival_ms, input_length, output_length, blocks=blocks, session_id=session_id
         )
+        return _Row(request, reader, name, needed, max(0.0, record.recorded_api_time_ms or 0.0))
+
+    def _place(self, row: _Row) -> Iterator[ForeignRequest]:
+        """Yield the request of a row, and those that waited for it, once the rows that it needs are known."""
+        ready = [row]
+        while ready:
+            row = ready.pop()
+            missing = next((name for name, _, _ in row.needed if name not in self._times), None)
+            if missing is not None:
+                self._waiting.setdefault(missing, []).append(row)
+                continue
+            request = row.request
+            for name, is_end, delay_ms in row.needed:
+                request.arrival_ms = max(request.arrival_ms, self._times[name][is_end] + delay_ms)
+            try:
+                check_lengths(request.input_length, request.output_length, request.arrival_ms)
+            except ValueError as error:
+                row.reader.pass_broken(request.line, error)
+                continue
+            yield request
+            if row.name is not None:
+                self._times[row.name] = (request.arrival_ms, request.arrival_ms + row.duration_ms)
+                ready += self._waiting.pop(row.name, [])
+
+
+def _take_one(name: str, value: _Number | None, other: str, other_value: _Number | None) -> _Number | None:
+    """Return the value of a field with two names. Raises ValueError if they have different values."""
+    if value is not None and other_value is not None and value != other_value:
+        raise ValueError(f"{name} is {value} and {other} is {other_value}; they are names of one field")
+    return other_value if value is None else value
 
 
 def make_dynamo_line(request: ForeignRequest, number: int, block_size: int) -> dict[str, Any]:

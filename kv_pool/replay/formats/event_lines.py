@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.events.publisher_blocks import to_medium
 from kv_pool.replay.formats.foreign_request import ForeignRequest, check_block_size, check_lengths
 from kv_pool.replay.line_reader import LineReader
 
@@ -33,7 +35,7 @@ READ_LOSSES = (
 
 class _Line(msgspec.Struct):
     kind: str
-    ts: float = 0.0
+    ts: float | None = None
     block_hashes: list[int] | None = None
     parent_block_hash: int | None = None
     block_size: int | None = None
@@ -61,6 +63,7 @@ class EventLineReader:
 
     def __init__(self, path: Path, skip_broken: bool = False) -> None:
         self.block_size: int | None = None
+        self.notes: list[str] = []
         self._reader = LineReader(path, skip_broken=skip_broken)
         self._decode = msgspec.json.Decoder(_Line).decode
         self._parents: dict[int, int | None] = {}
@@ -87,16 +90,17 @@ class EventLineReader:
     def _parse(self, text: bytes, line: int) -> float:
         """Apply a line. Return its time in seconds, 0 if it has none."""
         record = self._decode(text)
+        ts = record.ts or 0.0
         if record.kind != "stored":
-            return record.ts
-        if record.medium not in (None, "GPU") or record.group_idx:
-            return record.ts
+            return ts
+        if to_medium(record.medium) != MEDIUM_GPU or record.group_idx:
+            return ts
         hashes = record.block_hashes or []
         if not hashes or record.block_size is None:
             raise ValueError("stored blocks without hashes or block_size")
         if min(hashes) < 0 or max(hashes) >= 2**64:
             raise ValueError("a block hash is not in 0..2**64-1")
-        check_lengths(1, 0, record.ts)
+        check_lengths(1, 0, ts * 1000)
         block_size = check_block_size(record.block_size, self.block_size)
         parent = record.parent_block_hash
         if parent is not None and parent not in self._parents:
@@ -108,8 +112,8 @@ class EventLineReader:
         for one in hashes:
             self._parents.setdefault(one, parent)
             parent = one
-        self._add(record.ts, line, record.parent_block_hash, hashes)
-        return record.ts
+        self._add(ts, line, record.parent_block_hash, hashes)
+        return ts
 
     def _add(self, ts: float, line: int, parent: int | None, hashes: list[int]) -> None:
         access = None if parent is None else self._open.pop(parent, None)

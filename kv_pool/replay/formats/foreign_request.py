@@ -4,6 +4,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_pool.replay.trace import MAX_ARRIVAL_MS, MAX_LENGTH
+
 
 @dataclass(slots=True)
 class ForeignRequest:
@@ -15,7 +17,7 @@ class ForeignRequest:
         input_length, output_length: number of tokens; 0 generated tokens if the format does not tell.
         blocks: one key per block of the prompt, head first, with or without one for a partial last block.
             Equal keys mean that the prompts are equal up to the end of the block. None for token ids.
-        token_ids: the prompt's tokens, instead of blocks.
+        token_ids: the prompt's tokens, instead of blocks. If both are None, only lengths are known.
         session_id, tenant: as in a trace, or None.
     """
 
@@ -35,9 +37,13 @@ class ForeignReader(Protocol):
     Attributes:
         block_size: tokens per key; None for token ids, and until the first request tells it.
         num_broken, first_broken: as in `Trace`.
+        notes: what else the caller should know of the input, once it is read.
     """
 
     block_size: int | None
+
+    @property
+    def notes(self) -> list[str]: ...
 
     @property
     def num_broken(self) -> int: ...
@@ -48,14 +54,14 @@ class ForeignReader(Protocol):
     def __iter__(self) -> Iterator[ForeignRequest]: ...
 
 
-def check_lengths(input_length: int, output_length: int, arrival: float) -> None:
+def check_lengths(input_length: int, output_length: int, arrival_ms: float) -> None:
     """Raise ValueError if a request's lengths or its arrival are out of range."""
-    if input_length < 1:
-        raise ValueError(f"the prompt has {input_length} tokens; it must have 1 or more")
-    if output_length < 0:
-        raise ValueError(f"the output has {output_length} tokens")
-    if not 0 <= arrival < float("inf"):
-        raise ValueError(f"the arrival is {arrival}; it must be 0 or more")
+    if not 1 <= input_length <= MAX_LENGTH:
+        raise ValueError(f"the prompt has {input_length} tokens; it must have 1 to {MAX_LENGTH:,}")
+    if not 0 <= output_length <= MAX_LENGTH:
+        raise ValueError(f"the output has {output_length} tokens; it must have 0 to {MAX_LENGTH:,}")
+    if not 0 <= arrival_ms <= MAX_ARRIVAL_MS:
+        raise ValueError(f"the arrival is {arrival_ms:g} ms; it must be 0 to {MAX_ARRIVAL_MS:g}")
 
 
 def check_blocks(num_tokens: int, num_blocks: int, block_size: int) -> None:

@@ -1,8 +1,9 @@
-"""kv-cache-tester's traces: one JSON document per session.
+"""kv-cache-tester's traces: one JSON document per session, in a file of its own or on a line.
 
 Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md at commit 19c263b, and traces/trace_0003.json
-at 83eca8e. AIPerf and Dynamo call the format Weka traces; Dynamo's importer also takes `input_length` and
-`output_length`.
+at 83eca8e. AIPerf and Dynamo call the format Weka or AgentX traces; Dynamo's importer also takes
+`input_length` and `output_length`. The data sets semianalysisai/cc-traces-weka-* have a session on each line
+of traces.jsonl.
 
     {"id": ..., "models": [...], "block_size": 64, "tool_tokens": ..., "system_tokens": ...,
      "hash_id_scope": "local" or "global",
@@ -17,13 +18,14 @@ sub-agent, they count from its start.
 
 import heapq
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 from kv_pool.replay.decompression import decompress
 from kv_pool.replay.formats.foreign_request import (
     ForeignRequest,
@@ -31,6 +33,8 @@ from kv_pool.replay.formats.foreign_request import (
     check_blocks,
     check_lengths,
 )
+from kv_pool.replay.formats.log_files import list_log_files
+from kv_pool.replay.line_reader import LineReader
 
 READ_LOSSES = (
     "how sessions overlap: the format has none; --session-gap places them",
@@ -42,12 +46,15 @@ WRITE_LOSSES = (
     "ids of partial last blocks",
 )
 MAX_FILE_BYTES = 1 << 30
-"""Maximum decompressed size of a session's file, which is read as a whole."""
+"""Maximum decompressed size of a session, which is read as a whole."""
+
+MAX_GAP_S = 1e6
+"""Maximum time between the starts of two sessions."""
 
 
 class _Request(msgspec.Struct):
-    t: float = 0.0
-    type: str = "n"
+    t: float | None = None
+    type: str | None = None
     num_in: int | None = msgspec.field(name="in", default=None)
     out: int | None = None
     input_length: int | None = None
@@ -60,69 +67,119 @@ class _Session(msgspec.Struct):
     block_size: int
     requests: list[_Request]
     id: object = None
-    hash_id_scope: str = "local"
+    hash_id_scope: str | None = None
 
 
 class KVCacheTesterReader:
     """Reads sessions and merges their requests by time.
 
     Args:
-        path: a session's file, or a folder of files trace_*.json (plain or compressed).
+        path: a session's file, a file with a session on each line, or a folder of files trace_*.json and
+            *.jsonl (plain or compressed).
         session_gap_s: seconds between the starts of two sessions, in the order of their file names. A
             session is in memory from its start to its end.
+        ms_per_unit: milliseconds per unit of `t`.
 
     Raises:
         InvalidArgumentError: the gap is not 0 or more.
-        TraceError: the folder has no sessions; while iterating, a file is broken. With `skip_broken`, a
-            broken file is skipped.
+        TraceError: the folder has no sessions; while iterating, a session is broken. With `skip_broken`, it
+            is skipped.
     """
 
-    def __init__(self, path: Path, skip_broken: bool = False, session_gap_s: float = 0.0) -> None:
-        if not 0 <= session_gap_s < float("inf"):
-            raise InvalidArgumentError(f"the session gap is {session_gap_s} seconds; it must be 0 or more")
+    def __init__(
+        self,
+        path: Path,
+        skip_broken: bool = False,
+        session_gap_s: float = 0.0,
+        ms_per_unit: float = 1000.0,
+    ) -> None:
+        if not 0 <= session_gap_s <= MAX_GAP_S:
+            raise InvalidArgumentError(
+                f"the session gap is {session_gap_s} seconds; it must be 0 to {MAX_GAP_S:g}"
+            )
         self.block_size: int | None = None
+        self.notes: list[str] = []
         self.num_broken = 0
         self.first_broken: str | None = None
         self._gap_s = session_gap_s
+        self._ms_per_unit = ms_per_unit
         self._skip_broken = skip_broken
-        self._paths = sorted(path.glob("trace_*.json*")) if path.is_dir() else [path]
-        if not self._paths:
-            raise TraceError(f"{path}: the folder has no files trace_*.json")
+        self._num_sessions = 0
+        self._paths = [path]
+        if path.is_dir():
+            names = r"(trace_.*\.json|.*\.jsonl)"
+            self._paths, self.notes = list_log_files(path, names, "trace_*.json or *.jsonl")
 
     def __iter__(self) -> Iterator[ForeignRequest]:
         self.num_broken = 0
         self.first_broken = None
+        self._num_sessions = 0
         # (arrival in ms, session, index of the request, requests of the session)
         pending: list[tuple[float, int, int, Sequence[ForeignRequest]]] = []
-        for number, path in enumerate(self._paths):
-            start_ms = number * self._gap_s * 1000
-            yield from _take_before(pending, start_ms)
-            requests = self._read_session(path, number, start_ms)
+        sessions = self._read_sessions()
+        while True:
+            # The next session is read when it starts.
+            yield from _take_before(pending, self._num_sessions * self._gap_s * 1000)
+            requests = next(sessions, None)
+            if requests is None:
+                break
             if requests:
-                heapq.heappush(pending, (requests[0].arrival_ms, number, 0, requests))
+                heapq.heappush(pending, (requests[0].arrival_ms, self._num_sessions, 0, requests))
         yield from _take_before(pending, float("inf"))
 
-    def _read_session(self, path: Path, number: int, start_ms: float) -> list[ForeignRequest]:
-        """Return a session's requests, sorted by time."""
-        try:
-            session = msgspec.json.decode(_read_file(path), type=_Session)
-            block_size = check_block_size(session.block_size, self.block_size)
-            name = str(session.id) if session.id is not None else path.stem
-            scope = None if session.hash_id_scope == "global" else number
-            requests = [
-                _make_request(one, t, start_ms, name, scope, block_size)
-                for one, t in _flatten(session.requests, 0.0)
-            ]
-        except UNDECODABLE as error:
-            message = str(error) if isinstance(error, TraceError) else f"{path}:1: {error}"
-            if not self._skip_broken:
-                raise TraceError(f"{message} (--skip-broken skips such files)") from error
-            self.num_broken += 1
-            self.first_broken = self.first_broken or message
-            return []
+    def _read_sessions(self) -> Iterator[list[ForeignRequest]]:
+        """Yield the requests of each session, sorted by time."""
+        for path in self._paths:
+            if _has_lines(path):
+                lines = LineReader(path, MAX_FILE_BYTES, skip_broken=self._skip_broken)
+                yield from lines.read(partial(self._parse, path))
+                self.num_broken += lines.num_broken
+                self.first_broken = self.first_broken or lines.first_broken
+                continue
+            try:
+                requests = self._parse(path, _read_file(path), None)
+            except UNDECODABLE as error:
+                message = str(error) if isinstance(error, TraceError) else f"{path}:1: {error}"
+                if not self._skip_broken:
+                    raise TraceError(f"{message} (--skip-broken skips such files)") from error
+                self.num_broken += 1
+                self.first_broken = self.first_broken or message
+                requests = []
+            yield requests
+
+    def _parse(self, path: Path, text: bytes, line: int | None) -> list[ForeignRequest]:
+        """Return a session's requests, sorted by time. `line` is None for a file of one session."""
+        number = self._num_sessions
+        self._num_sessions += 1
+        session = msgspec.json.decode(text, type=_Session)
+        block_size = check_block_size(session.block_size, self.block_size)
+        unnamed = path.stem if line is None else f"{path.stem}-{line}"
+        name = str(session.id) if session.id is not None else unnamed
+        scope = None if session.hash_id_scope == "global" else number
+        start_ms = number * self._gap_s * 1000
+        requests = [
+            _make_request(one, line or 1, start_ms + t * self._ms_per_unit, name, scope, block_size)
+            for one, t in _flatten(session.requests, 0.0)
+        ]
+        if any(request.arrival_ms < start_ms for request in requests):
+            raise ValueError("a request has a time below 0")
         self.block_size = block_size
         requests.sort(key=lambda request: request.arrival_ms)
         return requests
+
+
+def _has_lines(path: Path) -> bool:
+    """Return True if a file has a session on each line, rather than one session."""
+    if ".jsonl" in path.name.lower():
+        return True
+    try:
+        with path.open("rb") as raw, decompress(raw, path) as content:
+            first, second = content.readline(MAX_FILE_BYTES), content.readline(MAX_FILE_BYTES)
+            if second.strip():
+                msgspec.json.decode(first.removeprefix(BYTE_ORDER_MARK), type=_Session)
+            return bool(second.strip())
+    except Exception:  # damaged, or one document on several lines: reading it as one says which
+        return False
 
 
 def _take_before(
@@ -148,36 +205,37 @@ def _read_file(path: Path) -> bytes:
         raise TraceError(f"{path}:1: cannot decompress: {error}") from error
     if len(data) > MAX_FILE_BYTES:
         raise TraceError(f"{path}:1: the session has more than {MAX_FILE_BYTES:,} bytes")
-    return data
+    return data.removeprefix(BYTE_ORDER_MARK)
 
 
 def _flatten(requests: list[_Request], offset_s: float) -> Iterator[tuple[_Request, float]]:
     """Yield the requests, those of sub-agents included, with their times on the session's clock."""
     for request in requests:
-        t = offset_s + request.t
+        t = offset_s + (request.t or 0.0)
         if request.type != "subagent":
             yield request, t
             continue
         inner = request.requests or []
-        is_relative = any(offset_s + one.t < t for one in inner)
+        is_relative = any(offset_s + (one.t or 0.0) < t for one in inner)
         yield from _flatten(inner, t if is_relative else offset_s)
 
 
 def _make_request(
-    request: _Request, t: float, start_ms: float, name: str, scope: int | None, block_size: int
+    request: _Request, line: int, arrival_ms: float, name: str, scope: int | None, block_size: int
 ) -> ForeignRequest:
     num_in = request.input_length if request.num_in is None else request.num_in
     num_out = (request.output_length if request.out is None else request.out) or 0
-    if num_in is None or request.hash_ids is None:
-        raise ValueError("a request has no `in` or no `hash_ids`")
-    check_lengths(num_in, num_out, t)
-    check_blocks(num_in, len(request.hash_ids), block_size)
+    if num_in is None:
+        raise ValueError("a request has no `in`")
+    hash_ids = request.hash_ids or []  # short prompts may have none
+    check_lengths(num_in, num_out, arrival_ms)
+    check_blocks(num_in, len(hash_ids), block_size)
     return ForeignRequest(
-        1,
-        start_ms + t * 1000,
+        line,
+        arrival_ms,
         num_in,
         num_out,
-        blocks=[(scope, hash_id) for hash_id in request.hash_ids],
+        blocks=[(scope, hash_id) for hash_id in hash_ids],
         session_id=name,
     )
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.errors import TraceError
 from kv_pool.replay.formats.foreign_request import (
     ForeignRequest,
     check_block_size,
     check_blocks,
     check_lengths,
 )
+from kv_pool.replay.formats.log_files import list_log_files
 from kv_pool.replay.line_reader import LineReader
 
 READ_LOSSES = (
@@ -46,17 +46,19 @@ class _Record(msgspec.Struct):
 class LMCacheReader:
     """Reads a lookup log: a file, or a folder of lookup_hashes_*.jsonl in the order of their names.
 
-    Chunks of different models are different.
+    Chunks of different models are different. `ms_per_unit` is the number of milliseconds per unit of time.
 
     Raises:
         TraceError: there is no file; while iterating, a line is broken, or the chunk size changes.
     """
 
-    def __init__(self, path: Path, skip_broken: bool = False) -> None:
+    def __init__(self, path: Path, skip_broken: bool = False, ms_per_unit: float = 1000.0) -> None:
         self.block_size: int | None = None
-        paths = sorted(path.glob("lookup_hashes_*.jsonl*")) if path.is_dir() else [path]
-        if not paths:
-            raise TraceError(f"{path}: the folder has no files lookup_hashes_*.jsonl")
+        self.notes: list[str] = []
+        self._ms_per_unit = ms_per_unit
+        paths = [path]
+        if path.is_dir():
+            paths, self.notes = list_log_files(path, r"lookup_hashes_.*\.jsonl", "lookup_hashes_*.jsonl")
         self._readers = [LineReader(one, skip_broken=skip_broken) for one in paths]
         self._decode = msgspec.json.Decoder(_Record).decode
 
@@ -74,13 +76,14 @@ class LMCacheReader:
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest:
         record = self._decode(text)
-        check_lengths(record.seq_len, 0, record.timestamp)
+        arrival_ms = record.timestamp * self._ms_per_unit
+        check_lengths(record.seq_len, 0, arrival_ms)
         self.block_size = check_block_size(record.chunk_size, self.block_size)
         check_blocks(record.seq_len, len(record.chunk_hashes), record.chunk_size)
         model = record.model_name or _MODEL
         return ForeignRequest(
             line,
-            record.timestamp * 1000,
+            arrival_ms,
             record.seq_len,
             blocks=[(model, _read_hash(one)) for one in record.chunk_hashes],
         )

@@ -20,6 +20,7 @@ class MooncakeReader:
 
     def __init__(self, trace: Trace) -> None:
         self.block_size = trace.block_size
+        self.notes: list[str] = []
         self._trace = trace
 
     @property

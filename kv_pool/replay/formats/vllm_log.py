@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.replay.formats.foreign_request import ForeignRequest
 from kv_pool.replay.line_reader import LineReader
 
@@ -36,6 +37,10 @@ WRITE_LOSSES = (
     "hash ids: a block's tokens are all equal to its id; a partial block without an id has one of its own",
 )
 
+MAX_WRITTEN_TOKENS = 4_000_000
+"""Bound on tokens that are written for a number in the input. The longest contexts have a quarter of it."""
+
+_MAX_WRITTEN_MS = 2.5e14
 _TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
 _ISO_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[,.](\d{1,6}))?")
 # The first of these in a line says what the line is; later ones may be text of a prompt or an output.
@@ -51,15 +56,20 @@ _REQUESTS = (("Request", " details:"), ("Received request", ":"))
 
 
 class _JsonLine(msgspec.Struct):
-    message: str
-    asctime: str = ""
+    message: object = None
+    asctime: object = None
+
+
+class _Response(NamedTuple):
+    num_tokens: int
+    is_delta: bool
 
 
 class VLLMLogReader:
     """Reads a log. Lines that are not about requests are passed over.
 
-    The file is read twice: the number of generated tokens is logged after the request. Memory: one number per
-    request.
+    The file is read twice: the number of generated tokens is logged after the request. Memory: two numbers
+    per request.
 
     Raises:
         TraceError: while iterating, a line about a request is broken.
@@ -68,6 +78,7 @@ class VLLMLogReader:
     block_size: int | None = None
 
     def __init__(self, path: Path, skip_broken: bool = False) -> None:
+        self.notes: list[str] = []
         self._reader = LineReader(path, skip_broken=skip_broken)
 
     @property
@@ -79,49 +90,68 @@ class VLLMLogReader:
         return self._reader.first_broken
 
     def __iter__(self) -> Iterator[ForeignRequest]:
-        num_outputs: dict[str, int] = {}
-        for name, count, is_delta in filter(None, self._reader.read(_parse_response)):
-            num_outputs[name] = count + (num_outputs.get(name, 0) if is_delta else 0)
+        # An id may occur again, as those of clients do: a response belongs to the request before it.
+        line_of: dict[str, int] = {}
+        num_outputs: dict[int, int] = {}
+        for subject in self._reader.read(_parse_subject):
+            if subject is None:
+                continue
+            name, line, response = subject
+            if response is None:
+                line_of[name] = line
+            elif name in line_of:
+                at = line_of[name]
+                num_outputs[at] = response.num_tokens + (num_outputs.get(at, 0) if response.is_delta else 0)
         last_ms = 0.0
         years_ms = 0.0
-        for found in self._reader.read(_parse_request):
-            if found is None:
+        for request in self._reader.read(_parse_request):
+            if request is None:
                 continue
-            name, request = found
             if request.arrival_ms + years_ms < last_ms - 180 * 86_400_000:  # the log passes a new year
                 years_ms += 366 * 86_400_000
             request.arrival_ms += years_ms
             last_ms = request.arrival_ms
-            request.output_length = num_outputs.get(name, 0)
+            request.output_length = num_outputs.get(request.line, 0)
             yield request
 
 
 def _read_message(text: bytes) -> tuple[str, str]:
-    """Return the message of a line, and the text that contains its time."""
-    line = text.decode().strip()
+    """Return the message of a line, "" for a foreign line, and the text that contains its time."""
+    line = text.decode(errors="replace").strip()
     if line.startswith("{"):
-        record = msgspec.json.decode(line, type=_JsonLine)
-        return record.message, record.asctime
+        try:
+            record = msgspec.json.decode(line, type=_JsonLine)
+        except UNDECODABLE:
+            return line, line  # a cut line, or no JSON: it may be about a request all the same
+        message = record.message if isinstance(record.message, str) else ""
+        return message, record.asctime if isinstance(record.asctime, str) else ""
     return line, line
 
 
-def _parse_response(text: bytes, line: int) -> tuple[str, int, bool] | None:
+def _parse_subject(text: bytes, line: int) -> tuple[str, int, _Response | None] | None:
+    """Return the id in a line about a request, the line's number, and the response if it is one."""
     message, _ = _read_message(text)
     found = _SUBJECT.search(message)
-    if found is None or found["kind"] != "Generated response" or found["part"] != " details:":
+    if found is None:
         return None
+    if _is_request(message, found):
+        return found["name"], line, None
     rest = message[found.end() :]
-    if not rest.startswith(f"{_OUTPUT_TOKENS}["):
+    is_response = found["kind"] == "Generated response" and found["part"] == " details:"
+    if not is_response or not rest.startswith(f"{_OUTPUT_TOKENS}["):
         return None
-    return found["name"], len(_read_tokens(rest[len(_OUTPUT_TOKENS) :])), found["more"] == _DELTA
+    count = len(_read_tokens(rest[len(_OUTPUT_TOKENS) :]))
+    return found["name"], line, _Response(count, found["more"] == _DELTA)
 
 
-def _parse_request(text: bytes, line: int) -> tuple[str, ForeignRequest] | None:
+def _is_request(message: str, found: "re.Match[str]") -> bool:
+    return (found["kind"], found["part"]) in _REQUESTS and message.startswith("prompt: ", found.end())
+
+
+def _parse_request(text: bytes, line: int) -> ForeignRequest | None:
     message, when = _read_message(text)
     found = _SUBJECT.search(message)
-    if found is None or (found["kind"], found["part"]) not in _REQUESTS:
-        return None
-    if not message.startswith("prompt: ", found.end()):
+    if found is None or not _is_request(message, found):
         return None
     # The prompt's text comes before its tokens, and may contain anything.
     at = message.rfind(_PROMPT_TOKENS)
@@ -130,7 +160,7 @@ def _parse_request(text: bytes, line: int) -> tuple[str, ForeignRequest] | None:
     tokens = _read_tokens(message[at + len(_PROMPT_TOKENS) :])
     if not tokens or min(tokens) < 0 or max(tokens) >= 2**64:
         raise ValueError("the prompt has no tokens, or one that is not in 0..2**64-1")
-    return found["name"], ForeignRequest(line, _read_time(when), len(tokens), token_ids=tokens)
+    return ForeignRequest(line, _read_time(when), len(tokens), token_ids=tokens)
 
 
 def _read_tokens(text: str) -> list[int]:
@@ -158,11 +188,24 @@ def _read_time(text: str) -> float:
 
 
 def make_vllm_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
-    """Return the two JSON lines of a log for a request with integer keys that ends when it arrives."""
+    """Return the two JSON lines of a log for a request with integer keys that ends when it arrives.
+
+    Raises:
+        ValueError: the prompt or the output has more than `MAX_WRITTEN_TOKENS` that are not in the input, or
+            the arrival is beyond the year 9999.
+    """
     tokens = request.token_ids
     if tokens is None:
+        _check_written("prompt", request.input_length)
+        tokens = []
         keys: list[Any] = [*(request.blocks or ()), (1 << 63) + number]
-        tokens = [key for key in keys for _ in range(block_size or 1)][: request.input_length]
+        for key in keys:
+            tokens += [key] * min(block_size or 1, request.input_length - len(tokens))
+    _check_written("output", request.output_length)
+    if request.arrival_ms > _MAX_WRITTEN_MS:
+        raise ValueError(
+            f"the request arrives {request.arrival_ms:g} ms after the first one, beyond all dates"
+        )
     when = _START + timedelta(milliseconds=request.arrival_ms)
     record = {
         "asctime": f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03}",
@@ -183,3 +226,11 @@ def make_vllm_lines(request: ForeignRequest, number: int, block_size: int | None
             "message": f"Generated response {name} details: output_token_ids: {[0] * request.output_length}",
         },
     ]
+
+
+def _check_written(name: str, num_tokens: int) -> None:
+    if num_tokens > MAX_WRITTEN_TOKENS:
+        raise ValueError(
+            f"the {name} has {num_tokens:,} tokens; a log has them one by one, and at most "
+            f"{MAX_WRITTEN_TOKENS:,} are written"
+        )

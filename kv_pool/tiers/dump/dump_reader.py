@@ -35,6 +35,8 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
         num_evictions: the pool's eviction count.
         block_bytes: size of a block; 0 if the dump has no bytes.
         next_sequence: sequence number of the next batch of events; None if no stream state was dumped.
+        random_seed: names the random seed of the process, if its hashes may depend on it: it has made a
+            `BlockHasher` without a seed, and the layout does not say which hasher was used.
     """
 
     layout: BlockLayout | None
@@ -46,6 +48,7 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
     num_evictions: int
     block_bytes: int
     next_sequence: int | None
+    random_seed: str = ""
 
 
 def check_header(header: PoolDumpHeader) -> None:

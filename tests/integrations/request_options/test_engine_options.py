@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, KVCacheManager, Request
+from kv_pool.integrations import vllm_warnings
 from kv_pool.integrations.vllm.request_options.engine_options import (
     ConnectorOptions,
     EngineOptions,
@@ -134,13 +135,26 @@ def test_refusals_are_logged_by_powers_of_two(caplog):
     with caplog.at_level(logging.WARNING, "vllm.kv_pool"):
         for number in range(9):
             engine.run(EngineRequest(f"r{number}", {"kv_pool": 7}), by_connector=False)
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "request r0",
-        "request r1",
-        "request r3",
-        "request r7",
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        f"kv_pool refuses the options of request {name} in extra_args['kv_pool']: "
+        "Expected `object`, got `int`"
+        for name in ("r0", "r1", "r3", "r7")
     ]
-    assert "Expected `object`, got `int`" in caplog.text
+
+
+def test_unread_options_are_logged_once_for_each_place(caplog, monkeypatch):
+    """`LLM(...)` has no API server that refuses them."""
+    monkeypatch.setattr(vllm_warnings, "_records", None)
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    connector = ConnectorOptions()
+    connector.bind_kv_cache_manager(object())
+    with caplog.at_level(logging.WARNING, "vllm.kv_pool"):
+        for place in ({"kv_pool": RETAIN}, {"kv_pool": 7}, {"kv_transfer_params": {"kv_pool": 7}}, {"kv": 7}):
+            connector.on_new_request(EngineRequest("r", place))
+    assert [record.message.partition(", which")[0] for record in caplog.records] == [
+        f"kv_pool ignores the options in {place}: this engine runs vLLM's KV cache manager"
+        for place in ("extra_args['kv_pool']", "kv_transfer_params['kv_pool']")
+    ]
 
 
 def test_unexpected_error_is_logged_and_not_raised(caplog):

@@ -20,6 +20,7 @@ BODIES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL) + re.findall(r"-d '(\
 @pytest.mark.parametrize("body", BODIES)
 def test_json_of_the_guide_is_valid(body, monkeypatch):
     monkeypatch.setenv("KV_POOL_VLLM", "manager")
+    monkeypatch.setenv("VLLM_PLUGINS", "kv_pool")
     value = find_in_body(json.loads(body))
     assert value is not ABSENT
     assert read_options(value) != RequestOptions()

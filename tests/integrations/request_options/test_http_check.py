@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
+from kv_pool.integrations import vllm_warnings
 from kv_pool.integrations.vllm.request_options.endpoint_plugin import OptionsEndpoints
 from kv_pool.integrations.vllm.request_options.http_check import OptionsCheck, find_refusal
 
@@ -52,6 +54,7 @@ def call(body, *, chunk=10_000, **scope):
 @pytest.fixture(autouse=True)
 def level_manager(monkeypatch):
     monkeypatch.setenv("KV_POOL_VLLM", "manager")
+    monkeypatch.setenv("VLLM_PLUGINS", "kv_pool")
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
@@ -112,6 +115,22 @@ def test_refused_where_the_manager_is_vllms(monkeypatch):
     monkeypatch.delenv("KV_POOL_VLLM")
     assert "KV_POOL_VLLM=manager" in find_refusal(make_body(VALID))
     assert find_refusal(b"{}") is None
+    monkeypatch.setenv("KV_POOL_VLLM", "manager")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "VLLM_PLUGINS=kv_pool" in find_refusal(make_body(VALID))
+
+
+def test_check_without_the_plugin_warns(monkeypatch, caplog):
+    """`--middleware` loads the check without the plugin, which vLLM does not call then."""
+    monkeypatch.setattr(vllm_warnings, "_records", None)
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with caplog.at_level(logging.WARNING, "vllm.kv_pool"):
+        OptionsCheck(None)
+    assert [record.message for record in caplog.records] == [
+        "kv_pool is not used: KV_POOL_VLLM needs kv_pool's plugin, and VLLM_PLUGINS is 'other'; "
+        "set VLLM_PLUGINS=other,kv_pool"
+    ]
 
 
 def test_disconnect_within_the_body_reaches_the_application():

@@ -9,6 +9,7 @@ import json
 import pickle
 import zlib
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 from integrations.made_scheduler import MODEL
@@ -21,6 +22,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -29,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -148,6 +151,14 @@ class Rank:
         self.connector = KVPoolConnector(config, KVConnectorRole.WORKER, cache_config)
         self.connector.register_kv_caches(self.caches)
 
+    def shake(self):
+        """Return the metadata of the connector while it is that of the worker's process."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        try:
+            return self.connector.get_handshake_metadata()
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
+
 
 class CheckedEngine:
     """A scheduler with its connector, and the ranks.
@@ -155,6 +166,7 @@ class CheckedEngine:
     Args:
         kinds: the groups' kinds: full, window, chunk.
         extra: kv_connector_extra_config.
+        shakes_hands: whether the engine collects the metadata of the workers' connectors at its start.
     """
 
     def __init__(
@@ -170,6 +182,7 @@ class CheckedEngine:
         num_ranks=1,
         engine=0,
         is_block_outermost=False,
+        shakes_hands=True,
     ):
         init_none_hash(sha256)
         self.config = make_config(
@@ -199,10 +212,19 @@ class CheckedEngine:
         self.connector = self.scheduler.connector
         self.published = []
         self.scheduler.kv_event_publisher = self
+        if shakes_hands:
+            self.shake_hands()
         self.is_async = is_async
         self.counts = Counter()
         self.outputs = {}
         self.pending = []  # the steps that are computed, but whose output the scheduler has not seen
+
+    def shake_hands(self):
+        """Hand the metadata of the ranks to the scheduler's connector, as vLLM's engine does."""
+        metadata = [pickle.loads(pickle.dumps({(0, rank.number): rank.shake()})) for rank in self.ranks]
+        executor = SimpleNamespace(get_kv_connector_handshake_metadata=lambda: metadata)
+        engine = SimpleNamespace(scheduler=self.scheduler, model_executor=executor)
+        EngineCore._set_kv_connector_handshake_metadata(engine)
 
     def publish(self, batch):
         self.published += batch.events

@@ -233,9 +233,21 @@ def test_a_restarted_engine_finds_its_blocks_on_disk(make_engine):
     expected = engine.outputs["first"]
     engine.close()
     engine = make_engine(24, 200)
-    engine.generate("short", [1])  # the first step reports what is on disk
     assert engine.generate("again", PROMPT) == (0, 40)
     assert engine.outputs["again"] == expected
+
+
+def test_without_a_handshake_the_first_step_reports_what_is_on_disk(make_engine):
+    """vLLM's MultiConnector hands the metadata of one connector to all of its connectors."""
+    engine = make_engine(24, 200)
+    engine.generate("first", PROMPT)
+    fill(engine)
+    engine.close()
+    engine = make_engine(24, 200, shakes_hands=False)
+    assert engine.ranks[0].connector.get_handshake_metadata() is None
+    engine.connector.set_xfer_handshake_metadata({0: object()})
+    engine.generate("short", [1])
+    assert engine.generate("again", PROMPT) == (0, 40)
 
 
 def test_ranks_have_their_own_folders(make_engine, tmp_path):
@@ -246,7 +258,6 @@ def test_ranks_have_their_own_folders(make_engine, tmp_path):
     names = {folder.name.partition("-")[2] for folder in (tmp_path / "disk").iterdir()}
     assert names == {"rank0of2", "rank1of2"}
     engine = make_engine(24, 200, num_ranks=2)
-    engine.generate("short", [1])
     assert engine.generate("again", PROMPT) == (0, 40)
 
 

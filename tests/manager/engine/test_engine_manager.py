@@ -33,8 +33,8 @@ HASHER = BlockHasher("sha256", block_size=4)
 class EngineRequest(Request):
     """A request with what a scheduler of vLLM adds."""
 
-    def __init__(self, request_id, token_ids):
-        super().__init__(request_id, token_ids, HASHER)
+    def __init__(self, request_id, token_ids, hasher=HASHER):
+        super().__init__(request_id, token_ids, hasher)
         self.num_in_flight_tokens = 0
         self.shared_prefix_boundary = 0
         self.skip_reading_prefix_cache = False
@@ -225,11 +225,72 @@ def test_requests_may_skip_reading_the_prefix_cache():
     assert engine.get_computed_blocks(second) == (engine.empty_kv_cache_blocks, 0, 0)
 
 
+@pytest.mark.parametrize("call", ["cache_blocks", "allocate_slots"])
+def test_the_end_of_a_prompt_is_cached_when_a_step_makes_it_final(call):
+    """A drafter may compute 2 tokens again; the step with 3 accepted drafts leaves them behind at once."""
+    groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=8)]
+    manager = KVCacheManager(
+        BlockPool(20, True, 1),
+        groups=groups,
+        prefix_rules=PrefixRules(eagle_groups=[0], num_reprefillable_tokens=2),
+    )
+    engine = EngineManager(manager, event_labels=[(spec.kind, None) for spec in groups])
+    hasher = BlockHasher("sha256", block_size=1)
+    first, second = EngineRequest("first", range(9), hasher), EngineRequest("second", range(12), hasher)
+    for num_new in (8, 1, 4):
+        if num_new == 4:
+            first.append_output_token_ids([20])
+        engine.new_step_starts()
+        engine.allocate_slots(first, num_new)
+        engine.take_kv_cache_block_copies()
+        first.num_computed_tokens += num_new
+    first.append_output_token_ids([21, 22, 23])
+    assert engine.get_computed_blocks(second)[1] == 0
+    if call == "cache_blocks":
+        engine.cache_blocks(first, 13)
+    else:
+        engine.allocate_slots(first, 1)
+    assert engine.get_computed_blocks(second)[1] == 8
+
+
 def test_watermark_applies_to_waiting_requests_beside_others():
     engine = make_engine(num_blocks=11, watermark=0.3)
     request = EngineRequest("r", range(32))
     assert engine.allocate_slots(request, 32) is None
     assert engine.allocate_slots(request, 32, has_scheduled_reqs=False) is not None
+
+
+@pytest.mark.parametrize("sequence_must_fit", [False, True])
+@pytest.mark.parametrize(("watermark", "is_admitted"), [(0.4, True), (0.5, False)])
+def test_states_of_rejected_drafts_count_against_the_watermark(watermark, is_admitted, sequence_must_fit):
+    """3 of 10 blocks are free; the request has one state more than it needs, which vLLM counts as -1."""
+    engine = make_engine("drafted states", num_blocks=10, watermark=watermark)
+    request = EngineRequest("r", range(6))
+    assert engine.allocate_slots(request, 9, has_scheduled_reqs=False).get_block_ids()[1] == [0, 0, 4, 5, 6]
+    request.num_computed_tokens = 5
+    added = engine.allocate_slots(request, 1, full_sequence_must_fit=sequence_must_fit)
+    assert (added is not None) == is_admitted
+
+
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(10, True), (9, False)])
+def test_a_hit_without_its_state_takes_no_block_for_the_state(num_blocks, is_admitted):
+    """2 blocks of attention, a state after the external tokens and one after the step are new.
+
+    The hit was cut within the blocks that another request holds; its last state is the null block.
+    """
+    engine = make_engine("full and states", num_blocks=num_blocks)
+    first, second = (EngineRequest(name, range(16)) for name in ("first", "second"))
+    for num_new in (8, 4):
+        engine.new_step_starts()
+        engine.allocate_slots(first, num_new)
+        first.num_computed_tokens += num_new
+    hits, num_tokens, _ = engine.get_computed_blocks(second)
+    assert num_tokens == 12
+    hits = engine.truncate_computed_blocks(hits, 8)
+    assert hits.get_block_ids() == ([1, 2], [0, 0])
+    engine.new_step_starts()
+    added = engine.allocate_slots(second, 1, 8, hits, num_external_computed_tokens=4, delay_cache_blocks=True)
+    assert (added is not None) == is_admitted
 
 
 def test_new_blocks_are_listed_for_zeroing_once():

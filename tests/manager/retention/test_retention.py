@@ -15,6 +15,7 @@ from kv_pool import (
 from kv_pool.core import invariants
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.retention.invariants import check_retention
+from kv_pool.reports.holds import explain_block, list_holds
 
 HASHER = BlockHasher("sha256", "s", 4)
 OPTIONS = {"max_pinned_blocks": 4}
@@ -252,6 +253,26 @@ def test_a_hit_on_a_pinned_block_needs_no_free_block():
     assert bench.start("b", [*prompt(1, 2), 7]) is not None
     assert bench.retention.num_pins == 2
     assert bench.manager.get_num_free_blocks() == 0
+
+
+def test_pinned_blocks_are_listed_by_the_end_of_their_pins():
+    """They are one hold of the pool, whose list showed no end, and the age of the retention."""
+    bench = Bench(8)
+    bench.pool.holds.clock = bench.clock
+    bench.run("a", prompt(1, 2), RetentionDirective(0, 8, duration_s=60.0, pin=True))
+    bench.clock.now += 10
+    bench.run("b", prompt(2, 1), RetentionDirective(0, 4, duration_s=60.0, pin=True))
+    lasting = bench.run("c", prompt(3, 1), RetentionDirective(0, 4, pin=True))
+    bench.clock.now += 5
+    listed = list_holds(bench.pool).holds
+    assert {hold.reason for hold in listed} == {"pinned by a directive"}
+    ends = [(hold.block_ids, hold.remaining_s) for hold in listed]
+    assert ends == [([2, 1], 45.0), ([3], 55.0), ([4], None)]
+    assert [hold.age_s for hold in listed[:2]] == [15.0, 5.0]
+    [held] = explain_block(bench.pool, 3).holds
+    assert (held.block_ids, held.remaining_s) == ([3], 55.0)
+    bench.retention.change_directives(lasting, [RetentionDirective(0, 4, duration_s=7.0, pin=True)])
+    assert list_holds(bench.pool).holds[2].remaining_s == 7.0
 
 
 def test_a_refused_pin_gives_the_reason_and_changes_nothing():

@@ -401,7 +401,9 @@ class Run:
     def evict(self):
         block_id = self.random.randint(1, NUM_BLOCKS)
         self.retention.expire()
-        self.manager.evict_blocks([block_id])
+        # One block alone; `KVCacheManager.evict_blocks` evicts what was computed from it, too.
+        self.pool.evict_blocks([block_id])
+        self.retention.forget_blocks([self.pool.blocks[block_id]])
         model = self.model
         if model.claims[block_id] and model.references[block_id] == 0:
             model.put(block_id, EMPTY)

@@ -96,10 +96,24 @@ def test_other_groups_and_tiers_are_passed_over(tmp_path):
         stored(1.0, [1], group_idx=0, medium="GPU"),
         stored(1.0, [2], group_idx=1),
         stored(1.0, [3], medium="CPU"),
+        stored(1.0, [4], medium="cpu"),
         {"kind": "lost", "first": 3, "last": 5, "is_healed": True},
         {"kind": "silent", "seconds": 3.0},
     ]
     assert read(tmp_path, lines) == [(1.0, [1])]
+
+
+def test_absent_fields_may_be_null(tmp_path):
+    lines = [
+        stored(None, [1], medium=None, group_idx=None),
+        {"kind": "removed", "ts": None, "block_hashes": None},
+    ]
+    assert read(tmp_path, lines) == [(0.0, [1])]
+
+
+@pytest.mark.parametrize("medium", ["GPU", "gpu", "Gpu", None])
+def test_media_are_compared_in_upper_case(tmp_path, medium):
+    assert read(tmp_path, [stored(1.0, [1], medium=medium)]) == [(1.0, [1])]
 
 
 def test_unrecorded_parents_can_be_skipped(tmp_path):

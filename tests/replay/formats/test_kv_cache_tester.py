@@ -119,7 +119,9 @@ BROKEN = {
     "no block size": '{"requests": []}',
     "not text": b"\xff\xfe",
     "nested": '{"x": ' + "[" * 10**5 + "]" * 10**5 + "}",
-    "no ids": json.dumps({"block_size": 64, "requests": [{"t": 0.0, "in": 5}]}),
+    "no ids": json.dumps({"block_size": 64, "requests": [{"t": 0.0, "in": 65}]}),
+    "no length": json.dumps({"block_size": 64, "requests": [{"t": 0.0, "hash_ids": []}]}),
+    "time of 1e308": json.dumps({"block_size": 64, "requests": [request(1e308, [1])]}),
     "too few ids": json.dumps({"block_size": 64, "requests": [request(0.0, [1], 300)]}),
     "negative time": json.dumps({"block_size": 64, "requests": [request(-1.0, [1])]}),
     "negative output": json.dumps({"block_size": 64, "requests": [request(1.0, [1], out=-1)]}),
@@ -148,3 +150,56 @@ def test_broken_file_is_named_or_skipped(tmp_path, kind):
 def test_negative_gap_is_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="the session gap is -1"):
         KVCacheTesterReader(tmp_path, False, -1)
+
+
+def test_absent_fields_may_be_null(tmp_path):
+    nulls = dict.fromkeys(("t", "type", "out", "input_length", "output_length", "hash_ids", "requests"))
+    path = write(tmp_path, 0, [{**nulls, "in": 5}], hash_id_scope=None, id=None)
+    (one,) = read(path)
+    assert (one.arrival_ms, one.input_length, one.output_length, one.blocks) == (0.0, 5, 0, [])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.xz"])
+def test_a_file_may_have_a_session_on_each_line(tmp_path, suffix):
+    """The data sets of Weka's traces have one file, traces.jsonl."""
+    sessions = [
+        {
+            "id": name,
+            "block_size": 64,
+            "hash_id_scope": "local",
+            "requests": [request(0.0, [1]), request(9.5, [1, 2])],
+        }
+        for name in ("a", "b")
+    ]
+    sessions.append({"block_size": 64, "requests": [request(1.0, [1])]})
+    text = "\n".join(map(json.dumps, sessions)).encode()
+    path = tmp_path / f"traces{suffix}"
+    path.write_bytes(lzma.compress(text) if suffix.endswith("xz") else text)
+    found = read(path, False, 5.0)
+    assert [(one.session_id.split(".")[0], one.arrival_ms, one.line) for one in found] == [
+        ("a", 0.0, 1),
+        ("b", 5000.0, 2),
+        ("a", 9500.0, 1),
+        ("traces" if suffix == ".jsonl.xz" else "traces-3", 11_000.0, 3),
+        ("b", 14_500.0, 2),
+    ]
+    assert found[0].blocks[0] == found[2].blocks[0] != found[1].blocks[0]
+    if suffix == ".jsonl":
+        assert read(tmp_path, False, 5.0) == found
+
+
+def test_broken_sessions_of_a_file_are_named_or_skipped(tmp_path):
+    good = json.dumps({"id": "a", "block_size": 64, "requests": [request(0.0, [1])]})
+    path = tmp_path / "traces.jsonl"
+    path.write_text("\n".join([good, "nonsense", good]))
+    with pytest.raises(TraceError, match=r"traces\.jsonl:2: "):
+        read(path)
+    reader = KVCacheTesterReader(path, skip_broken=True)
+    assert len(list(reader)) == 2
+    assert reader.num_broken == 1
+    assert reader.first_broken.startswith(f"{path}:2: ")
+
+
+def test_times_may_be_in_another_unit(tmp_path):
+    path = write(tmp_path, 0, [request(0.0, [1]), request(1500.0, [1])])
+    assert [one.arrival_ms for one in read(path, False, 0.0, 1.0)] == [0.0, 1500.0]

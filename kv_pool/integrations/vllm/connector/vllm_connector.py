@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -33,6 +36,7 @@ from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
+from kv_pool.integrations.vllm_warnings import warn_if_unused
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -53,6 +57,13 @@ class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVPoolWorkerMetadata)
         return KVPoolWorkerMetadata(self.report.merge(other.report))
+
+
+@dataclass
+class KVPoolHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The report of a worker before the first step: what it has found on disk."""
+
+    report: WorkerReport
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -82,6 +93,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
             self._host_blocks, self._disk_blocks = self._count_tier_blocks()
         if role is KVConnectorRole.SCHEDULER:
+            warn_if_unused()
             self.handler = make_request_handler(vllm_config, self.settings)
             if has_tiers:
                 self.scheduler = self._make_scheduler()
@@ -92,6 +104,25 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         """False: a block that is not stored is only computed again."""
         return False
+
+    # ---- start: the workers' reports, for the scheduler ----------------------------------------------
+
+    def get_handshake_metadata(self) -> KVPoolHandshakeMetadata | None:
+        """Return the report of this worker, so that the first request finds what is on disk.
+
+        None inside vLLM's MultiConnector, which hands the metadata of only one of its connectors to all of
+        them: the report then follows the first step.
+        """
+        if self.worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
+            return None
+        report = self.worker.transfers.take_report()
+        return None if report is None else KVPoolHandshakeMetadata(report)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Apply the reports of all workers."""
+        reports = [one.report for one in metadata.values() if isinstance(one, KVPoolHandshakeMetadata)]
+        if self.scheduler is not None and reports:
+            self.scheduler.apply_report(reduce(WorkerReport.merge, reports))
 
     # ---- scheduler: requests ---------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from kv_pool.integrations.vllm.request_options.http_check import OptionsCheck
 
 
 class OptionsEndpoints:
-    """An endpoint plugin of vLLM 0.33; loaded if `VLLM_PLUGINS` names `kv_pool`. It adds no routes."""
+    """An endpoint plugin of vLLM; loaded if `VLLM_PLUGINS` names `kv_pool`. It adds no routes."""
 
     name = "kv_pool"
     required_tasks = ("generate",)

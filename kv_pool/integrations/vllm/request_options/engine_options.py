@@ -6,17 +6,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kv_pool.environment import MAX_PINNED_BLOCKS
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.ids import RequestId
-from kv_pool.integrations.vllm.request_options.sent_options import ABSENT, find_options
+from kv_pool.integrations.vllm.request_options.sent_options import (
+    ABSENT,
+    NO_MANAGER,
+    find_options,
+    find_place,
+    warn_of_unread_options,
+)
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.request_options.handler import OpenOptions, RequestOptionsHandler
 
 logger = logging.getLogger("vllm.kv_pool")
-
-MAX_PINNED_BLOCKS = "KV_POOL_VLLM_MAX_PINNED_BLOCKS"
-"""The environment variable with the maximum number of pinned blocks; without it, pins are refused."""
 
 
 class EngineOptions:
@@ -42,6 +46,7 @@ class EngineOptions:
     ) -> None:
         self._handler = RequestOptionsHandler(manager, clock, max_pinned_blocks, on_refused=self._log_refusal)
         self._num_refused = 0
+        self._place = ""  # of the options that are being read
         self.by_request: dict[RequestId, OpenOptions] = self._handler.by_request
 
     def note_request(self, request: Any) -> None:
@@ -49,6 +54,7 @@ class EngineOptions:
         if request.request_id in self.by_request or request.sampling_params is None:
             return
         try:
+            self._place = find_place(request.sampling_params.extra_args)
             value = find_options(request.sampling_params.extra_args)
             if value is not ABSENT:
                 self._handler.receive(request, value)
@@ -56,6 +62,7 @@ class EngineOptions:
             self._handler.refuse(request, str(error))
         except Exception:
             logger.exception("kv_pool could not apply the options of request %s", request.request_id)
+        self._place = ""
 
     def note_end(self, request: Any) -> dict[str, Any] | None:
         """Apply what the end of a request starts, and return its report; None without options.
@@ -87,9 +94,10 @@ class EngineOptions:
         self._num_refused += 1
         if is_worth_logging(self._num_refused):
             logger.warning(
-                "request %s: %s (%d requests with refused options so far)",
+                "kv_pool refuses the options of request %s%s: %s (%d requests with refused options so far)",
                 request_id,
-                reason,
+                f" in {self._place}" if self._place else "",
+                reason.removeprefix("kv_pool: "),
                 self._num_refused,
             )
 
@@ -110,7 +118,9 @@ class ConnectorOptions:
     def on_new_request(self, request: Any) -> None:
         """Apply the options of a request on its arrival."""
         options = self._get_options()
-        if options is not None:
+        if options is None:
+            warn_of_unread_options(request)
+        else:
             options.note_request(request)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
@@ -129,12 +139,6 @@ class ConnectorOptions:
 
     def _get_options(self) -> EngineOptions | None:
         return getattr(self._manager, "request_options", None)
-
-
-NO_MANAGER = (
-    "kv_pool: this engine runs vLLM's KV cache manager, which cannot retain; the operator enables retention "
-    "with KV_POOL_VLLM=manager, and the log names what level manager does not serve"
-)
 
 
 def read_max_pinned_blocks(manager: KVCacheManager) -> int:

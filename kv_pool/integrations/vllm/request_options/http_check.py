@@ -1,14 +1,15 @@
 """`OptionsCheck`: refuses requests with invalid `kv_pool` objects in vLLM's API server. Imports no vLLM."""
 
-import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 import msgspec
 
+from kv_pool.environment import LEVEL, has_level_manager
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.integrations.vllm.request_options.sent_options import ABSENT, FIELD, find_in_body
+from kv_pool.integrations.vllm_warnings import warn_if_unused
 from kv_pool.manager.request_options.options import make_refusal, read_options
 
 Message = MutableMapping[str, Any]
@@ -32,6 +33,7 @@ class OptionsCheck:
 
     def __init__(self, app: Application) -> None:
         self._app = app
+        warn_if_unused()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Check the body of a POST request; pass everything else on."""
@@ -71,10 +73,10 @@ def find_refusal(body: bytes) -> str | None:
         read_options(value)
     except InvalidArgumentError as error:
         return make_refusal(error)
-    if (os.environ.get("KV_POOL_VLLM") or "pool") != "manager":
+    if not has_level_manager():
         return (
             "kv_pool: this server runs vLLM's KV cache manager, which cannot retain; the operator enables "
-            "retention with KV_POOL_VLLM=manager"
+            f"retention with VLLM_PLUGINS=kv_pool and {LEVEL}=manager"
         )
     return None
 

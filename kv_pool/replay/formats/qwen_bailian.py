@@ -1,0 +1,104 @@
+"""Qwen-Bailian's published traces: one line of JSON per request of a chat service.
+
+Source: alibaba-edu/qwen-bailian-usagetraces-anon, README.md at commit 03a51e3, files qwen_*_blksz_16.jsonl:
+
+    {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "output_length": 132,
+     "type": "text", "turn": 2, "hash_ids": [1089, 1090, ...]}
+
+`timestamp` is in seconds since the start of the trace. `parent_chat_id` is the turn before, -1 for the first
+one. `hash_ids` has one id for each block of 16 tokens, a partial last one included. An id is that of the
+block's tokens alone, so that a block is identified by its id and all ids before it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kv_pool.replay.formats.foreign_request import ForeignRequest, check_blocks, check_lengths
+from kv_pool.replay.line_reader import LineReader
+
+BLOCK_SIZE = 16
+READ_LOSSES = ("types of requests",)
+
+
+class _Record(msgspec.Struct):
+    chat_id: int | str
+    input_length: int
+    timestamp: float | None = None
+    parent_chat_id: int | str | None = None
+    output_length: int | None = None
+    hash_ids: list[int] | None = None
+
+
+class QwenBailianReader:
+    """Reads a trace. A conversation is a session, named by its first request.
+
+    Args:
+        block_size: tokens per hash id; None for 16.
+        ms_per_unit: milliseconds per unit of `timestamp`.
+
+    Raises:
+        TraceError: while iterating, a line is broken.
+
+    Memory: a number for each distinct prefix in blocks, and one for each request.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        skip_broken: bool = False,
+        block_size: int | None = None,
+        ms_per_unit: float = 1000.0,
+    ) -> None:
+        self.block_size: int | None = block_size or BLOCK_SIZE
+        self.notes: list[str] = []
+        self._ms_per_unit = ms_per_unit
+        self._reader = LineReader(path, skip_broken=skip_broken)
+        self._decode = msgspec.json.Decoder(_Record).decode
+        self._prefixes: dict[tuple[int, int], int] = {}
+        self._first_of: dict[int | str, int | str] = {}
+
+    @property
+    def num_broken(self) -> int:
+        return self._reader.num_broken
+
+    @property
+    def first_broken(self) -> str | None:
+        return self._reader.first_broken
+
+    def __iter__(self) -> Iterator[ForeignRequest]:
+        self._prefixes.clear()
+        self._first_of.clear()
+        yield from self._reader.read(self._parse)
+
+    def _parse(self, text: bytes, line: int) -> ForeignRequest:
+        record = self._decode(text)
+        arrival_ms = (record.timestamp or 0.0) * self._ms_per_unit
+        check_lengths(record.input_length, record.output_length or 0, arrival_ms)
+        blocks = None
+        if record.hash_ids is not None:
+            check_blocks(record.input_length, len(record.hash_ids), self.block_size or BLOCK_SIZE)
+            blocks = self._number_prefixes(record.hash_ids)
+        parent = record.parent_chat_id
+        first = record.chat_id
+        if parent is not None and parent != -1:
+            first = self._first_of.get(parent, parent)
+        self._first_of[record.chat_id] = first
+        return ForeignRequest(
+            line,
+            arrival_ms,
+            record.input_length,
+            record.output_length or 0,
+            blocks=blocks,
+            session_id=str(first),
+        )
+
+    def _number_prefixes(self, hash_ids: list[int]) -> list[int]:
+        prefixes = self._prefixes
+        before = -1
+        found = []
+        for one in hash_ids:
+            before = prefixes.setdefault((before, one), len(prefixes))
+            found.append(before)
+        return found

@@ -1,0 +1,90 @@
+"""A warning is in the log of each process of vLLM, which calls plugins before it configures logging."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import kv_pool
+
+PRELUDE = """
+import logging, os
+from kv_pool.integrations.vllm_warnings import warn
+
+def configure_logging():
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("(%(processName)s) %(levelname)s %(message)s"))
+    logging.getLogger("vllm").addHandler(handler)
+    logging.getLogger("vllm").propagate = False
+
+vllm = logging.getLogger("vllm.v1.engine")
+"""
+
+
+def run(code):
+    """Return the lines that the code writes to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(kv_pool.__file__).parent.parent)},
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_warning_before_logging_is_configured_is_logged_again_with_the_next_line():
+    code = """
+        warn("no level manger")
+        logging.getLogger("other").warning("other")
+        configure_logging()
+        vllm.warning("starts")
+        vllm.warning("runs")
+    """
+    assert run(code) == [
+        "no level manger",
+        "other",
+        "(MainProcess) WARNING no level manger",
+        "(MainProcess) WARNING starts",
+        "(MainProcess) WARNING runs",
+    ]
+
+
+def test_warning_with_logging_configured_is_logged_once():
+    code = """
+        configure_logging()
+        warn("no level manger")
+        warn("no level manger")
+        vllm.warning("runs")
+    """
+    assert run(code) == ["(MainProcess) WARNING no level manger", "(MainProcess) WARNING runs"]
+
+
+def test_forked_process_logs_the_warning_of_its_parent_once():
+    """A forked engine process does not call plugins."""
+    code = """
+        import multiprocessing
+
+        def run_engine():
+            vllm.warning("engine starts")
+            vllm.warning("engine runs")
+
+        warn("no level manger")
+        configure_logging()
+        vllm.warning("starts")
+        engine = multiprocessing.get_context("fork").Process(target=run_engine, name="EngineCore")
+        engine.start()
+        engine.join()
+        vllm.warning("ends")
+    """
+    assert run(code) == [
+        "no level manger",
+        "(MainProcess) WARNING no level manger",
+        "(MainProcess) WARNING starts",
+        "(EngineCore) WARNING no level manger",
+        "(EngineCore) WARNING engine starts",
+        "(EngineCore) WARNING engine runs",
+        "(MainProcess) WARNING ends",
+    ]
