@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import note_own_hash
+from kv_pool.core.pool_state import note_continued
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
@@ -338,7 +339,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 if table.request is not None:
                     for block in table.list_past(position):
                         start = position * group.block_size
-                        pool.note_continued(block, start, table.request.block_hashes)
+                        note_continued(pool, block, start, table.request.block_hashes)
             # No call may happen until the table has the block.
             state._leaving = leaving
             table.blocks[position] = own
