@@ -73,7 +73,7 @@ def test_build_without_a_c_compiler_says_so_and_makes_a_plain_wheel(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", build, str(HOOK)],
         cwd=tmp_path,
-        env={**os.environ, "KV_POOL_BUILD": "auto", "CC": "no-such-compiler -O2"},
+        env={**os.environ, "KV_POOL_BUILD": "auto", "CC": "no-such-compiler -g"},
         capture_output=True,
         encoding="utf-8",
         timeout=60,

@@ -32,10 +32,10 @@ class RankedOrder:
         has_excluded: whether the policy has left out a sequence, which another ranking may include.
     """
 
-    def __init__(self, holdings: Holdings, rank: Rank, ranks_anew: bool) -> None:
+    def __init__(self, holdings: Holdings, rank: Rank, ranks_each_time: bool) -> None:
         self._holdings = holdings
         self._rank = rank
-        self._ranks_anew = ranks_anew
+        self._ranks_each_time = ranks_each_time
         self._changed: dict[SequenceId, Holder] = {}
         self._aside: dict[SequenceId, Holder] = {}  # they had a pinned block when they were next
         self._runs: list[list[Run]] = [[] for _ in range(_NUM_PRIORITIES)]
@@ -118,7 +118,7 @@ class RankedOrder:
             for holder in self._holdings.list_holders(block):
                 if self._aside.get(holder.sequence_id) is holder:
                     self.note_access(holder)
-        if self._ranks_anew:
+        if self._ranks_each_time:
             self.rebuild(self._holdings.holders.values())
         if not self._changed:
             return

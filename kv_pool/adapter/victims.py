@@ -37,7 +37,7 @@ class EvictionPolicy(Protocol):
 
     The order of two sequences must follow from their `SequenceInfo`: the pool keeps it, and ranks again only
     sequences that have changed, together with some of the others. A policy that depends on more, such as the
-    time, has an attribute `ranks_anew` that is True; it ranks all sequences for each eviction.
+    time, has an attribute `ranks_each_time` that is True; it ranks all sequences for each eviction.
     """
 
     def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[SequenceId]:
@@ -81,8 +81,8 @@ class Victims:
         self._holdings = holdings
         self.has_policy = policy is not None
         if policy is not None and type(policy) is not LRUEviction:
-            ranks_anew = bool(getattr(policy, "ranks_anew", False))
-            holdings.order = RankedOrder(holdings, partial(rank_holders, policy), ranks_anew)
+            ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
+            holdings.order = RankedOrder(holdings, partial(rank_holders, policy), ranks_each_time)
         self._on_evicted = on_evicted
         self.num_evicted = 0
         self.together: frozenset[SequenceId] = frozenset()

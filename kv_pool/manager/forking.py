@@ -63,8 +63,8 @@ def fork_tables(
         state._has_forks = True
         if state._owners is not None:
             state._owners.note_started(child)
-            if parent.request_id in state._caching.barred:
-                state._caching.barred.add(child.request_id)
+            if parent.request_id in state._caching.uncached:
+                state._caching.uncached.add(child.request_id)
         state._tables[child.request_id] = copies
     except BaseException:
         state._is_leaving = True

@@ -20,7 +20,7 @@ def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTa
         state._rules.note_ended(tables)
     if state._owners is not None:
         state._owners.note_ended(request_id)
-        state._caching.barred.discard(request_id)
+        state._caching.uncached.discard(request_id)
     try:
         state._is_leaving = True
         state._leaving_id = request_id

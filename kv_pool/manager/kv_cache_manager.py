@@ -411,7 +411,7 @@ class KVCacheManager(ManagerQueries):
                 "the manager does not know which requests cached its blocks; make it with tracks_owners=True"
             )
         running, keys = self._owners.find(adapter, cache_salt, session_id)
-        self._caching.barred.update([one for one in running if one in self._tables])
+        self._caching.uncached.update([one for one in running if one in self._tables])
         pool = self.block_pool
         if pool.lower_tiers is not None and keys:
             pool.lower_tiers.on_content_invalidated(keys)

@@ -25,7 +25,7 @@ class PrefixCaching:
 
     Attributes:
         unwritten: cached states whose content exists only after the step whose slots are being allocated.
-        barred: running requests that cache nothing any more; see `KVCacheManager.evict_owned`.
+        uncached: running requests that cache nothing any more; see `KVCacheManager.evict_owned`.
         has_encoder: whether K and V also depend on an encoder's input, through a group that is never hit.
     """
 
@@ -34,7 +34,7 @@ class PrefixCaching:
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
         self.unwritten: set[Any] = set()
-        self.barred: set[RequestId] = set()
+        self.uncached: set[RequestId] = set()
         self.has_encoder: bool = any(not group.is_cacheable for group in groups)
         self._reads_whole_sequence: bool = any(group.reads_whole_sequence for group in groups)
 
@@ -88,7 +88,7 @@ class PrefixCaching:
         ends: list[int] | None = None
         if self.has_encoder and not self.covers_encoder(request):
             return None
-        if len(self.barred) > 0 and request.request_id in self.barred:
+        if len(self.uncached) > 0 and request.request_id in self.uncached:
             return None
         for group in self._groups:
             if not group.is_cacheable:

@@ -109,7 +109,7 @@ class RuleCaching(PrefixCaching):
         is_any = False
         if self.has_encoder and not self.covers_encoder(request):
             return None
-        if len(self.barred) > 0 and request.request_id in self.barred:
+        if len(self.uncached) > 0 and request.request_id in self.uncached:
             return None
         for group in self._groups:
             if not group.is_cacheable:

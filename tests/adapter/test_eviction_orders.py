@@ -32,7 +32,7 @@ class HighFirst:
 class ByMood:
     """An order that changes without a change of any sequence."""
 
-    ranks_anew = True
+    ranks_each_time = True
     mood = 1
 
     def rank(self, sequences):

@@ -138,8 +138,8 @@ def test_serving_another_generation_is_detected():
     """The block is reported invalid while it is leased; then its position in the offer is changed."""
     bench = reach(READING)
     [transfer] = bench.transfers.list_prepared()
-    bench.source.manager.evict_blocks([transfer.selection.offered[0].block_id])
+    bench.source.manager.evict_blocks([transfer.selection.offered[-1].block_id])
     check(bench)
-    transfer.positions[transfer.selection.offered[0].block_id] = 1
+    transfer.positions[transfer.selection.offered[-1].block_id] = 1
     with pytest.raises(CorruptedPoolError, match=r"^M6: .* served in generation"):
         check(bench)

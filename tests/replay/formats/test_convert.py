@@ -385,6 +385,6 @@ def test_times_that_look_like_another_unit_are_noted(tmp_path):
 
 @pytest.mark.parametrize(("name", "unit"), [("vllm", "s"), ("events", "ms"), ("dynamo", "minutes")])
 def test_units_that_cannot_be_given_are_refused(tmp_path, name, unit):
-    path = write_trace(tmp_path / "log", [GOOD[name]])
+    path = write_trace(tmp_path / "log.jsonl", [GOOD[name]])
     with pytest.raises(InvalidArgumentError, match=r"--time-unit has no effect|timestamp_unit is 'minutes'"):
         run(path, name, tmp_path / "out.jsonl", timestamp_unit=unit)
