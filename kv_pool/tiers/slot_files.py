@@ -111,7 +111,8 @@ class SlotFiles:
 
     def write_header(self, slot: SlotId, header: SlotHeader) -> None:
         """Write the header of a slot. A header never crosses a page of the file."""
-        names = key = header.key
+        key = header.key
+        names: bytes = key
         parent_bytes = 0
         if header.parent is not None and header.num_tokens > 0:
             names = key + header.parent + NUM_TOKENS.pack(header.num_tokens)

@@ -365,7 +365,7 @@ def test_invalidated_content_is_not_found_again(tmp_path, how):
     invariants.check(engine.onboarder)
 
 
-def test_descendants_and_loaded_copies_of_a_bad_block_are_found_in_all_tiers(tmp_path):
+def test_descendants_of_a_bad_block_are_found_in_all_tiers(tmp_path):
     """A block that was offloaded and loaded again is a second device block, and its request was not named."""
     engine = make_engine(tmp_path, num_blocks=12, num_host_blocks=6, num_disk_blocks=30)
     tokens = range(17)
