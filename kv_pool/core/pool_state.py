@@ -164,33 +164,6 @@ class PoolState:
     def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
         self._kv_event_queue = events
 
-    def note_copy(self, target: KVCacheBlock, source: KVCacheBlock | None) -> None:
-        """Note that the content of `target` is a copy, for the case that `source` turns out to be bad.
-
-        Args:
-            source: the original, of this pool or another; None if it comes from a tier, a node or a dump.
-        The note is valid while the generations of both blocks are those of now.
-        """
-        self.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
-
-    def note_continued(self, source: KVCacheBlock, start: int, hashes: Any) -> None:
-        """Note that a request continues a copy of a block that is not full, under hashes of its own.
-
-        Args:
-            start: the block's first token.
-            hashes: the request's `block_hashes`, which may still grow.
-        The note is valid while the generation of `source` is that of now.
-        """
-        noted = self.continued_by.get(source)
-        if noted is None or noted[0] != source.generation:
-            if len(self.continued_by) >= self._num_continued_to_sweep_at:
-                for block, one in list(self.continued_by.items()):
-                    if block.generation != one[0]:
-                        del self.continued_by[block]
-                self._num_continued_to_sweep_at = max(64, 2 * len(self.continued_by))
-            noted = self.continued_by[source] = source.generation, []
-        noted[1].append((start, hashes))
-
     def _recover(self) -> None:
         """Complete or undo an interrupted call. May itself be interrupted and called again."""
         raise NotImplementedError
@@ -218,3 +191,32 @@ def finish(pool: PoolState) -> None:
     except BaseException:
         pool._recover()
         raise
+
+
+def note_copy(pool: PoolState, target: KVCacheBlock, source: KVCacheBlock | None) -> None:
+    """Note that the content of `target` is a copy, for the case that `source` turns out to be bad.
+
+    Args:
+        source: the original, of this pool or another; None if it comes from a tier, a node or a dump.
+    The note is valid while the generations of both blocks are those of now.
+    """
+    pool.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
+
+
+def note_continued(pool: PoolState, source: KVCacheBlock, start: int, hashes: Any) -> None:
+    """Note that a request continues a copy of a block that is not full, under hashes of its own.
+
+    Args:
+        start: the block's first token.
+        hashes: the request's `block_hashes`, which may still grow.
+    The note is valid while the generation of `source` is that of now.
+    """
+    noted = pool.continued_by.get(source)
+    if noted is None or noted[0] != source.generation:
+        if len(pool.continued_by) >= pool._num_continued_to_sweep_at:
+            for block, one in list(pool.continued_by.items()):
+                if block.generation != one[0]:
+                    del pool.continued_by[block]
+            pool._num_continued_to_sweep_at = max(64, 2 * len(pool.continued_by))
+        noted = pool.continued_by[source] = source.generation, []
+    noted[1].append((start, hashes))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.evicting import note_own_hash
+from kv_pool.core.pool_state import note_continued
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
@@ -59,6 +61,8 @@ def allocate(
         added = state._no_blocks
         if need or num_external or state._plans_checkpoints:
             added = extend_tables(state, tables, step)
+        if is_new and step.num_encoder_tokens:
+            note_encoder(state, request, tables)
         if state._rules is not None:
             state._rules.note_step(request, tables, step)
         if full is not None:
@@ -112,6 +116,15 @@ def start_tables(
         if step.num_prefix % group.block_size and used:
             table.num_cached_blocks = step.num_prefix // group.block_size
             table.copy_position = table.num_cached_blocks
+
+
+def note_encoder(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable]) -> None:
+    """Note on the blocks of the encoder the first hash of the decoder's tokens, which depend on them."""
+    if state.block_pool.enable_caching and len(request.block_hashes) > 0:
+        for group in state._groups:
+            if not group.is_cacheable:
+                for block in tables[group.group_id].blocks:
+                    note_own_hash(block, request.block_hashes[0])
 
 
 def add_external(state: ManagerState, tables: list[BlockTable], num_tokens: int) -> None:
@@ -326,7 +339,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 if table.request is not None:
                     for block in table.list_past(position):
                         start = position * group.block_size
-                        pool.note_continued(block, start, table.request.block_hashes)
+                        note_continued(pool, block, start, table.request.block_hashes)
             # No call may happen until the table has the block.
             state._leaving = leaving
             table.blocks[position] = own

@@ -6,6 +6,7 @@ Also those of blocks that a hit shares in part, and of cached states that are ab
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove, GroupId, RequestId
 
@@ -43,7 +44,7 @@ class BlockCopies:
         All or nothing, even if interrupted; `recover` settles the hold.
         """
         self._open_hold()
-        self._pool.note_copy(target, source)
+        note_copy(self._pool, target, source)
         self._holds[0].add([source])
         self._source_of[target] = source
 
@@ -53,7 +54,7 @@ class BlockCopies:
         All or nothing, even if interrupted; `recover` settles the hold.
         """
         self._open_hold()
-        self._pool.note_copy(target, source)
+        note_copy(self._pool, target, source)
         self._holds[0].add([source, target])
         self.state_pairs.append((group_id, source, target))
 

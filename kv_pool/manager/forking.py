@@ -1,5 +1,6 @@
 """`fork_tables`: start a second request in the blocks of a first one."""
 
+from kv_pool.core.pool_state import note_continued
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
@@ -58,7 +59,7 @@ def fork_tables(
                 # The child may continue in the parent's copy of a block.
                 for block in table.list_past(num_computed // group.block_size):
                     start = num_computed - num_computed % group.block_size
-                    state.block_pool.note_continued(block, start, child.block_hashes)
+                    note_continued(state.block_pool, block, start, child.block_hashes)
         state._has_forks = True
         if state._owners is not None:
             state._owners.note_started(child)

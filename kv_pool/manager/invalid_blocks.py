@@ -264,15 +264,14 @@ class _Spread:
             return False
         self._bad_hashes = bad
         verdicts = self._verdicts = self._open_lineage().judge(bad, self._inside)
-        has_changed = False
         for pool in self.pools:
             for block in pool.blocks:
                 if block.key is None or self._is_proven(block):
                     continue
                 firsts = [verdicts.find_first_bad(get_block_hash(key)) for key in pool.list_keys([block])]
                 if min(firsts) < ALL_TOKENS and not self._is_twin(pool, block):
-                    has_changed = self._add(block, min(firsts)) or has_changed
-        return has_changed
+                    self._add(block, min(firsts))
+        return True
 
     def _is_twin(self, pool: BlockPoolCore, block: KVCacheBlock) -> bool:
         """Return True if only another block with the same key is bad, and neither is a copy."""

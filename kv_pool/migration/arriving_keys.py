@@ -10,6 +10,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.pool_state import note_copy
 from kv_pool.core.stored_events import make_stored
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.migration.site import OfferedBlock
@@ -58,7 +59,7 @@ def insert_keys(
         before = offered.parent + keys[0][-4:]
     elif keys and 0 < (offered.num_tokens or 0) <= find_block_size(get_group_id(keys[0])):
         before = b""
-    pool.note_copy(block, None)
+    note_copy(pool, block, None)
     for key in keys:
         events = pool.kv_event_queue
         new_events = [make_event(key)] if pool.enable_kv_cache_events else []

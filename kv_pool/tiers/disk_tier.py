@@ -90,6 +90,7 @@ class DiskTier(Tier):
         self.batch_blocks = self._buffer.num_blocks
         self._use = 0
         self._touched: set[BlockHashWithGroupId] = set()
+        self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._has_warned = False
         self._is_open = False
         # Slots whose header on disk disagrees with the index, with the header's key: a restart would find
@@ -106,6 +107,10 @@ class DiskTier(Tier):
             raise TierError(f"{folder} cannot be used as a tier: {error}") from error
 
     # ---- writing and reading ---------------------------------------------------------------------
+
+    def share_parents(self, parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]]) -> None:
+        parents.update(self._parents)
+        self._parents = parents
 
     def put(
         self,
@@ -134,7 +139,7 @@ class DiskTier(Tier):
             self._use += 1
             self._unwiped[slot] = key
             try:
-                self._files.write(slot, key, row, self._use)
+                self._files.write(slot, key, row, self._use, *self._parents.get(key, (None, 0)))
             except OSError as error:
                 counts.num_write_errors += 1
                 self._warn("written", error)
@@ -353,4 +358,7 @@ class DiskTier(Tier):
                 self._wipe(newest.pop(header.key)[0], header.key)
             newest[header.key] = (slot, header)
         self._slots.restore((key, slot) for key, (slot, _) in newest.items())
+        for key, (_, header) in newest.items():
+            if header.parent is not None:
+                self._parents[key] = header.parent, header.num_tokens
         return Reopened(len(newest), num_dropped)

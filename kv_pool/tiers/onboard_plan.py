@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -86,7 +87,7 @@ class OnboardPlan(TwoPhasePlan):
         pool = self._manager.block_pool
         for block in self._targets:
             if not block.is_null:
-                pool.note_copy(block, None)
+                note_copy(pool, block, None)
         self._generations = [block.generation for table in tables for block in table.blocks]
         self._blocks = [block for table in tables for block in table.blocks]
         reason = f"in an open plan to read tiers for request {self.request_id!r}"

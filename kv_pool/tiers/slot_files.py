@@ -3,7 +3,8 @@
     headers   | header 0 | header 1 | ...      128 bytes each; zeros for a slot without a block
     blocks    |  slot 0    |  slot 1    | ...  the bytes of a block, padded to a multiple of 4096
 
-    header    magic, length of the key, bytes of the block, use, checksum of the block, key, checksum of these
+    header    magic, lengths of key and parent, bytes of the block, use, checksum of the block,
+              key, parent and tokens of the prefix, checksum of these
 
 A block is written before its header, and a header is wiped before its slot is written again. A valid header
 therefore always describes a complete block, even if the process was killed. A crash of the machine can break
@@ -29,8 +30,10 @@ MAGIC = b"kvb1"
 HEADER_BYTES = 128
 MAX_KEY_BYTES = 88
 # Without the checksum of the header itself, which follows.
-HEADER = Struct(f"<4sHxxQQQ{MAX_KEY_BYTES}s")
+# The length of the parent is one more than its bytes; 0 if unknown, too long, or written by an older version.
+HEADER = Struct(f"<4sHHQQQ{MAX_KEY_BYTES}s")
 CHECKSUM = Struct("<Q")
+NUM_TOKENS = Struct("<I")
 NO_HEADER = bytes(HEADER_BYTES)
 _ALIGNMENT = 4096
 _REWRITTEN_BYTES = 1024 * 1024
@@ -45,11 +48,14 @@ class SlotHeader(NamedTuple):
         key: the block's key.
         use: a growing number; a block with a higher one was used later.
         checksum: xxh3_64 of the block's bytes.
+        parent, num_tokens: see `LowerTiers.list_parents`.
     """
 
     key: BlockHashWithGroupId
     use: int
     checksum: int
+    parent: bytes | None = None
+    num_tokens: int = 0
 
 
 class SlotFiles:
@@ -77,18 +83,27 @@ class SlotFiles:
             os.close(self._headers)
             raise
 
-    def write(self, slot: SlotId, key: BlockHashWithGroupId, block: ByteRows, use: int) -> None:
+    def write(
+        self,
+        slot: SlotId,
+        key: BlockHashWithGroupId,
+        block: ByteRows,
+        use: int,
+        parent: bytes | None = None,
+        num_tokens: int = 0,
+    ) -> None:
         """Write a block and its header into an empty slot.
 
         Args:
             block: (block_bytes,) uint8, contiguous.
+            use, parent, num_tokens: see `SlotHeader`.
         Raises:
             OSError: for example, the disk is full. The slot is empty.
         """
         checksum = xxhash.xxh3_64_intdigest(block.data)
         _write_all(self._blocks, block.data, slot * self._stride)
         try:
-            self.write_header(slot, SlotHeader(key, use, checksum))
+            self.write_header(slot, SlotHeader(key, use, checksum, parent, num_tokens))
         except OSError:
             with contextlib.suppress(OSError):  # a partial header is invalid by its checksum
                 self.wipe(slot)
@@ -97,7 +112,17 @@ class SlotFiles:
     def write_header(self, slot: SlotId, header: SlotHeader) -> None:
         """Write the header of a slot. A header never crosses a page of the file."""
         key = header.key
-        packed = HEADER.pack(MAGIC, len(key), self.block_bytes, header.use, header.checksum, key)
+        names: bytes = key
+        parent_bytes = 0
+        if header.parent is not None and header.num_tokens > 0:
+            names = key + header.parent + NUM_TOKENS.pack(header.num_tokens)
+            if len(names) <= MAX_KEY_BYTES:
+                parent_bytes = len(header.parent) + 1
+            else:
+                names = key
+        packed = HEADER.pack(
+            MAGIC, len(key), parent_bytes, self.block_bytes, header.use, header.checksum, names
+        )
         packed += CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
         self._is_synced = False
         _write_all(self._headers, memoryview(packed), slot * HEADER_BYTES)
@@ -190,7 +215,7 @@ class SlotFiles:
 
     def _parse(self, packed: bytes) -> SlotHeader | None:
         try:
-            magic, key_bytes, block_bytes, use, checksum, key = HEADER.unpack_from(packed)
+            magic, key_bytes, parent_bytes, block_bytes, use, checksum, names = HEADER.unpack_from(packed)
             (of_header,) = CHECKSUM.unpack_from(packed, HEADER.size)
         except error:  # truncated
             return None
@@ -198,7 +223,12 @@ class SlotFiles:
             return None
         if xxhash.xxh3_64_intdigest(packed[: HEADER.size]) != of_header:
             return None
-        return SlotHeader(BlockHashWithGroupId(key[:key_bytes]), use, checksum)
+        key = BlockHashWithGroupId(names[:key_bytes])
+        end = key_bytes + parent_bytes - 1
+        if not parent_bytes or end + NUM_TOKENS.size > MAX_KEY_BYTES:
+            return SlotHeader(key, use, checksum)
+        (num_tokens,) = NUM_TOKENS.unpack_from(names, end)
+        return SlotHeader(key, use, checksum, names[key_bytes:end], num_tokens)
 
     def _read_block(self, slot: SlotId, into: ByteRows) -> bool:
         left = into.data

@@ -159,6 +159,12 @@ class Tier:
         """Use `held` as this tier's hold counts, so that several tiers share them."""
         self._held = held
 
+    def share_parents(self, parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]]) -> None:
+        """Add what is known of the tier's blocks to `parents`, and read there what is stored with new ones.
+
+        See `LowerTiers.list_parents`. A tier that does not survive its process has nothing to do.
+        """
+
     def put(
         self,
         keys: Sequence[BlockHashWithGroupId],

@@ -47,7 +47,7 @@ class TierStore:
         # To be written through: blocks that the next step writes, and blocks already written.
         self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
-        # Of the blocks offloaded by this process: see `LowerTiers.list_parents`.
+        # Shared with the tiers: see `LowerTiers.list_parents`.
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_parents_to_sweep_at = 2 * sum(tier.capacity for tier in tiers) + block_pool.num_gpu_blocks
         self._events = TierEvents(block_pool, sum(tier.capacity for tier in tiers)) if enable_events else None
@@ -63,6 +63,7 @@ class TierStore:
         self._held: dict[BlockHashWithGroupId, int] = {}
         for tier in tiers:
             tier.share_holds(self._held)
+            tier.share_parents(self._parents)
         # The state of an interrupted call, for `_recover`: keys that a tier is about to gain or lose, not yet
         # published; keys with wrong content; whether everything is to be cleared.
         self._changing: tuple[Tier, Sequence[BlockHashWithGroupId], bool] | None = None
@@ -150,9 +151,13 @@ class TierStore:
         for block in blocks:
             parents[block.key] = block.parent, block.num_key_tokens
         if len(parents) > self._num_parents_to_sweep_at:
-            keys = dict.fromkeys(chain(self._pending, *map(Tier.list_keys, self.tiers)))
-            keys.update(dict.fromkeys(block.key for block in blocks))
-            self._parents = {key: parents[key] for key in keys if key in parents}
+            kept = {
+                *self._pending,
+                *chain(*map(Tier.list_keys, self.tiers)),
+                *(block.key for block in blocks),
+            }
+            for key in [key for key in parents if key not in kept]:
+                del parents[key]
 
     def _is_full(self, block: KVCacheBlock) -> bool:
         """Return True if the block's key covers all its tokens."""

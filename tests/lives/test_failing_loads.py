@@ -15,7 +15,7 @@ LIVES_PER_TEST = 30
         *[pytest.param(first, marks=pytest.mark.night) for first in range(300, 10_000, LIVES_PER_TEST)],
     ],
 )
-def test_no_hit_reads_bytes_that_were_not_computed_from_its_tokens(tmp_path, first):
+def test_no_hit_reads_bytes_not_computed_from_its_tokens(tmp_path, first):
     for seed in range(first, first + LIVES_PER_TEST):
         live(seed, tmp_path / str(seed))
 

@@ -307,7 +307,7 @@ def test_a_fork_in_the_middle_of_a_step_is_refused():
 
 @pytest.mark.parametrize("first", ["parent", "child"])
 @pytest.mark.parametrize("is_ended", [False, True])
-def test_a_cached_state_within_a_block_is_not_overwritten_after_a_fork(first, is_ended):
+def test_a_cached_state_is_not_overwritten_after_a_fork(first, is_ended):
     """The request that kept the block overwrote the state after 28 tokens; a later hit read another one."""
     hasher = BlockHasher("sha256", block_size=4)
     manager = KVCacheManager(

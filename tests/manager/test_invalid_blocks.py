@@ -184,7 +184,7 @@ GROUPS_THAT_FORGET = {
 @pytest.mark.parametrize("is_leased", [False, True])
 @pytest.mark.parametrize("delays", [False, True])
 @pytest.mark.parametrize("kind", GROUPS_THAT_FORGET)
-def test_a_running_request_is_named_though_the_bad_block_has_left_its_table(kind, delays, is_leased):
+def test_a_request_is_named_though_the_bad_block_has_left_it(kind, delays, is_leased):
     groups = GROUPS_THAT_FORGET[kind]
     manager = make(60, groups)
     group_id = len(groups) - 1
@@ -225,6 +225,15 @@ def test_windows_and_states_of_an_ended_request_are_evicted(kind):
     assert count_hit(manager, [*range(32), 7]) <= 12
     start(manager, "c", range(32))
     assert count_hit(manager, [*range(32), 7]) == 32
+
+
+def test_content_from_a_bad_encoder_does_not_outlive_its_request():
+    manager = make(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
+    request = start(manager, "a", range(9), num_encoder_tokens=4)
+    (encoder_id,) = manager.get_block_ids("a", 1)
+    manager.free(request)
+    assert manager.report_invalid_blocks([encoder_id]).num_valid_tokens == {}
+    assert count_hit(manager, range(9)) == 0
 
 
 def test_a_good_block_with_the_same_key_stays():
@@ -272,7 +281,7 @@ def test_further_reports_never_name_more_valid_tokens():
     assert manager.report_invalid_blocks([table[3]]).num_valid_tokens == {"a": 12}
 
 
-def test_a_request_that_goes_on_after_evict_blocks_caches_nothing_more():
+def test_a_request_caches_nothing_after_evict_blocks():
     manager = make(30)
     request = start(manager, "a", range(18))
     manager.evict_blocks([manager.get_block_ids("a")[1]])
@@ -307,7 +316,7 @@ def test_a_copy_of_a_bad_block_is_bad(writer, is_made):
 
 
 @pytest.mark.parametrize("ended", ["parent", "child", "both"])
-def test_a_continued_copy_of_a_bad_block_is_evicted_after_its_request_has_ended(ended):
+def test_a_continued_copy_of_a_bad_block_is_evicted(ended):
     manager = make(30)
     parent = start(manager, "parent", range(14), num_external=13)
     child = Request("child", [*range(14), 70, 71, 72], HASHER)
@@ -344,7 +353,7 @@ def make_swapped(is_partial=False):
 
 
 @pytest.mark.parametrize("is_partial", [False, True])
-def test_a_swapped_out_request_is_named_and_its_host_copies_are_evicted(is_partial):
+def test_a_swapped_out_request_is_named(is_partial):
     manager, swapper, request, table = make_swapped(is_partial)
     assert manager.report_invalid_blocks([table[1].block_id]).num_valid_tokens == {"a": 4}
     assert all(block.block_hash is None for block in swapper._host.tables["a"][0].blocks[1:])

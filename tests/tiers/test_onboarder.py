@@ -365,7 +365,7 @@ def test_invalidated_content_is_not_found_again(tmp_path, how):
     invariants.check(engine.onboarder)
 
 
-def test_descendants_and_loaded_copies_of_a_bad_block_are_found_in_all_tiers(tmp_path):
+def test_descendants_of_a_bad_block_are_found_in_all_tiers(tmp_path):
     """A block that was offloaded and loaded again is a second device block, and its request was not named."""
     engine = make_engine(tmp_path, num_blocks=12, num_host_blocks=6, num_disk_blocks=30)
     tokens = range(17)
@@ -386,6 +386,22 @@ def test_descendants_and_loaded_copies_of_a_bad_block_are_found_in_all_tiers(tmp
     assert not any(key in engine.cache for key in keys)
     assert sum(key in engine.cache for key in engine.keys_of(other)) == num_other, "another prefix is kept"
     hold.release()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_descendants_are_found_on_a_disk_after_a_restart(tmp_path, knows):
+    engine = make_engine(tmp_path)
+    if not knows:
+        engine.cache.tiers[1]._parents = {}  # a folder of an earlier version
+    first, second, *_ = fill(engine, 6)
+    assert engine.where(first) == engine.where(second) == "SSSS"
+    engine.restart_tiers()
+    engine.compute(request := again(engine, engine.make_request("r", first.all_token_ids[:5])))
+    (bad, _) = engine.manager.get_block_ids(request.request_id)
+    engine.manager.report_invalid_blocks([bad])
+    assert engine.where(first) == "----"
+    assert engine.where(second) == ("SSSS" if knows else "----")
+    engine.manager.free(request)
 
 
 def test_a_block_loaded_from_a_tier_is_bad_if_its_original_is(tmp_path):

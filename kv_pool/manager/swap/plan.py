@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.pool_state import note_continued, note_copy
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -243,10 +244,10 @@ class SwapPlan(TwoPhasePlan):
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             for position, (before, after) in enumerate(zip(table.blocks, row, strict=True)):
                 if not after.is_null and (before.block_id, after.block_id) in moved:
-                    self._target.pool.note_copy(after, before)
+                    note_copy(self._target.pool, after, before)
                     if before.key is None:
                         start = position * group.block_size
-                        self._source.pool.note_continued(before, start, self._request.block_hashes)
+                        note_continued(self._source.pool, before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
             table.add_past(0, table.blocks)
