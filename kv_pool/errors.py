@@ -22,6 +22,7 @@ catch them in that situation; `except ValueError` works as before. On the right:
     ├── PinLimitError (ValueError)                          more pinned blocks than the pool allows
     ├── CachePolicyError (RuntimeError)                     a cache policy that is broken; the pool is intact
     ├── CopyFailedError (RuntimeError)                      a copy of blocks that did not complete
+    ├── ForkedPoolError (RuntimeError)                      a copy of a pool made by fork() during a call
     ├── PlanClosedError (RuntimeError)                      a swap plan that is committed or aborted
     ├── MigrationError (RuntimeError)                       blocks not migrated; the source still has them
     │   ├── PeerUnavailableError (ConnectionError)          a node that does not answer

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
+from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.pins import Pins
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import SequenceId
-
-if TYPE_CHECKING:
-    from kv_pool.adapter.holdings import Holder, Holdings
 
 _NUM_PRIORITIES = 3
 
@@ -30,8 +29,9 @@ class AccessOrder:
 
     has_excluded = False
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+    def __init__(self, pins: Pins, list_holders: Callable[[KVCacheBlock], list[Holder]]) -> None:
+        self._pins = pins
+        self._list_holders = list_holders
         self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in range(_NUM_PRIORITIES)]
         self._aside: dict[SequenceId, Holder] = {}
         self._returned: list[list[tuple[float, int, Holder]]] = [[] for _ in range(_NUM_PRIORITIES)]
@@ -77,7 +77,7 @@ class AccessOrder:
         Cost: O(1) for each, and once for each that has pinned blocks since they were pinned.
         """
         self._return_unpinned()
-        pins = self._holdings.pins
+        pins = self._pins
         for number in range(priority + 1):
             pinned: list[Holder] = []
             passed: list[tuple[float, int, Holder]] = []
@@ -112,10 +112,10 @@ class AccessOrder:
 
     def _return_unpinned(self) -> None:
         """Let the sequences of blocks that were unpinned take their places again."""
-        unpinned = self._holdings.pins.unpinned
+        unpinned = self._pins.unpinned
         while unpinned:
             block, _ = unpinned.popitem()
-            for holder in self._holdings.list_holders(block):
+            for holder in self._list_holders(block):
                 if self._aside.get(holder.sequence_id) is holder:
                     del self._aside[holder.sequence_id]
                     self._num_returned += 1

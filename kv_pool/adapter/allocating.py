@@ -5,7 +5,8 @@ from time import perf_counter_ns
 
 from kv_pool.adapter.allocation import as_request, check_priority
 from kv_pool.adapter.freeing import PoolFreeing
-from kv_pool.adapter.holdings import Holder, as_new_id, as_sequence_id
+from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import as_new_id, as_sequence_id
 from kv_pool.adapter.prefixes import cache_prefix
 from kv_pool.core.arguments import as_int, as_ints, as_list_of
 from kv_pool.core.block import KVCacheBlock

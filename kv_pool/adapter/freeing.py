@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 
 from kv_pool.adapter.allocation import check_priority
-from kv_pool.adapter.holdings import Holder, as_sequence_id
+from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import as_sequence_id
 from kv_pool.adapter.queries import PoolQueries
 from kv_pool.core.arguments import as_count, as_list
 from kv_pool.core.block import KVCacheBlock

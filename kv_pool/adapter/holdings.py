@@ -1,12 +1,10 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which sequences are frozen."""
 
-from __future__ import annotations
-
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kv_pool.adapter.access_order import AccessOrder
 from kv_pool.adapter.evictions import Evictions
+from kv_pool.adapter.holder import Holder
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -26,36 +24,6 @@ from kv_pool.protocol import HIGH, NORMAL, URGENT
 
 _RETENTION = {HIGH: 65, URGENT: 95}
 """Retention priorities of the blocks of HIGH and URGENT sequences; see `RetentionDirective`."""
-
-
-class Holder:
-    """A sequence and the distinct blocks that it holds, in the order of its tokens.
-
-    Attributes:
-        pins: the pins that were made in the sequence's name, by block; None before the first.
-        queue, ticket, info: its place in an `AccessOrder` or a `RankedOrder`, and what a policy sees of it.
-    """
-
-    __slots__ = (
-        "blocks",
-        "info",
-        "last_access_time",
-        "pins",
-        "priority",
-        "queue",
-        "sequence_id",
-        "ticket",
-    )
-
-    def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
-        self.sequence_id = sequence_id
-        self.priority = priority
-        self.last_access_time = now
-        self.blocks: dict[KVCacheBlock, None] = {}
-        self.pins: dict[KVCacheBlock, int] | None = None
-        self.queue: OrderedDict[SequenceId, Holder] | None = None
-        self.ticket = 0
-        self.info: object = None
 
 
 class Holdings:
@@ -86,7 +54,7 @@ class Holdings:
         self.pins = pins
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
-        self.order: AccessOrder | RankedOrder = AccessOrder(self)
+        self.order: AccessOrder | RankedOrder = AccessOrder(pins, self.list_holders)
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.frozen: dict[SequenceId, str] = {}

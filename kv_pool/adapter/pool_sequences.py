@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kv_pool.adapter.holdings import Holder, Holdings, as_new_id
+from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import Holdings, as_new_id
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError

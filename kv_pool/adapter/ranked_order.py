@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
+from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.pins import Pins
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import SequenceId
-
-if TYPE_CHECKING:
-    from kv_pool.adapter.holdings import Holder, Holdings
 
 _NUM_PRIORITIES = 3
 
-Rank = Callable[[Sequence["Holder"]], "list[Holder]"]
+Rank = Callable[[Sequence[Holder]], list[Holder]]
 """Returns the sequences in the order of a policy, without those that it leaves out."""
-Run = list[tuple["Holder", int]]
+Run = list[tuple[Holder, int]]
 """Ranked sequences, last first, with their tickets: an entry with an old ticket has changed since."""
 
 
@@ -32,8 +31,17 @@ class RankedOrder:
         has_excluded: whether the policy has left out a sequence, which another ranking may include.
     """
 
-    def __init__(self, holdings: Holdings, rank: Rank, ranks_each_time: bool) -> None:
-        self._holdings = holdings
+    def __init__(
+        self,
+        pins: Pins,
+        list_holders: Callable[[KVCacheBlock], list[Holder]],
+        holders: Mapping[SequenceId, Holder],
+        rank: Rank,
+        ranks_each_time: bool,
+    ) -> None:
+        self._pins = pins
+        self._list_holders = list_holders
+        self._holders = holders
         self._rank = rank
         self._ranks_each_time = ranks_each_time
         self._changed: dict[SequenceId, Holder] = {}
@@ -77,7 +85,7 @@ class RankedOrder:
         Nothing may change meanwhile.
         """
         self._settle()
-        pins = self._holdings.pins
+        pins = self._pins
         runs: list[Run] = []
         for number in range(priority + 1):
             for run in self._runs[number]:
@@ -112,14 +120,14 @@ class RankedOrder:
 
     def _settle(self) -> None:
         """Rank the sequences that have changed."""
-        unpinned = self._holdings.pins.unpinned
+        unpinned = self._pins.unpinned
         while unpinned:
             block, _ = unpinned.popitem()
-            for holder in self._holdings.list_holders(block):
+            for holder in self._list_holders(block):
                 if self._aside.get(holder.sequence_id) is holder:
                     self.note_access(holder)
         if self._ranks_each_time:
-            self.rebuild(self._holdings.holders.values())
+            self.rebuild(self._holders.values())
         if not self._changed:
             return
         for number in range(_NUM_PRIORITIES):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kv_pool.adapter.holdings import Holder, Holdings
+from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import Holdings
 from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId, SequenceId
@@ -82,7 +83,13 @@ class Victims:
         self.has_policy = policy is not None
         if policy is not None and type(policy) is not LRUEviction:
             ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
-            holdings.order = RankedOrder(holdings, partial(rank_holders, policy), ranks_each_time)
+            holdings.order = RankedOrder(
+                holdings.pins,
+                holdings.list_holders,
+                holdings.holders,
+                partial(rank_holders, policy),
+                ranks_each_time,
+            )
         self._on_evicted = on_evicted
         self.num_evicted = 0
         self.together: frozenset[SequenceId] = frozenset()

@@ -10,7 +10,7 @@ from kv_pool.contiguous.ages import RETAINED
 from kv_pool.contiguous.free_ages import note_moved
 from kv_pool.contiguous.run_pool_state import RunPoolState
 from kv_pool.contiguous.run_taking import take_chosen, take_in_order
-from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
+from kv_pool.core.arguments import as_count, as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_all, unpin_all
 from kv_pool.core.id_swap import as_pairs, swap_ids
@@ -277,6 +277,7 @@ class RunPoolCore(RunPoolState):
         Cost: O(1), for the first call and after ids were exchanged O(number of blocks); if fewer than
         `run_length` are free, O(these). Each later change costs two searches more.
         """
+        run_length = as_count("run_length", run_length, 1)
         index = self.run_index
         if index.is_stale:
             self.rebuild_index()

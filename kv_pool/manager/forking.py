@@ -1,5 +1,6 @@
 """`fork_tables`: start a second request in the blocks of a first one."""
 
+from kv_pool.core.extra_keys import find_adapter_load, find_extra_keys
 from kv_pool.core.pool_state import note_continued
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -29,6 +30,17 @@ def fork_tables(
         raise InvalidArgumentError(
             f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
             f"{parent.request_id!r}: their hashes differ"
+        )
+    # The rest of the computed tokens has no hash yet, and its block may be shared and cached later.
+    first = num_hashes * state.block_pool.hash_block_size
+    if num_computed > first and (
+        list(child.all_token_ids[first:num_computed]) != list(parent.all_token_ids[first:num_computed])
+        or find_extra_keys(child, first, num_computed) != find_extra_keys(parent, first, num_computed)
+        or find_adapter_load(child, True) != find_adapter_load(parent, True)
+    ):
+        raise InvalidArgumentError(
+            f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
+            f"{parent.request_id!r}: tokens, adapter, salt or multimodal inputs from token {first} on differ"
         )
     for table, group in zip(tables, state._groups, strict=True):
         num_cached = table.num_cached_blocks * group.block_size

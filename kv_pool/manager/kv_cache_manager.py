@@ -183,7 +183,7 @@ class KVCacheManager(ManagerQueries):
         num_usable = self.block_pool.num_gpu_blocks - 1
         if self.retention is not None:
             own = self._needs.list_own_blocks(step)
-            num_usable -= len(self.list_lasting_pins(step.request_id, own))
+            num_usable -= len(self._list_lasting_pins(step.request_id, own))
         fits_alone = self._needs.fits_alone(num_usable, step, num_sequence, reserved_blocks)
         return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
@@ -406,6 +406,9 @@ class KVCacheManager(ManagerQueries):
         `reset_prefix_cache`.
         Cost: O(blocks of the pool + hashes of the requests whose blocks are cached).
         """
+        for name, value in (("adapter", adapter), ("cache_salt", cache_salt), ("session_id", session_id)):
+            if value is not None:
+                check_type(name, value, str)
         if self._owners is None:
             raise InvalidArgumentError(
                 "the manager does not know which requests cached its blocks; make it with tracks_owners=True"

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kv_pool.core.arguments import check_type
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.salt_regions import read_salt_regions
@@ -68,11 +67,8 @@ class OwnedPrefixes:
         """Return the running requests with all the given owners, and the keys of their and ended requests.
 
         Raises:
-            InvalidArgumentError, InvalidTypeError: no owner is given, or one is not text.
+            InvalidArgumentError: no owner is given.
         """
-        for name, value in (("adapter", adapter), ("cache_salt", cache_salt), ("session_id", session_id)):
-            if value is not None:
-                check_type(name, value, str)
         if adapter is None and cache_salt is None and session_id is None:
             raise InvalidArgumentError("name an adapter, a cache_salt or a session_id whose blocks to evict")
         running: list[RequestId] = []

@@ -117,7 +117,7 @@ class ManagerQueries(RequestTables):
             request_id = cached_prefix.request_id
             for blocks in cached_prefix.blocks:
                 own += blocks
-        pinned = self.list_lasting_pins(request_id, own)
+        pinned = self._list_lasting_pins(request_id, own)
         if num_most <= num_blocks - len(pinned):
             return ""
         why = f"a request of {num_tokens} tokens takes up to {num_most} of {num_blocks} blocks"
@@ -130,7 +130,7 @@ class ManagerQueries(RequestTables):
             )
         return why
 
-    def list_lasting_pins(
+    def _list_lasting_pins(
         self, request_id: RequestId | None, own_blocks: Iterable[KVCacheBlock]
     ) -> set[KVCacheBlock]:
         """Return the blocks that pins without a deadline keep from a request, except those of its own."""

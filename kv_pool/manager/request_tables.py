@@ -130,7 +130,7 @@ class RequestTables(ManagerState):
             InvalidBlockError: a block is free, or of another pool. Nothing has changed.
         """
         check_type("blocks", blocks, list)
-        for block in blocks:
+        for block in as_list_of("blocks", blocks, KVCacheBlock):
             check_ours(block, self.block_pool.block_owner, "KVCacheManager.free_blocks()")
         if len(self.copies):
             self.copies.drop(blocks)

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_pool import BlockAllocationRequest, CorruptedPoolError, Eviction, GPUKVPool
-from kv_pool.adapter.holdings import Holder
+from kv_pool.adapter.holder import Holder
 from kv_pool.adapter.invariants import check
 
 

@@ -289,7 +289,7 @@ def run_in_fork(work):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_fork_during_a_call_of_another_thread_raises_in_the_child():
+def test_a_fork_during_another_threads_call_raises_in_the_child():
     """The child waited for the lock for ever."""
     pool = GPUKVPool(9, 4)
     is_held, may_end = threading.Event(), threading.Event()
@@ -323,7 +323,7 @@ def test_a_fork_during_a_call_of_another_thread_raises_in_the_child():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("holds", [False, True])
-def test_a_fork_between_calls_or_by_the_thread_in_a_call_has_a_working_copy(holds):
+def test_a_fork_by_the_only_thread_in_a_call_has_a_working_copy(holds):
     pool = GPUKVPool(9, 4)
     pool.allocate(BlockAllocationRequest(3, 1))
 

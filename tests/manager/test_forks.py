@@ -12,7 +12,10 @@ from kv_pool import (
     FullAttentionSpec,
     InvalidArgumentError,
     KVCacheManager,
+    LoRARequest,
     MambaSpec,
+    MultiModalFeature,
+    PlaceholderRange,
     PrefixRules,
     Request,
     SlidingWindowSpec,
@@ -347,3 +350,23 @@ def test_a_cached_state_is_not_overwritten_after_a_fork(first, is_ended):
     for request in writers:
         table = manager.get_block_ids(request.request_id, 1)
         assert states[table[3]] == 29
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        ([0, 1, 9], {}),
+        ([0, 1, 2], {"cache_salt": "other"}),
+        ([0, 1, 2], {"lora_request": LoRARequest(1, "sql", "/sql")}),
+        ([0, 1, 2], {"mm_features": [MultiModalFeature("image", PlaceholderRange(1, 1))]}),
+    ],
+)
+def test_a_fork_with_other_content_in_its_first_block_is_refused(tokens, options):
+    """No hash covers a block that is not full: the child cached the parent's content under its own."""
+    manager, a = make_parent(3)
+    child = make_request("b", [*tokens, 3, 4], **options)
+    child.num_computed_tokens = 3
+    with pytest.raises(InvalidArgumentError, match="are not those of its parent"):
+        manager.fork(a, child)
+    assert not manager.holds_blocks("b")
+    stop(manager, a)

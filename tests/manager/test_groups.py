@@ -260,7 +260,7 @@ def hear(name, offset=0):
 
 @pytest.mark.parametrize("rules", [None, PrefixRules()], ids=["plain", "rules"])
 @pytest.mark.parametrize("decoder", [FULL, WINDOW, STATE])
-def test_a_decoder_prefix_is_shared_only_if_the_encoder_read_the_same(decoder, rules):
+def test_a_decoder_prefix_is_shared_after_the_same_input_only(decoder, rules):
     """The second audio hit the first one's blocks: the prompt's tokens do not say what the encoder read."""
     manager = make_manager((CrossAttentionSpec(block_size=4), decoder), 60, prefix_rules=rules)
     assert start_with(manager, "unnamed") == (0, False)
@@ -276,7 +276,7 @@ def test_a_decoder_prefix_is_shared_only_if_the_encoder_read_the_same(decoder, r
     assert start_with(manager, "a tenant", mm_features=hear("late", 4), cache_salt="tenant") == (0, False)
 
 
-def test_beside_an_encoder_that_reads_the_whole_prompt_only_salts_count():
+def test_beside_an_encoder_of_whole_prompts_only_salts_count():
     manager = make_manager((EncoderOnlyAttentionSpec(block_size=4), FULL), 60)
     assert start_with(manager, "unnamed") == (0, False)
     assert start_with(manager, "one", mm_features=hear("one")) == (0, False)

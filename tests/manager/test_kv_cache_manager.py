@@ -538,7 +538,7 @@ def test_tokens_before_the_window_are_not_recomputed():
         manager.allocate_slots(request, 16)
 
 
-def test_the_seeds_of_hashers_keep_two_managers_over_one_pool_apart():
+def test_seeds_of_hashers_keep_two_managers_of_a_pool_apart():
     pool = BlockPool(41, True, 4)
     target, draft = KVCacheManager(pool), KVCacheManager(pool)
     start(target, Request("a", range(13), BlockHasher("sha256", "target", 4)))

@@ -71,7 +71,7 @@ def test_one_adapter_is_evicted_and_others_stay():
     assert manager.evict_owned(adapter="sql") == 0
 
 
-def test_what_running_requests_of_the_owner_go_on_to_compute_is_not_cached():
+def test_running_requests_of_an_evicted_owner_cache_no_more():
     manager = make()
     sql = LoRARequest(1, "sql", "/sql")
     running = start(manager, "a", lora_request=sql)

@@ -91,7 +91,7 @@ def test_computed_tokens_are_withdrawn_from_the_blocks():
     stop(manager, session)
 
 
-def test_a_block_that_others_hold_is_copied_before_it_is_written_again():
+def test_a_shared_block_is_copied_before_it_is_written_again():
     manager = make_manager((FULL,))
     session, other = make_request("session", range(8)), make_request("other", range(9))
     start(manager, session)
@@ -105,7 +105,7 @@ def test_a_block_that_others_hold_is_copied_before_it_is_written_again():
     stop(manager, session, other)
 
 
-def test_a_shared_block_is_written_in_place_once_the_other_has_left():
+def test_a_shared_block_is_written_in_place_by_its_last_holder():
     manager = make_manager((FULL,))
     session, other = make_request("session", range(8)), make_request("other", range(9))
     start(manager, session)
@@ -118,7 +118,7 @@ def test_a_shared_block_is_written_in_place_once_the_other_has_left():
     stop(manager, session)
 
 
-def test_a_shared_block_that_the_other_caches_late_is_not_hit_after_it_is_written():
+def test_a_shared_block_cached_late_is_not_hit_after_a_write():
     manager = make_manager((FULL,))
     session, child = make_request("session", range(8)), make_request("child", range(8))
     start(manager, session, delay_cache_blocks=True)
@@ -166,7 +166,7 @@ def test_what_the_next_token_would_read_must_be_there(spec, num_left):
     stop(manager, session)
 
 
-def test_tokens_that_are_not_computed_are_withdrawn_in_every_group():
+def test_uncomputed_tokens_are_withdrawn_in_every_group():
     manager = make_manager((FULL, MambaSpec(block_size=4), WINDOW))
     session = make_request("session", range(7))
     start(manager, session)
@@ -189,7 +189,7 @@ def test_a_window_goes_back_as_far_as_its_blocks_are_there():
     stop(manager, session)
 
 
-def test_a_partial_block_under_rules_loses_the_hash_of_withdrawn_tokens():
+def test_a_partial_block_loses_the_hash_of_withdrawn_tokens():
     """Blocks of 8 tokens, hashes of 4: a prompt's end within a block is cached, too."""
     groups = (FullAttentionSpec(block_size=8), MambaSpec(block_size=8))
     manager = make_manager(groups, prefix_rules=PrefixRules())
@@ -209,7 +209,7 @@ def test_a_partial_block_under_rules_loses_the_hash_of_withdrawn_tokens():
     stop(manager, session)
 
 
-def test_a_step_that_writes_other_tokens_to_a_cached_block_is_refused():
+def test_writing_other_tokens_to_a_cached_block_is_refused():
     """The count was set back by hand: the block of 1 2 3 99 stayed cached and got other tokens."""
     manager = make_manager((FULL,))
     session = make_request("session", [1, 2, 3, 99])

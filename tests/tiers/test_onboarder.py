@@ -278,9 +278,7 @@ def test_delayed_blocks_are_findable_after_cache_blocks(tmp_path):
 @pytest.mark.parametrize("delays", [False, True])
 @pytest.mark.parametrize("num_new_tokens", [None, 8])
 @pytest.mark.parametrize("write", ["back", "through"])
-def test_admit_caches_the_blocks_to_be_computed_with_a_hit_in_tiers_as_without(
-    tmp_path, delays, num_new_tokens, write
-):
+def test_admit_caches_the_same_blocks_with_a_hit_in_tiers(tmp_path, delays, num_new_tokens, write):
     """After a hit in tiers only the loaded blocks were cached: 2 of 5 instead of all."""
     engine = make_engine(tmp_path, num_host_blocks=30, write=write)
     where = {}

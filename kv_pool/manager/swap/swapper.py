@@ -315,7 +315,7 @@ class BlockSwapper:
         num_usable = side.pool.num_gpu_blocks - 1
         if side.pool is self.manager.block_pool:
             shared = [block for row in match.found for block in row if block is not None]
-            num_usable -= len(self.manager.list_lasting_pins(None, shared))
+            num_usable -= len(self.manager._list_lasting_pins(None, shared))
         if match.num_new + match.num_shared + num_more > num_usable:
             return AllocStatus.NEVER
         if match.num_new + match.num_free + num_more > side.count_free_blocks() - num_to_leave:
