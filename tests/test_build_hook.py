@@ -68,7 +68,7 @@ def test_compiled_files_are_reused_for_the_same_sources(tmp_path):
 
 
 @pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
-def test_build_without_a_c_compiler_says_so_and_makes_a_plain_wheel(tmp_path):
+def test_build_without_a_c_compiler_is_plain_and_says_so(tmp_path):
     build = BUILD.replace('"standard", {}', '"standard", data := {}') + "print(sorted(data))"
     done = subprocess.run(
         [sys.executable, "-c", build, str(HOOK)],
@@ -84,7 +84,7 @@ def test_build_without_a_c_compiler_says_so_and_makes_a_plain_wheel(tmp_path):
 
 
 @pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
-def test_modules_with_the_same_last_name_have_their_functions_in_different_files(tmp_path):
+def test_modules_with_one_last_name_are_in_different_files(tmp_path):
     """Each library has a function `PyInit_` with the last part of the module's name, which must be unique."""
     names = [f"kv_pool.core.part{number}" for number in range(20)]
     names += ["kv_pool.core.recovery", "kv_pool.manager.recovery"]
@@ -113,7 +113,7 @@ Successfully built kv_pool
 
 
 @pytest.mark.skipif(not INSTALL.exists(), reason="needs the script of a checkout")
-def test_setup_shows_the_stages_of_a_build_and_the_end_of_a_failed_one(tmp_path, capfd):
+def test_setup_shows_stages_and_the_end_of_a_failed_build(tmp_path, capfd):
     install = runpy.run_path(str(INSTALL))
     scope = install["run_pip"].__globals__
     scope["LOG"] = tmp_path / "setup.log"
@@ -135,7 +135,7 @@ def test_setup_shows_the_stages_of_a_build_and_the_end_of_a_failed_one(tmp_path,
 
 
 @pytest.mark.skipif(not INSTALL.exists(), reason="needs the script of a checkout")
-def test_setup_installs_the_requirements_of_the_extras_in_an_extra(monkeypatch):
+def test_setup_installs_the_extras_in_an_extra(monkeypatch):
     monkeypatch.chdir(HOOK.parent.parent)
     list_requirements = runpy.run_path(str(INSTALL))["list_requirements"]
     names = {re.match(r"[\w.-]+", requirement)[0] for requirement in list_requirements("lab")}

@@ -185,6 +185,7 @@ class Things:
                     "free": {"request": first},
                     "pop_tables": {"request_id": "first"},
                     "put_tables": {"request_id": "new", "tables": []},
+                    "forget_tables": {"request_id": "first"},
                     "take_blocks": {"num_blocks": 1},
                     "free_blocks": {"blocks": spare},
                 },
@@ -305,6 +306,7 @@ NOT_WALKED = {
         "pop_tables_onto",
         "put_tables_out_of",
         "take_block_copies_onto",
+        "add_host",  # called by a swapper, with a weak reference
     },
     GPUKVPool: {"attach", "dump", "load"},  # these involve a node, and a file
     BlockRetention: {  # called by the manager

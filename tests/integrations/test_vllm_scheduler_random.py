@@ -64,7 +64,7 @@ def test_engines_that_once_differed_take_the_same_steps(kind, seed):
 
 
 @pytest.mark.skipif(len(OUR_LEVELS) == 1, reason="level manager is missing")
-def test_a_drafter_of_several_modules_over_states_with_finer_hashes_is_left_to_vllm():
+def test_drafter_of_several_modules_over_states_is_left_to_vllm():
     """Unless its group is marked, as vLLM does: then no state is cached under the hash of earlier tokens."""
     import vllm
     from integrations.scheduler_schedule import SchedulerSchedule

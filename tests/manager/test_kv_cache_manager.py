@@ -579,7 +579,7 @@ def schedule_drafts(group, num_prompt, num_drafts):
     ],
     ids=["window", "chunk", "state"],
 )
-def test_the_blocks_that_the_next_token_needs_are_there_after_drafts_were_rejected(group, how):
+def test_blocks_of_a_next_token_are_there_after_rejected_drafts(group, how):
     """Or the call is refused: blocks were released by the count that included the drafts."""
     num_lost = 0
     for num_prompt in range(8, 24):

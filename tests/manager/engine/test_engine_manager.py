@@ -226,7 +226,7 @@ def test_requests_may_skip_reading_the_prefix_cache():
 
 
 @pytest.mark.parametrize("call", ["cache_blocks", "allocate_slots"])
-def test_the_end_of_a_prompt_is_cached_when_a_step_makes_it_final(call):
+def test_end_of_a_prompt_is_cached_when_a_step_makes_it_final(call):
     """A drafter may compute 2 tokens again; the step with 3 accepted drafts leaves them behind at once."""
     groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=8)]
     manager = KVCacheManager(

@@ -459,7 +459,7 @@ def test_options_read_each_block_of_a_prompt_once(options):
     engine.check()
 
 
-def test_pins_of_many_ranges_are_refused_before_their_blocks_are_listed():
+def test_pins_of_many_ranges_are_refused_before_listing_blocks():
     """64 ranges of 2**31 tokens in all, each below the limit."""
     engine = Engine(8, max_pinned_blocks=2**23)
     size = 2**25

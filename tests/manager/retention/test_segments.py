@@ -13,7 +13,7 @@ def make_claims(rng):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_block_has_the_claims_that_the_ranges_give_it_one_by_one(seed):
+def test_each_block_has_the_claims_of_the_ranges_one_by_one(seed):
     rng = random.Random(seed)
     claims = make_claims(rng)
     for _ in range(50):
