@@ -51,7 +51,8 @@ def wait_until(is_so, process):
     while not is_so():
         assert os.times().elapsed < deadline, "the wait was longer than its bound"
         if process.returncode is None:
-            assert not select.select([process.stderr], [], [], 0.02)[0], process.communicate()[1]
+            printed = select.select([process.stderr], [], [], 0.02)[0]
+            assert not printed, os.read(process.stderr.fileno(), 10_000).decode()
 
 
 def wait_for_all(process):

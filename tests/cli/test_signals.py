@@ -23,7 +23,7 @@ SIZES = ("--block-size", "8", "--trace-block-size", "8")
 @pytest.fixture
 def folder(tmp_path):
     # Requests that run for hours on the trace clock.
-    busy = [record(800, list(range(i, i + 100)), 300_000, 60_000 + i) for i in range(2_000)]
+    busy = [record(800, list(range(i, i + 100)), 300_000, 60_000 + 10 * i) for i in range(2_000)]
     write_trace(tmp_path / "busy.jsonl", busy)
     write_trace(tmp_path / "idle.jsonl", [record(8, [1], 1, 9_000_000)])
     return tmp_path
