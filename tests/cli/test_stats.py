@@ -107,16 +107,16 @@ def test_watch_repeats_the_output(tmp_path):
 
 
 def test_a_live_curve_is_described_in_sentences(ask):
-    pool = GPUKVPool(20, 4, live_curve=True)
-    for number in range(400):
-        hashes = [b"%d" % (number % 30), b"%d next" % (number % 30)]
+    pool = GPUKVPool(200, 4, live_curve=True)
+    for number in range(4000):
+        hashes = [b"%d" % (number % 300), b"%d next" % (number % 300)]
         hits = pool.claim_prefix(number, hashes)
         pool.allocate(BlockAllocationRequest(2 - len(hits), number))
         pool.cache_prefix(number, hashes)
         pool.free_sequence(number)
         if number == 20:
             assert "Live Curve: not known yet, " in ask(pool)
-    for number in range(1000, 1050):
+    for number in range(10_000, 10_500):
         pool.claim_prefix(number, hashes)
         pool.free_sequence(number)
     lines = ask(pool).splitlines()
@@ -130,8 +130,8 @@ def test_a_live_curve_is_described_in_sentences(ask):
     assert re.match(
         r"    hits of blocks: \d+\.\d% measured, \d+\.\d% \(± \d+\.\d\) by the sample", lines[place + 2]
     )
-    assert re.match(r"    look-ups count half after 640 others, [\d,]+ s at this rate", lines[place + 3])
+    assert re.match(r"    look-ups count half after 6,400 others, [\d,]+ s at this rate", lines[place + 3])
     assert max(map(len, lines[place : place + 4])) <= 80
     known = json.loads(ask(pool, "--json"))["live_curve"]
-    assert known["capacity"] == 20
+    assert known["capacity"] == 200
     assert [point["multiple"] for point in known["points"]][:2] == [0.5, 0.6]
