@@ -36,8 +36,6 @@ CONTIGUOUS = (
     "move_check",
     "run_index",
     "run_pool_core",
-    "run_pool_state",
-    "run_taking",
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (

@@ -19,6 +19,7 @@ catch them in that situation; `except ValueError` works as before. On the right:
     ├── InvalidBlockError (ValueError, AssertionError, RuntimeError)  a block in the wrong state
     │   └── PinnedBlockError                                freeing or moving a pinned block
     ├── CorruptedPoolError (AssertionError, RuntimeError)   links or counters that contradict each other
+    ├── PoolInterruptedError (RuntimeError)                 a pool whose last call was interrupted: repair it
     ├── PinLimitError (ValueError)                          more pinned blocks than the pool allows
     ├── CachePolicyError (RuntimeError)                     a cache policy that is broken; the pool is intact
     ├── CopyFailedError (RuntimeError)                      a copy of blocks that did not complete
@@ -116,11 +117,19 @@ class CorruptedPoolError(KVPoolError, AssertionError, RuntimeError):
     """The state of the pool is inconsistent: a bug, or other code has changed its links or counters."""
 
 
+class PoolInterruptedError(KVPoolError, RuntimeError):
+    """An earlier call of this pool was interrupted, such as by a signal handler that raised. Repair the pool.
+
+    `repair()` of the manager or of the adapter keeps the blocks of every request and sequence, frees all
+    others, and empties the prefix cache; `BlockPool.repair` takes the blocks that its caller holds.
+    """
+
+
 class CachePolicyError(KVPoolError, RuntimeError):
     """A cache policy raised, named a queue that it does not have, or lost a run. The message names it.
 
-    The pool is intact and goes on with LRU. A call that allocates or adds references has changed nothing
-    else; a call that frees or caches blocks has done so. `__cause__` is the policy's exception, if any.
+    The pool is intact and goes on with LRU: it logs the error, and keeps it as `policy_host.failure`. A
+    replay raises it. `__cause__` is the policy's exception, if any.
     """
 
 

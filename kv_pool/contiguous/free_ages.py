@@ -9,6 +9,7 @@ from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED, YOUNGEST
 from kv_pool.contiguous.buddy import BuddySystem
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
+from kv_pool.core.free_index import FreeIndex
 from kv_pool.ids import BlockId
 
 # Rows of one age: assigning a slice to a bytearray is three times as fast from a bytearray as from bytes.
@@ -25,7 +26,7 @@ GENERATIONS: Final = 64
 _MAX_GENERATIONS: Final = 4_096
 
 
-class FreeAges:
+class FreeAges(FreeIndex):
     """The age of each id: free or not, and how long ago it was used. `FreeRunIndex` searches it.
 
         ages:  0  0  1  1  9  9  9  0  0  30
@@ -39,7 +40,6 @@ class FreeAges:
     notes changes in batches, since a run takes one store whatever its length.
 
     Attributes:
-        is_stale: the index may be wrong and must be rebuilt before the next search.
         buddies: the aligned chunks of the free ids; None until the first search that needs them.
         counted_length, num_runs, num_free: the run length for which `num_runs` and `num_free` are kept, see
             `count_runs`, or 0; the number of disjoint runs of it, or -1 if it has to be counted again; the
@@ -47,7 +47,6 @@ class FreeAges:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.is_stale = False
         self.ages: bytearray = bytearray(num_blocks)
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
@@ -76,10 +75,7 @@ class FreeAges:
         return self.num_runs
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
-        """Rebuild the ages from the free blocks, given in eviction order. O(num_blocks).
-
-        The caller clears `is_stale`.
-        """
+        """Rebuild the ages from the free blocks, given in eviction order. O(num_blocks)."""
         self.ages = bytearray(num_blocks)
         self.num_runs = -1
         if self.buddies is not None:
@@ -97,6 +93,25 @@ class FreeAges:
             self.ages[block.block_id] = age
         if self._hand >= num_blocks:
             self._hand = 1
+
+    def rebuild_from(self, pool: Any) -> None:
+        """Rebuild the ages from the pool's free queue. O(blocks)."""
+        owner = pool.block_owner
+        free = [block for block in pool.free_block_queue.get_all_free_blocks() if block.owner is owner]
+        has_content = [
+            (block.key is not None and pool.enable_caching) or block.block_id in pool.reuse_watchers
+            for block in free
+        ]
+        self.rebuild(pool.num_gpu_blocks, free, has_content)
+        if pool.eviction_order.is_open:
+            num_ordered = 0  # blocks of the default band and higher ones, which are last in the queue
+            for band, blocks in pool.eviction_order.list_bands():
+                ours = [block for block in blocks if block.owner is owner]
+                if band >= DEFAULT_BAND:
+                    num_ordered += len(ours)
+                if band > DEFAULT_BAND:
+                    self.note_moved(ours, RETAINED)
+            self.note_moved(free[: len(free) - num_ordered], EMPTY + 1)
 
     def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
         """Mark these blocks as in use; skip blocks of another owner."""
@@ -174,6 +189,15 @@ class FreeAges:
         """Give free blocks that changed their band a new age. Blocks without a hash become empty."""
         for block in blocks:
             self.ages[block.block_id] = EMPTY if block.key is None else age
+
+    def note_moved_to(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Give free blocks the age of the band that they were moved to."""
+        if band == DEFAULT_BAND:
+            self.note_moved(blocks, self.now)
+        elif band < DEFAULT_BAND:
+            self.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
+        else:
+            self.note_moved(blocks, RETAINED)
 
     def note_emptied(self, block_id: BlockId) -> None:
         """Record that the block has lost its content; a free block stays free."""
@@ -255,13 +279,3 @@ class FreeAges:
             table[age] = max(EMPTY + 1, age - down)
         self.ages = self.ages.translate(table)
         self.now = 2 * GENERATIONS
-
-
-def note_moved(index: FreeAges, blocks: list[KVCacheBlock], band: int) -> None:
-    """Give free blocks the age of the band that they were moved to."""
-    if band == DEFAULT_BAND:
-        index.note_moved(blocks, index.now)
-    elif band < DEFAULT_BAND:
-        index.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
-    else:
-        index.note_moved(blocks, RETAINED)

@@ -42,8 +42,6 @@ from kv_pool.ids import BlockId, BlockMove
 def check(pool: RunBlockPool) -> None:
     """Verify the core's invariants and F1 to F4. O(number of blocks). Raises CorruptedPoolError."""
     invariants.check(pool)
-    if pool.run_index.is_stale:
-        pool.rebuild_index()  # as the pool would do before its next search
     index = pool.run_index
     if len(index.ages) != pool.num_gpu_blocks:
         raise CorruptedPoolError(f"F1: {len(index.ages)} ages for {pool.num_gpu_blocks} blocks")

@@ -1,7 +1,6 @@
 """`RunBlockPool`: a block pool that prefers consecutive ids, and can allocate runs."""
 
-from kv_pool.contiguous.run_pool_core import DEFAULT_RUN_LENGTH, RunPoolCore
-from kv_pool.contiguous.run_pool_state import DEFAULT_EARLY_SHARE
+from kv_pool.contiguous.run_pool_core import DEFAULT_EARLY_SHARE, DEFAULT_RUN_LENGTH, RunPoolCore
 from kv_pool.core.block_pool import BlockPool
 
 __all__ = ["DEFAULT_EARLY_SHARE", "DEFAULT_RUN_LENGTH", "RunBlockPool"]

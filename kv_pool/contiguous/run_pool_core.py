@@ -1,49 +1,132 @@
-"""`RunPoolCore`: a block pool that keeps the index of its free runs up to date. Use `RunBlockPool`."""
+"""`RunPoolCore`: a block pool that takes its blocks in runs of consecutive ids. Use `RunBlockPool`."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, cast
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.ages import RETAINED
-from kv_pool.contiguous.free_ages import note_moved
-from kv_pool.contiguous.run_pool_state import RunPoolState
-from kv_pool.contiguous.run_taking import take_chosen, take_in_order
-from kv_pool.core.arguments import as_count, as_int, as_ints, as_list, refuse_type
+from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
+from kv_pool.core.arguments import as_count, as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.freeing import free_all, unpin_all
-from kv_pool.core.id_swap import as_pairs, swap_ids
-from kv_pool.core.taking import take_listed
-from kv_pool.errors import (
-    InvalidArgumentError,
-    OutOfBlocksError,
-)
+from kv_pool.core.block_checks import refuse_interrupted
+from kv_pool.core.clock import read_clock
+from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
+from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.taking import check_enough, notify_watchers_off_queue, take_first, take_listed
+from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId
 
+DEFAULT_EARLY_SHARE = 0.2
 DEFAULT_RUN_LENGTH = 16
 
 _ANYWHERE: Final = cast(BlockId, 0)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class RunPoolCore(RunPoolState):
+class RunPoolCore(BlockPoolCore):
     """See `RunBlockPool`."""
 
-    # ---- allocating ------------------------------------------------------------------------------
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: BlockObserver | None = None,
+        num_hash_lookahead_tokens: int = 0,
+        medium: str = MEDIUM_GPU,
+        *,
+        event_types: KVEventTypes = KV_EVENT_TYPES,
+        use_int_block_hashes: bool = True,
+        dense_events: bool = False,
+        clock: Callable[[], float] = read_clock,
+        early_share: float = DEFAULT_EARLY_SHARE,
+        placement: str = "oldest",
+        policy: Any = None,
+        live_curve: bool = False,
+    ) -> None:
+        if placement not in PLACEMENTS:
+            raise InvalidArgumentError(f"placement is {placement!r}; it is one of {', '.join(PLACEMENTS)}")
+        if not 0 <= early_share <= 1:
+            raise InvalidArgumentError(f"early_share is {early_share}; it is a share of the queue, 0 to 1")
+        super().__init__(
+            num_gpu_blocks,
+            enable_caching,
+            hash_block_size,
+            enable_kv_cache_events,
+            metrics_collector,
+            num_hash_lookahead_tokens,
+            medium,
+            event_types=event_types,
+            use_int_block_hashes=use_int_block_hashes,
+            dense_events=dense_events,
+            clock=clock,
+            live_curve=live_curve,
+        )
+        self.early_share: float = early_share
+        self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)
+        self.free_index = self.run_index
+        self.rebuild_index()
+        if policy is not None:
+            self.open_policy(policy)
 
-    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Like `BlockPool.get_new_blocks`, but prefer runs of consecutive ids where that is cheap.
+    def rebuild_index(self) -> None:
+        """Rebuild the index from the free queue, such as after a direct change of the queue. O(blocks)."""
+        self.run_index.rebuild_from(self)
 
-        To form runs, it evicts only blocks among the first `early_share` of the free queue, as far as ages
-        tell. It takes the remaining blocks in eviction order.
+    # ---- taking ----------------------------------------------------------------------------------
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks as `get_new_blocks` does, as part of a larger call. At least as many are free.
+
+        Prefers runs of consecutive ids where that is cheap: to form runs, it evicts only blocks among the
+        first `early_share` of the free queue, as far as ages tell. It takes the others in eviction order.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
-        return take_in_order(self, _ANYWHERE, num_blocks, None)
+        return self._take_from(_ANYWHERE, num_blocks)
 
-    def take_onto(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock]:
-        return take_in_order(self, _ANYWHERE, num_blocks, onto)
+    def take_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
+        """Like `take`, but prefer the ids directly after that of `block`."""
+        if block.is_null:
+            return self._take_from(_ANYWHERE, num_blocks)
+        return self._take_from(cast(BlockId, block.block_id + 1), num_blocks)
+
+    def _take_from(self, next_id: BlockId, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks in runs, preferably from `next_id` on (0: anywhere), else in eviction order."""
+        if self._policy_host is not None or not self.early_share or num_blocks == 0:
+            return take_first(self, num_blocks)  # a policy chooses each block
+        was_changing = self.is_changing
+        self.is_changing = True
+        index = self.run_index
+        chosen: list[KVCacheBlock] = []
+        if num_blocks > 1 or next_id:
+            chosen = index.choose_and_mark(self.blocks, self.free_block_queue, next_id, num_blocks)
+        else:
+            # A block alone is no run: one of a small chunk keeps large chunks whole.
+            fragment = index.find_fragment()
+            if fragment:
+                chosen.append(self.blocks[fragment])
+        is_taken = len(chosen) == num_blocks and self._take_chosen(chosen, was_changing)
+        if chosen and not is_taken:
+            self.rebuild_index()  # a caller has changed the queue itself
+        self.is_changing = was_changing
+        return chosen if is_taken else take_first(self, num_blocks)
+
+    def _take_chosen(self, chosen: list[KVCacheBlock], was_changing: bool) -> bool:
+        """Take the blocks that the index has chosen. Return False if they are not all in the free queue."""
+        for block in chosen:
+            if block.ref_cnt != 0 or block.next_free_block is None:
+                return False
+        if self.reuse_watchers:
+            num_free = self.free_block_queue.num_free_blocks
+            self.run_index.note_freed(chosen, self.block_owner, num_free, self.enable_caching, False)
+            self.is_changing = was_changing
+            notify_watchers_off_queue(self, chosen)
+            self.is_changing = True
+        take_listed(self, chosen)
+        return True
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
         """Like `get_new_blocks`, but prefer the ids directly after `block`'s if they are free and old enough.
@@ -54,13 +137,10 @@ class RunPoolCore(RunPoolState):
             num_blocks = as_int("num_blocks", num_blocks)
         if not isinstance(block, KVCacheBlock):
             refuse_type("block", block, "KVCacheBlock")
-        return take_in_order(self, cast(BlockId, block.block_id + 1), num_blocks, None)
-
-    def take_onto_after(
-        self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int
-    ) -> list[KVCacheBlock]:
-        """Like `get_new_blocks_after`, but append the blocks to `blocks` in the same step."""
-        return take_in_order(self, cast(BlockId, block.block_id + 1), num_blocks, blocks)
+        if self.is_changing:
+            refuse_interrupted()
+        check_enough(self, num_blocks)
+        return self.take_after(block, num_blocks)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
@@ -77,25 +157,10 @@ class RunPoolCore(RunPoolState):
             Any exception of a reuse watcher; all blocks are back in the queue.
         Cost: a bounded search and O(num_blocks).
         """
-        return self._take_run(None, num_blocks, False)
-
-    def take_run_onto(
-        self, blocks: list[KVCacheBlock], num_blocks: int, avoids_retained: bool = False
-    ) -> bool:
-        """Like `get_new_run`, but append the run to `blocks` in the same step, see `take_onto`.
-
-        Args:
-            avoids_retained: do not take a run with a block of a band above the default one.
-        Returns:
-            Whether a run was taken; if False, nothing has changed.
-        """
-        return self._take_run(blocks, num_blocks, avoids_retained) is not None
-
-    def _take_run(
-        self, onto: list[KVCacheBlock] | None, num_blocks: int, avoids_retained: bool
-    ) -> list[KVCacheBlock] | None:
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
+        if self.is_changing:
+            refuse_interrupted()
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
         num_free = self.free_block_queue.num_free_blocks
@@ -104,161 +169,31 @@ class RunPoolCore(RunPoolState):
                 f"asked for a run of {num_blocks} blocks, {num_free} are free of {self.num_gpu_blocks - 1}. "
                 "Free a request, or ask for fewer."
             )
+        return self.take_run(num_blocks)
+
+    def take_run(self, num_blocks: int, avoids_retained: bool = False) -> list[KVCacheBlock] | None:
+        """Take a run as `get_new_run` does, as part of a larger call.
+
+        Args:
+            avoids_retained: do not take a run with a block of a band above the default one.
+        """
         if num_blocks == 0:
             return []
+        was_changing = self.is_changing
+        self.is_changing = True
         index = self.run_index
+        chosen: list[KVCacheBlock] | None = None
         while True:
-            if index.is_stale:
-                self.rebuild_index()
             first = index.find_run(num_blocks)
             if first is None or (avoids_retained and RETAINED in index.ages[first : first + num_blocks]):
-                return None
-            taken = list(self.blocks[first : first + num_blocks])
-            try:
-                index.note_range_taken(first, first + num_blocks)
-                take_chosen(self, index, taken, onto)
-            except BaseException:
-                index.is_stale = True
-                self.rebuild_index()
-                raise
-            if not index.is_stale:
-                return taken
-            # The rebuilt index is right, so the second round ends the loop.
-
-    def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._take_listed(as_list("blocks", blocks), None)
-
-    def take_listed_onto(self, blocks: list[KVCacheBlock], listed: list[KVCacheBlock]) -> None:
-        """Like `take_blocks(listed)`, but append the blocks to `blocks` in the same step, see `take_onto`."""
-        self._take_listed(listed, blocks)
-
-    def _take_listed(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
-        try:
-            take_listed(self, listed, onto)
-            self.run_index.note_taken(listed, self.block_owner)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.touch_onto(as_list("blocks", blocks), None)
-
-    def touch_onto(
-        self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None, is_access: bool = True
-    ) -> None:
-        try:
-            super().touch_onto(listed, onto, is_access)
-            self.run_index.note_taken(listed, self.block_owner)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    # ---- freeing ---------------------------------------------------------------------------------
-
-    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        listed = as_list("ordered_blocks", ordered_blocks)
-        try:
-            free_all(self, listed, False)
-            num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self.block_owner, num_free, self.enable_caching, False)
-            if self._band_policy is not None:
-                self._band_policy.place(listed)
-        except BaseException as error:
-            if self._policy_host is not None:
-                self._policy_host.is_stale = True
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
-        is_freed = False
-        freed = ordered_blocks
-        try:
-            if self._band_policy is not None:
-                freed = ordered_blocks.copy()
-            free_all(self, ordered_blocks, False)
-            is_freed = True
-            num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(ordered_blocks, self.block_owner, num_free, self.enable_caching, False)
-            ordered_blocks.clear()
-            if self._band_policy is not None:
-                self._band_policy.place(freed)
-        except BaseException as error:
-            if self._policy_host is not None:
-                self._policy_host.is_stale = True
-            if is_freed:
-                ordered_blocks.clear()
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
-        listed = list(as_list("blocks", blocks))
-        try:
-            unpin_all(self, listed, on_reuse)
-            num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self.block_owner, num_free, True, True)
-            if self._band_policy is not None:
-                self._band_policy.place_unpinned(listed)
-        except BaseException as error:
-            if self._policy_host is not None:
-                self._policy_host.is_stale = True
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
-        listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
-        try:
-            super().evict_blocks(listed)
-            for block_id in listed:
-                if block_id not in self.reuse_watchers:
-                    self.run_index.note_emptied(block_id)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def reset_prefix_cache(self) -> bool:
-        is_done = False
-        try:
-            is_done = super().reset_prefix_cache()
-            if is_done:
-                self.run_index.note_all_emptied()
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-        return is_done
-
-    def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
-        listed = as_list("blocks", blocks)
-        try:
-            super().move_to_band(listed, band)
-            note_moved(self.run_index, listed, band)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def merge_bands(self) -> None:
-        """Like `BlockPool.merge_bands`, and rebuild the index. O(number of blocks)."""
-        try:
-            super().merge_bands()
-            self.rebuild_index()
-        except BaseException:
-            self.rebuild_index()
-            raise
+                chosen = None
+                break
+            chosen = list(self.blocks[first : first + num_blocks])
+            if self._take_chosen(chosen, was_changing):
+                break
+            self.rebuild_index()  # a caller has changed the queue itself
+        self.is_changing = was_changing
+        return chosen
 
     # ---- queries ---------------------------------------------------------------------------------
 
@@ -279,8 +214,6 @@ class RunPoolCore(RunPoolState):
         """
         run_length = as_count("run_length", run_length, 1)
         index = self.run_index
-        if index.is_stale:
-            self.rebuild_index()
         num_runs = index.count_runs(run_length)
         if index.num_free >= run_length:
             return 1.0 - num_runs / (index.num_free // run_length)
@@ -319,45 +252,7 @@ class RunPoolCore(RunPoolState):
         """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return self.run_index.list_runs()
 
-    # ---- changing ids and size -------------------------------------------------------------------
-
-    def swap_block_ids(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Like `BlockPool.swap_block_ids`; starts a new epoch.
-
-        If the metrics collector has a method `on_ids_swapped`, calls it with the pairs.
-        """
-        listed = as_pairs(pairs)
-        try:
-            swap_ids(self, listed)
-            self.run_index.swap(listed)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-        on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
-        if on_ids_swapped is not None:
-            on_ids_swapped(listed)
-
-    def add_blocks(self, num_blocks: int) -> None:
-        try:
-            super().add_blocks(num_blocks)
-            self.run_index.resize(self.num_gpu_blocks)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
-
-    def remove_last_blocks(self, num_blocks: int) -> None:
-        try:
-            super().remove_last_blocks(num_blocks)
-            self.run_index.resize(self.num_gpu_blocks)
-        except BaseException as error:
-            was_stale = self.run_index.is_stale
-            self.run_index.is_stale = True
-            self._follow(error, was_stale)
-            raise
+    # ---- changing the size -----------------------------------------------------------------------
 
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids; they are the next to be taken. O(blocks).

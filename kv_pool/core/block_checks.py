@@ -1,10 +1,10 @@
-"""Check the blocks that callers pass, and raise the errors about them."""
+"""Raise the errors about blocks that callers pass, and about a pool that was interrupted."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.errors import InvalidBlockError, InvalidTypeError
+from kv_pool.errors import InvalidBlockError, InvalidTypeError, PoolInterruptedError
 
 
 def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
@@ -43,4 +43,13 @@ def raise_not_takeable(block: KVCacheBlock, owner: Any) -> NoReturn:
         )
     raise InvalidBlockError(
         f"block {block.block_id} is in use, or listed twice; take_blocks() takes free blocks"
+    )
+
+
+def refuse_interrupted() -> NoReturn:
+    """Raise PoolInterruptedError."""
+    raise PoolInterruptedError(
+        "an earlier call of this pool was interrupted. Call repair() of the manager or the adapter, which "
+        "keeps the blocks of all requests and empties the prefix cache; for a bare BlockPool, repair(blocks) "
+        "with the blocks that you hold, each once per reference"
     )

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hashes
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
@@ -14,19 +15,36 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
 
     Returns:
         True if any key was in the prefix map.
-    Raises:
-        Any interrupt. The keys that are removed by then are counted and have events.
     """
+    if block.key is None and not pool.cached_block_hashes_by_block:
+        return False
+    was_changing = pool.is_changing
+    pool.is_changing = True
     num_before = pool.num_evictions
-    if not pool.enable_kv_cache_events:
-        drop_keys(pool, block, None)
-    elif block.key is not None or pool.cached_block_hashes_by_block:
-        try:
-            drop_keys(pool, block, pool._unannounced)
-        finally:
-            if pool._unannounced:
-                announce_removed(pool)
+    keys: list[BlockHashWithGroupId] = []
+    drop_keys(pool, block, keys)
+    if keys and pool.enable_kv_cache_events:
+        announce_removed(pool, keys)
+    pool.is_changing = was_changing
     return pool.num_evictions > num_before
+
+
+def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Implement `BlockPool.evict_blocks`."""
+    was_changing = pool.is_changing
+    pool.is_changing = True
+    for block in blocks:
+        key = block.key
+        own_hash = key[:-4] if isinstance(key, bytes) else find_own_hash(block)
+        block.generation += 1
+        if pool.metrics_collector is not None:
+            pool.metrics_collector.on_block_evicted(block)
+        evict(pool, block)
+        if own_hash is not None:
+            note_own_hash(block, own_hash)
+        if pool.free_index is not None and block.block_id not in pool.reuse_watchers:
+            pool.free_index.note_emptied(block.block_id)
+    pool.is_changing = was_changing
 
 
 def note_own_hash(block: KVCacheBlock, block_hash: bytes) -> None:
@@ -43,49 +61,40 @@ def find_own_hash(block: KVCacheBlock) -> Any:
 
 
 def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Evict each of these blocks, in order."""
+    """Evict each of these blocks, in order, as part of a larger change."""
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     # Fast path: if the map's count and the block's flag guarantee a bare entry, delete it without a lookup.
     is_sure = cache._num_keys == len(entries) and not pool.cached_block_hashes_by_block
     announces = pool.enable_kv_cache_events
-    keys = pool._unannounced
+    keys: list[BlockHashWithGroupId] = []
     num_deleted = 0
-    block = pool.blocks[0]
-    try:
-        for block in blocks:
-            if is_sure and block._next_cached_id >= 0:
-                key = cast(BlockHashWithGroupId, block.key)
-                if announces:
-                    keys.append(key)
-                block.key = None
-                block.num_key_tokens = -1
-                block._next_cached_id = -1
-                try:
-                    del entries[key]
-                except KeyError:  # a caller has edited the map
-                    if announces:
-                        del keys[-1]
-                    continue
-                num_deleted += 1
-            elif block.key is not None or pool.cached_block_hashes_by_block:
-                drop_keys(pool, block, keys if announces else None)
-    finally:
-        if keys and block.key is keys[-1]:  # interrupted before it was dropped
-            del keys[-1]
-        cache._num_keys -= num_deleted
-        pool.num_evictions += num_deleted
-        if keys:
-            announce_removed(pool)
+    for block in blocks:
+        if is_sure and block._next_cached_id >= 0:
+            key = cast(BlockHashWithGroupId, block.key)
+            block.key = None
+            block.num_key_tokens = -1
+            block._next_cached_id = -1
+            try:
+                del entries[key]
+            except KeyError:  # a caller has edited the map
+                continue
+            if announces:
+                keys.append(key)
+            num_deleted += 1
+        elif block.key is not None or pool.cached_block_hashes_by_block:
+            drop_keys(pool, block, keys)
+    cache._num_keys -= num_deleted
+    pool.num_evictions += num_deleted
+    if keys and announces:
+        announce_removed(pool, keys)
 
 
-def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithGroupId] | None) -> None:
+def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithGroupId]) -> None:
     """Remove all keys of the block, primary first, and count those that were in the prefix map.
 
     Args:
-        dropped: collects the counted keys, if given.
-
-    Works key by key: after an interrupt, each key is either removed everywhere or still in place.
+        dropped: collects the counted keys.
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
@@ -113,8 +122,7 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
         elif found is not None:
             raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
         if is_known and key is not None:
-            if dropped is not None:
-                dropped += [key]
+            dropped.append(key)
             if copies is None:
                 del entries[key]
                 cache._num_keys -= 1
@@ -132,12 +140,11 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
                 del secondary[block.block_id]
 
 
-def announce_removed(pool: PoolState) -> None:
-    """Append `BlockRemoved` events for the keys in `_unannounced`, and clear it.
+def announce_removed(pool: PoolState, keys: list[BlockHashWithGroupId]) -> None:
+    """Append `BlockRemoved` events for these keys, which are at least one.
 
     One event per key; with `dense_events`, one per run of keys of one group in which no hash repeats.
     """
-    keys = pool._unannounced
     events = pool.kv_event_queue
     medium = pool.medium
     make_removed = pool.removed_type
@@ -148,22 +155,18 @@ def announce_removed(pool: PoolState) -> None:
     )
     suffix = keys[0][-4:]
     group_id = get_group_id(keys[0])
-    made: list[Any] = []
     if pool.dense_events:
-        join_removed(pool, keys, hashes, made)
+        join_removed(pool, keys, hashes, events)
     else:
         for key, block_hash in zip(keys, hashes):  # noqa: B905 (mypyc makes a loop of this only)
             if not key.endswith(suffix):
                 suffix = key[-4:]
                 group_id = get_group_id(key)
-            made.append(make_removed([block_hash], medium, group_id))
-    nothing: list[BlockHashWithGroupId] = []
-    events += made
-    pool._unannounced = nothing
+            events.append(make_removed([block_hash], medium, group_id))
 
 
 def join_removed(
-    pool: PoolState, keys: list[BlockHashWithGroupId], hashes: list[Any], made: list[Any]
+    pool: PoolState, keys: list[BlockHashWithGroupId], hashes: list[Any], made: list[KVCacheEvent]
 ) -> None:
     """Append one `BlockRemoved` per run of keys of one group in which no hash repeats."""
     make_removed = pool.removed_type

@@ -6,7 +6,7 @@ from typing import Final
 from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import SENTINEL_ID, KVCacheBlock
-from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue, link
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
 MAX_BAND: Final = 100
@@ -22,77 +22,9 @@ EMPTY_BAND: Final = -MAX_BAND - 2
 """The band of blocks without content; they are reused first."""
 
 
-class NumberedBlocks:
-    """The blocks with a `retention_id` that one call has freed.
-
-    Attributes:
-        stretches: runs of cached blocks. The blocks of a run have the same number, and are adjacent in the
-            queue and, apart from blocks without content, in the call's list.
-        without_content: the other blocks, at the front of the queue.
-    """
-
-    def __init__(self) -> None:
-        self.stretches: list[list[KVCacheBlock]] = []
-        self.without_content: list[KVCacheBlock] = []
-        self._starts: list[tuple[int, int, int]] = []
-
-    def begin_stretch(self, start: i64, num_back: i64, num_front: i64) -> None:
-        """Note that a run of cached blocks with one number, or without a number, starts at this list index.
-
-        Args:
-            num_back: number of blocks that the call has appended to the queue so far.
-            num_front: number of blocks that the call has prepended so far.
-        """
-        self._starts.append((start, num_back, num_front))
-
-    def cut(
-        self, listed: list[KVCacheBlock], num_back: i64, num_front: i64, front: KVCacheBlock | None
-    ) -> None:
-        """Copy the runs from the call's list, and collect the blocks without content.
-
-        Args:
-            num_back: number of blocks that the call appends to the queue.
-            num_front: number of blocks that the call prepends.
-            front: the first of the prepended blocks, which are linked to each other.
-        """
-        end_back: int = num_back
-        end_front: int = num_front
-        for start, start_back, start_front in reversed(self._starts):
-            if listed[start].retention_id != 0:
-                num_blocks = end_back - start_back
-                if end_front == start_front:
-                    self.stretches.append(listed[start : start + num_blocks])
-                else:
-                    self.stretches.append(list_cached(listed, start, num_blocks))
-            end_back = start_back
-            end_front = start_front
-        self.stretches.reverse()
-        while front is not None:
-            if front.retention_id != 0:
-                self.without_content.append(front)
-            front = front.next_free_block
-
-
-def list_cached(listed: list[KVCacheBlock], start: int, num_blocks: int) -> list[KVCacheBlock]:
-    """Return the first `num_blocks` blocks with content, from list index `start` on."""
-    found: list[KVCacheBlock] = []
-    while len(found) < num_blocks:
-        if listed[start].key is not None:
-            found.append(listed[start])
-        start += 1
-    return found
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BandPolicy:
-    """A policy that chooses the bands of freed blocks. A pool has at most one: `BlockPool.open_bands`.
-
-    Attributes:
-        reads_numbers: the policy places only blocks with a `retention_id`, and blocks with the same number
-            together. If True, `free_blocks` calls `place_numbered` instead of `place`.
-    """
-
-    reads_numbers: bool = False
+    """A policy that chooses the bands of freed blocks. A pool has at most one: `BlockPool.open_bands`."""
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Move the blocks that became free to their bands, with `BlockPool.move_to_band`.
@@ -109,13 +41,6 @@ class BandPolicy:
         """Like `place`, for blocks of `unpin_blocks`: those without a hash are in the default band, too."""
         self.place(freed)
 
-    def place_numbered(self, freed: NumberedBlocks) -> None:
-        """Move these blocks to their bands. Called instead of `place` if `reads_numbers` is True.
-
-        Not called if a call frees no blocks with a number.
-        """
-        raise NotImplementedError
-
     def note_reset(self) -> None:
         """Handle a reset of the prefix cache: all blocks are without content, in the empty band."""
         raise NotImplementedError
@@ -124,9 +49,8 @@ class BandPolicy:
         """Handle blocks that were removed from the pool."""
         raise NotImplementedError
 
-    def recover(self) -> None:
-        """Place all free blocks again, after a call that frees blocks was interrupted."""
-        raise NotImplementedError
+    def begin_repair(self) -> None:
+        """Forget the references that the policy has, before a repair counts all references."""
 
 
 class EvictionOrder:
@@ -173,8 +97,12 @@ class EvictionOrder:
 
     def open(self) -> None:
         """Give the queue an empty and a default band. O(free blocks without content)."""
-        if self.is_open:
-            return
+        if not self.is_open:
+            self._insert_ends()
+            self.is_open = True
+
+    def _insert_ends(self) -> None:
+        """Insert the end markers of the empty and the default band into a queue without markers."""
         queue = self._queue
         tail = queue.fake_free_list_tail
         first = queue.fake_free_list_head.next_free_block
@@ -185,7 +113,6 @@ class EvictionOrder:
         default_end = KVCacheBlock(SENTINEL_ID, BAND_END)
         ends = {EMPTY_BAND: empty_end, DEFAULT_BAND: default_end}
         bands = [EMPTY_BAND, DEFAULT_BAND]
-        # No call from here on, so an interrupt takes effect before or after all of it.
         before = first.prev_free_block
         assert before is not None
         empty_end.prev_free_block = before
@@ -202,7 +129,6 @@ class EvictionOrder:
         self._ends = ends
         self._empty_end = empty_end
         self._bands = bands
-        self.is_open = True
 
     def move(self, blocks: list[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band, in the given order. O(len(blocks)).
@@ -250,13 +176,24 @@ class EvictionOrder:
         assert back is not None
         if back is last:
             return
-        # No call until the chain is at its new position.
         before.next_free_block = after
         after.prev_free_block = before
         first.prev_free_block = back
         last.next_free_block = end
         back.next_free_block = first
         end.prev_free_block = last
+
+    def relink(self, free: list[KVCacheBlock]) -> None:
+        """Make the queue contain exactly these blocks, which are not linked, in this order.
+
+        If the order has bands, they open again, and all blocks with content are in the default one.
+        """
+        queue = self._queue
+        link(queue.fake_free_list_head, free, queue.fake_free_list_tail)
+        queue.num_free_blocks = len(free)
+        queue.append_before = queue.fake_free_list_tail
+        if self.is_open:
+            self._insert_ends()
 
     def merge(self) -> None:
         """Merge all bands but the empty one into the default band, in their current order. O(bands)."""

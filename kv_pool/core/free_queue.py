@@ -113,19 +113,18 @@ class FreeKVCacheBlockQueue:
         taken: list[KVCacheBlock] = []
         if n == 0:
             return taken
-        if self.append_before is not self.fake_free_list_tail:
-            while len(taken) < n:
-                taken.append(self.popleft())
-            return taken
-        head = self.fake_free_list_head
-        block = head.next_free_block
-        for _ in range(n):
-            if block is None:
-                break
+        front = self.fake_free_list_head  # the taken blocks follow it: the head, or the last band marker passed
+        block = front.next_free_block
+        while block is not None and len(taken) < n:
             after = block.next_free_block
-            block.prev_free_block = None
-            block.next_free_block = None
-            taken.append(block)
+            if block.ref_cnt == BAND_END:
+                front.next_free_block = block
+                block.prev_free_block = front
+                front = block
+            else:
+                block.prev_free_block = None
+                block.next_free_block = None
+                taken.append(block)
             block = after
         if block is None:  # in a sound queue, at least the tail is left
             self._relink(taken)
@@ -133,8 +132,8 @@ class FreeKVCacheBlockQueue:
                 f"num_free_blocks is {self.num_free_blocks} but only {len(taken)} blocks are linked: "
                 "the counter is out of sync with the queue"
             )
-        head.next_free_block = block
-        block.prev_free_block = head
+        front.next_free_block = block
+        block.prev_free_block = front
         self.num_free_blocks -= n
         return taken
 
@@ -228,8 +227,6 @@ class FreeKVCacheBlockQueue:
         num_back: int,
     ) -> None:
         """Prepend one chain of linked blocks and append another; None, None, 0 for no chain. O(1).
-
-        Makes no call between the assignments, so an interrupt takes effect before or after all of them.
 
         Raises:
             CorruptedPoolError: a sentinel is not linked. Nothing has changed.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kv_pool.core.arguments import as_list_of, check_number
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId
@@ -136,14 +137,17 @@ class Hold(TimedItem):
         Raises:
             As `BlockPool.hold`; also InvalidArgumentError if the hold has ended. Nothing has changed.
         """
+        self._book.check_whole()
         self._check_open()
         held = self._blocks
         listed = as_list_of("blocks", blocks, KVCacheBlock)
         added = [block for block in self._book.list_holdable(listed, self.reason) if block not in held]
-        self._book.take_references(self, added)
+        if added:
+            self._book.take_references(self, added)
 
     def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop the references to these blocks. Blocks that this hold does not contain are ignored."""
+        self._book.check_whole()
         held = self._blocks
         removed = [block for block in dict.fromkeys(blocks) if block in held]
         if removed:
@@ -152,11 +156,16 @@ class Hold(TimedItem):
     def release(self) -> None:
         """End the hold and drop its references.
 
+        In a pool whose last call was interrupted, `repair` drops them.
+
         Raises:
             InvalidArgumentError: the hold has already ended. Nothing has changed.
         """
         self._check_open()
-        self._book.end(self, HoldState.RELEASED)
+        if self._book.owner().is_changing:
+            self._book._end(self, HoldState.RELEASED)
+        else:
+            self._book.end(self, HoldState.RELEASED)
 
     def extend(self, until: float) -> None:
         """Set a new deadline, later or earlier than the current one. O(log holds).
@@ -172,6 +181,10 @@ class Hold(TimedItem):
             raise InvalidArgumentError(f"{self!r} cannot be extended to {until}: it is {now} now")
         self._book.deadlines.push_at(self, until)
         self.changes_at = until
+
+    def forget(self, kept: Iterable[KVCacheBlock] = ()) -> None:
+        """Forget all blocks but these, in a pool that is being repaired: references are counted again."""
+        self._blocks = dict.fromkeys(kept)
 
     def __enter__(self) -> "Hold":
         return self
@@ -233,13 +246,31 @@ class BlockHolds:
         self.clock: Callable[[], float] = clock
         self.deadlines: Deadlines = Deadlines()
         self.num_overdue: int = 0
+        self._parties: list[Callable[[], Any]] = []  # weak references
         self._open: dict[Hold, None] = {}
         self._places: dict[PlaceHold, None] = {}
-        # Left over by an interrupted call, for `settle`: references that no hold has yet; references to drop,
-        # and the hold that they belong to.
-        self._arriving: list[KVCacheBlock] = []
-        self._leaving: list[KVCacheBlock] = []
-        self._leaving_from: Hold | None = None
+
+    def add_party(self, party: Callable[[], Any]) -> None:
+        """Let an object that opens holds be called before the pool's references are counted again.
+
+        Args:
+            party: a weak reference to an object with a method `begin_repair()`, which makes its records and
+                holds agree after a call that was interrupted. It must not change references.
+        """
+        self._parties = [one for one in self._parties if one() is not None]
+        self._parties.append(party)
+
+    def begin_repair(self) -> None:
+        """Call `begin_repair` of all parties."""
+        for one in self._parties:
+            party = one()
+            if party is not None:
+                party.begin_repair()
+
+    def check_whole(self) -> None:
+        """Raise PoolInterruptedError if a call of the pool was interrupted."""
+        if self.owner().is_changing:
+            refuse_interrupted()
 
     def list_holds(self) -> list[Hold]:
         """Return the open and quarantined holds, oldest first, without place holds."""
@@ -329,61 +360,30 @@ class BlockHolds:
         is_movable: bool = False,
         until: float = NEVER,
         is_quarantined_late: bool = False,
-        onto: list[Hold] | None = None,
     ) -> Hold:
-        """Implement `BlockPool.hold`, and append the hold to `onto` in the same step.
-
-        If the caller is interrupted, `onto` contains exactly the holds that it has to release.
-        """
-        self.settle()
+        """Implement `BlockPool.hold`."""
         listed = self.list_holdable(blocks, reason)
         hold = Hold(self, reason, is_movable, is_quarantined_late)
-        opened = [hold]
-        held = dict.fromkeys(listed)
-        nothing: list[KVCacheBlock] = []
+        self._open[hold] = None
+        if listed:
+            self.take_references(hold, listed)
         self.deadlines.push_at(hold, until)
-        try:
-            if listed:
-                self.owner().touch_onto(listed, self._arriving, False)
-            # No call until the hold owns the references.
-            self._open[hold] = None
-            if onto is not None:
-                onto += opened
-            hold._blocks = held
-            hold.changes_at = until
-            self._arriving = nothing
-        except BaseException:
-            self._open.pop(hold, None)
-            self.settle()
-            raise
+        hold.changes_at = until
         return hold
 
-    def adopt(self, references: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
-        """Open a hold that takes over references to distinct blocks, and clear `references`."""
-        self.settle()
+    def adopt(self, references: list[KVCacheBlock], reason: str) -> Hold:
+        """Open a hold that takes over the caller's references to distinct blocks."""
         hold = Hold(self, reason, False, False)
-        opened = [hold]
         hold._blocks = dict.fromkeys(references)
-        try:  # no call until the hold owns the references, but an allocation may fail
-            self._open[hold] = None
-            onto += opened
-        except BaseException:
-            self._open.pop(hold, None)
-            raise
-        references.clear()
+        self._open[hold] = None
         return hold
 
-    def hand_over(self, hold: Hold, onto: list[KVCacheBlock]) -> None:
-        """End a hold and pass its references to the caller, appended to `onto` in the same step."""
+    def hand_over(self, hold: Hold) -> list[KVCacheBlock]:
+        """End a hold, and pass its references to the caller."""
         hold._check_open()
-        self.settle()
         blocks = list(hold._blocks)
-        nothing: dict[KVCacheBlock, None] = {}
-        onto += blocks  # no call from here on
-        del self._open[hold]
-        hold._blocks = nothing
-        hold.changes_at = NEVER
-        hold.state = HoldState.RELEASED
+        self._end(hold, HoldState.RELEASED)
+        return blocks
 
     def list_holdable(self, blocks: list[KVCacheBlock], reason: str) -> list[KVCacheBlock]:
         """Return the distinct blocks without null blocks. Raises: as `BlockPool.hold`."""
@@ -408,59 +408,40 @@ class BlockHolds:
                     f"C3: block {block_id} is {' and '.join(reasons)}: it {what} until that has ended"
                 )
 
-    # ---- references --------------------------------------------------------------------------------
+    # ---- parts of larger calls ---------------------------------------------------------------------
 
     def take_references(self, hold: Hold, blocks: list[KVCacheBlock]) -> None:
         """Add a reference of the hold to each of these blocks. The hold must not contain them yet."""
-        if not blocks:
-            return
-        self.settle()
-        added = dict.fromkeys(blocks)
-        nothing: list[KVCacheBlock] = []
-        try:
-            self.owner().touch_onto(blocks, self._arriving, False)
-            hold._blocks |= added
-            self._arriving = nothing  # no call in between
-        except BaseException:
-            self.settle()
-            raise
+        pool = self.owner()
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        pool.add_references(blocks, False)
+        hold._blocks.update(dict.fromkeys(blocks))
+        pool.is_changing = was_changing
 
     def drop_references(self, hold: Hold, blocks: list[KVCacheBlock]) -> None:
         """Drop the hold's references to these blocks, last block first. The hold must contain them."""
-        self.settle()
-        blocks.reverse()
-        self._leaving_from = hold
-        self._leaving = blocks
-        try:
-            self.settle()
-        except BaseException:
-            self.settle()
-            raise
+        pool = self.owner()
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        for block in blocks:
+            del hold._blocks[block]
+        pool.drop_references(blocks[::-1])
+        pool.is_changing = was_changing
 
     def end(self, hold: Hold, state: HoldState) -> None:
         """End a hold and drop its references, last block first."""
-        self.settle()
-        leaving = list(hold._blocks)
-        leaving.reverse()
-        nothing: dict[KVCacheBlock, None] = {}
-        try:
-            del self._open[hold]
-            self._leaving = leaving
-            hold._blocks = nothing
-            hold.changes_at = NEVER
-            hold.state = state
-            self.settle()
-        except BaseException:
-            self.settle()
-            raise
+        pool = self.owner()
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        blocks = list(hold._blocks)
+        self._end(hold, state)
+        pool.drop_references(blocks[::-1])
+        pool.is_changing = was_changing
 
-    def settle(self) -> None:
-        """Drop the references that a call, possibly an interrupted one, left to drop."""
-        if self._arriving:
-            self.owner().free_out_of(self._arriving)
-        if self._leaving:
-            if self._leaving_from is not None:
-                for block in self._leaving:
-                    self._leaving_from._blocks.pop(block, None)
-                self._leaving_from = None
-            self.owner().free_out_of(self._leaving)
+    def _end(self, hold: Hold, state: HoldState) -> None:
+        """End a hold whose references are no longer its own."""
+        del self._open[hold]
+        hold._blocks = {}
+        hold.changes_at = NEVER
+        hold.state = state

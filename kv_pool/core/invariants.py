@@ -31,6 +31,7 @@ it is for tests and for debugging.
 """
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
@@ -42,14 +43,14 @@ from kv_pool.ids import BlockId
 def check(pool: BlockPool) -> None:
     """Verify every invariant. O(number of blocks).
 
-    Changes nothing, except that a call that was interrupted twice is first completed or undone, as the pool's
-    next call would do.
+    Changes nothing.
 
     Raises:
+        PoolInterruptedError: a call was interrupted, so they need not hold.
         CorruptedPoolError: an invariant fails; the message begins with its number.
     """
-    if pool._unfinished:
-        pool._recover()
+    if pool.is_changing:
+        refuse_interrupted()
     check_free_queue(pool.free_block_queue)
     check_blocks(pool)
     check_holds(pool)
@@ -145,7 +146,7 @@ def check_bands(pool: BlockPool) -> None:
 
 
 def check_runs(pool: BlockPool) -> None:
-    """Check K1 to K6. O(number of blocks). Rebuilds the runs first if an interrupted call left that to do."""
+    """Check K1 to K6. O(number of blocks). Rebuilds the runs first if a reset left that to do."""
     host = pool.policy_host
     if host is None:
         return
@@ -195,7 +196,7 @@ def check_runs(pool: BlockPool) -> None:
 
 
 def check_live_curve(pool: BlockPool) -> None:
-    """Check D1 to D4. O(limit). Restarts the curve first if an interrupted call left that to do."""
+    """Check D1 to D4. O(limit). Restarts the curve first if a resize left that to do."""
     curve = pool.live_curve
     if curve is None:
         return

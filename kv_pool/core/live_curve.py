@@ -55,7 +55,7 @@ class LiveCurve:
         looked_up_blocks, hit_blocks: sums over all look-ups, sampled or not.
         looked_up_tokens, hit_tokens: the same in tokens; the former includes partial blocks of prompts.
         period_starts: times of the last periods' starts; a half-life has 16 periods of look-ups.
-        is_stale: a call was interrupted or the pool resized: the next one starts again.
+        is_stale: the pool was resized: the next call starts again.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class LiveCurve:
 
     def restart(self) -> None:
         """Start with an empty stack and without counts."""
-        self.is_stale = True
         capacity = max(1, self.capacity)
         self.rate = min(self.max_rate, self.max_samples / (MAX_MULTIPLE * capacity))
         self._bound = int(self.rate * 4294967296)
@@ -130,7 +129,6 @@ class LiveCurve:
         """Handle a hit: the blocks of one request, or of one of its groups, first block first."""
         if self.is_stale:
             self.restart()
-        self.is_stale = True
         num_blocks: i64 = len(listed)
         if num_blocks > 0 and listed[0].is_null:
             num_blocks = self._note_touched_singly(listed)
@@ -140,7 +138,6 @@ class LiveCurve:
                 self._count(last, len(self.stack.blocks))
                 self.stack.access(last)
         self._add_lookups(num_blocks, num_blocks, 0)
-        self.is_stale = False
 
     def note_cached(
         self,
@@ -154,7 +151,6 @@ class LiveCurve:
         """Handle blocks that a request has computed and cached. Arguments as in `PolicyHost.note_cached`."""
         if self.is_stale:
             self.restart()
-        self.is_stale = True
         self.block_size = block_size
         num_prompt: Any = getattr(request, "num_prompt_tokens", None)
         num_counted: i64 = len(blocks)
@@ -211,7 +207,6 @@ class LiveCurve:
         if last is not None and not is_reached:
             self._use(last, num_known)
         self._add_lookups(0, num_lookups, num_partial)
-        self.is_stale = False
 
     def note_reset(self) -> None:
         """Handle a reset of the prefix cache: no pool has a hit of an earlier block. Counts stay."""

@@ -7,6 +7,7 @@ from mypy_extensions import i32, i64
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_runs import CachedRun
 from kv_pool.core.policy_runner import PolicyRunner
+from kv_pool.errors import CachePolicyError
 from kv_pool.ids import GroupId
 
 # Compiled code would make and drop an AttributeError for each attribute that a request lacks.
@@ -25,14 +26,17 @@ class PolicyHost(PolicyRunner):
 
     def note_missed(self, key: Any) -> None:
         """Handle a lookup whose first missing block has this key."""
+        pool = self._owner()
+        was_changing = pool.is_changing
+        pool.is_changing = True
         if self.is_stale:
             self.rebuild()
-        self.is_stale = True
         try:
             self.policy.missed(key)
         except Exception as error:
-            self._replace("missed()", error)
-        self.is_stale = False
+            self.fail("missed()", error)
+            self.rebuild()
+        pool.is_changing = was_changing
 
     def note_cached(
         self,
@@ -53,17 +57,116 @@ class PolicyHost(PolicyRunner):
         """
         if self.is_stale:
             self.rebuild()
+        try:
+            self._note_cached(request, table, blocks, num_before, group_id, block_size, has_gaps)
+        except CachePolicyError:
+            self.rebuild()
+
+    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
+        """Handle blocks that have got a reference. `is_access`: a request has hit them."""
+        if self.is_stale:
+            self.rebuild()
+            return
+        try:
+            self._note_touched(blocks, is_access)
+        except CachePolicyError:
+            self.rebuild()
+
+    def place(self, freed: list[KVCacheBlock]) -> None:
+        if self.is_stale:
+            self.rebuild()
+            return
+        try:
+            self._place_listed(freed)
+        except CachePolicyError:
+            self.rebuild()
+
+    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
+        """Handle blocks that `unpin_blocks` has freed. Those without a key are at the back, too."""
+        if self.is_stale:
+            self.rebuild()
+            return
+        try:
+            self._place_listed(freed)
+            for block in freed:
+                if block.key is None and block.ref_cnt == 0 and block.retention_id == 0:
+                    self._adopt(block)
+        except CachePolicyError:
+            self.rebuild()
+
+    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle free blocks that were taken by a caller's choice, not the policy's."""
+        if self.is_stale:
+            self.rebuild()
+            return
+        for block in blocks:
+            number = block.retention_id
+            if number > 0:
+                run = self.table.runs[number]
+                if run is not None and run.is_free:
+                    if run.blocks[-1] is not block:
+                        run = self.table.isolate(run, block)
+                    if run is not None:
+                        self._cut(run, 1)
+            block.retention_id = 0
+
+    def order_victims(self, num_blocks: int) -> None:
+        """Move the blocks that the policy evicts for an allocation to the front of the free queue.
+
+        They stay cached until they are taken. O(blocks moved).
+        """
+        if self.is_stale:
+            self.rebuild()
+        try:
+            self._order_victims(num_blocks)
+        except CachePolicyError:
+            self.rebuild()
+            self._order_victims(num_blocks)  # by LRU
+
+    def note_reset(self) -> None:
+        self.is_stale = True
+
+    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
+        self.note_resized()
+
+    def note_resized(self) -> None:
+        """Handle another number of blocks."""
+        self.capacity = self._owner().num_gpu_blocks - 1
+        self.policy.capacity = self.capacity
+
+    def unchain(self, group_id: GroupId) -> None:
+        """Note that hits of a group do not need all earlier blocks. O(runs)."""
+        if self.is_stale:
+            self.rebuild()
+        self.unchained[group_id] = None
+        for run in self.table.list_runs():
+            if run.group_id == group_id:
+                run.is_chained = False
+                run.parent = None
+                run.num_children = 0
+                self._unpark(run)
+
+    # ---- steps of these calls ----------------------------------------------------------------------
+
+    def _note_cached(
+        self,
+        request: Any,
+        table: Any,
+        blocks: list[KVCacheBlock],
+        num_before: int,
+        group_id: i32,
+        block_size: i32,
+        has_gaps: bool,
+    ) -> None:
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
         if is_chained and num_before > 0:
             first: KVCacheBlock = table[0]
             if first.is_null:
                 self.unchain(cast(GroupId, group_id))
                 is_chained = False
-        self.is_stale = True
         if not has_gaps and not self.is_flat:
             last = self.table.find_ending(table[num_before - 1]) if is_chained and num_before > 0 else None
             self._add_cached(request, blocks, last, group_id, block_size)
-            self.is_stale = False
             return
         start: i64 = 0
         num_blocks: i64 = len(blocks)
@@ -81,14 +184,8 @@ class PolicyHost(PolicyRunner):
                 parent = self.table.find_ending(table[position - 1])
             self._add_cached(request, blocks[start:end], parent, group_id, block_size)
             start = end
-        self.is_stale = False
 
-    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
-        """Handle blocks that have got a reference. `is_access`: a request has hit them."""
-        if self.is_stale:
-            self.rebuild()
-            return
-        self.is_stale = True
+    def _note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
         self._before = None
         # Blocks of one number with increasing token counts are different blocks of one run.
         number: i32 = 0
@@ -105,57 +202,9 @@ class PolicyHost(PolicyRunner):
             index += 1
         if number > 0:
             self._note_stretch(blocks, start, index, is_access)
-        self.is_stale = False
 
-    def place(self, freed: list[KVCacheBlock]) -> None:
-        if self.is_stale:
-            self.rebuild()
-            return
-        self.is_stale = True
-        self._place_listed(freed)
-        self.is_stale = False
-
-    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
-        """Handle blocks that `unpin_blocks` has freed. Those without a key are at the back, too."""
-        if self.is_stale:
-            self.rebuild()
-            return
-        self.place(freed)
-        self.is_stale = True
-        for block in freed:
-            if block.key is None and block.ref_cnt == 0 and block.retention_id == 0:
-                self._adopt(block)
-        self.is_stale = False
-
-    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle free blocks that were taken by a caller's choice, not the policy's."""
-        if self.is_stale:
-            self.rebuild()
-            return
-        self.is_stale = True
-        for block in blocks:
-            number = block.retention_id
-            if number > 0:
-                run = self.table.runs[number]
-                if run is not None and run.is_free:
-                    if run.blocks[-1] is not block:
-                        run = self.table.isolate(run, block)
-                    if run is not None:
-                        self._cut(run, 1)
-            block.retention_id = 0
-        self.is_stale = False
-
-    def order_victims(self, num_blocks: int) -> None:
-        """Move the blocks that the policy evicts for an allocation to the front of the free queue.
-
-        They stay cached until they are taken. O(blocks moved).
-        """
-        if self.is_stale:
-            self.rebuild()
+    def _order_victims(self, num_blocks: int) -> None:
         missing: i64 = num_blocks - self._count_free() + self.num_ordered
-        if missing <= 0:
-            return
-        self.is_stale = True
         while missing > 0:
             run = self._choose()
             num_cut: i64 = min(missing, len(run.blocks))
@@ -166,38 +215,6 @@ class PolicyHost(PolicyRunner):
             self._move_to_front(run, num_cut)
             self._cut(run, num_cut)
             missing -= num_cut
-        self.is_stale = False
-
-    def note_reset(self) -> None:
-        self.is_stale = True  # rebuilt by the next call, since this one may still be completed
-
-    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
-        self.note_resized()
-
-    def note_resized(self) -> None:
-        """Handle another number of blocks."""
-        self.capacity = self._owner().num_gpu_blocks - 1
-        self.policy.capacity = self.capacity
-
-    def recover(self) -> None:
-        self.is_stale = True
-        self.rebuild()
-
-    def unchain(self, group_id: GroupId) -> None:
-        """Note that hits of a group do not need all earlier blocks. O(runs)."""
-        if self.is_stale:
-            self.rebuild()
-        self.is_stale = True
-        self.unchained[group_id] = None
-        for run in self.table.list_runs():
-            if run.group_id == group_id:
-                run.is_chained = False
-                run.parent = None
-                run.num_children = 0
-                self._unpark(run)
-        self.is_stale = False
-
-    # ---- steps of these calls ----------------------------------------------------------------------
 
     def _note_stretch(self, blocks: list[KVCacheBlock], start: i64, end: i64, is_access: bool) -> None:
         """Handle the blocks of one run, from list index `start` to `end`, that have got a reference."""

@@ -19,9 +19,8 @@ MAX_QUEUES: Final = 10_000
 class PolicyRunner(BandPolicy):
     """A cache policy with its runs and queues; `PolicyHost` connects it to the calls of a pool.
 
-    Runs and queues can be rebuilt from the pool. A call that is interrupted leaves `is_stale`, and the next
-    call begins with `rebuild`, which restarts the policy. A policy that raises, names a queue that it does
-    not have, or loses a run, is replaced by `LRU`, and the call raises `CachePolicyError`.
+    Runs and queues can be rebuilt from the pool. A policy that raises, names a queue that it does not have,
+    or loses a run, is replaced by `LRU`: the error is logged, and kept as `failure`.
 
     Attributes:
         make_policy: returns a new policy.
@@ -29,7 +28,7 @@ class PolicyRunner(BandPolicy):
         name: the policy's name, for errors.
         is_flat: each block is a run of its own, without a parent.
         failure: the error of a policy that was replaced, or None.
-        is_stale: an interrupted call may have left the structures behind the pool's state.
+        is_stale: the policy has not started, or its blocks have lost their content: `rebuild` comes first.
         reads_hints: the policy needs the sessions and hints of requests.
         num_ordered: number of free blocks that are in runs.
         unchained: groups whose hits do not need all earlier blocks: their runs have no parents.
@@ -190,7 +189,7 @@ class PolicyRunner(BandPolicy):
             after = run.after
             assert before is not None
             assert after is not None
-            # Parked: out of the list, counted in its queue. No call until the run is marked.
+            # Parked: out of the list, counted in its queue.
             before.after = after
             after.before = before
             run.before = None
@@ -238,32 +237,46 @@ class PolicyRunner(BandPolicy):
         return f"the policy has {num_queues} queue{'' if num_queues == 1 else 's'}, 0 to {num_queues - 1}"
 
     def _replace(self, what: str, error: Exception | None) -> NoReturn:
-        """Replace a broken policy by LRU, and raise CachePolicyError. A MemoryError is raised as it is."""
+        """Replace a broken policy by LRU, and raise CachePolicyError for the caller, which calls `rebuild`.
+
+        A MemoryError is raised as it is.
+        """
         if isinstance(error, (MemoryError, CachePolicyError)):
             raise error
+        raise self.fail(what, error)
+
+    def fail(self, what: str, error: Exception | None) -> CachePolicyError:
+        """Let LRU replace a broken policy at the next `rebuild`; log the error and return it."""
         if error is not None:
             what = f"{what} raised {type(error).__name__}: {error}"
         failure = CachePolicyError(
             f"the cache policy {self.name} is broken: {what}. The pool is intact and goes on with LRU."
         )
+        failure.__cause__ = error
+        import logging
+
+        logging.getLogger(__name__).error("%s", failure, exc_info=failure)
         self.failure = failure
         self.name = "lru"
         self.make_policy = LRU
-        self.rebuild()
-        raise failure from error
+        self.is_stale = True
+        return failure
 
-    # ---- after an interrupt ------------------------------------------------------------------------
+    # ---- from the pool -----------------------------------------------------------------------------
 
     def rebuild(self) -> None:
         """Make the runs consistent with the pool, and start the policy again. O(blocks of the pool).
 
-        Free runs enter the policy's queues in the order of the free queue. May itself be interrupted and
-        called again.
+        Free runs enter the policy's queues in the order of the free queue.
         """
-        self.is_stale = True
+        try:
+            self._rebuild()
+        except CachePolicyError:
+            self._rebuild()  # with LRU
+        self.is_stale = False
+
+    def _rebuild(self) -> None:
         pool = self._owner()
-        if pool._unfinished:
-            pool._recover()
         table = self.table
         self.capacity = pool.num_gpu_blocks - 1
         order: list[KVCacheBlock] = []
@@ -307,7 +320,6 @@ class PolicyRunner(BandPolicy):
             owner = table.runs[number]
             if owner is not None and owner.blocks[-1] is block:
                 self._free(owner)
-        self.is_stale = False
 
     def _mend(
         self, run: CachedRun, ordered: dict[KVCacheBlock, None], listed: dict[KVCacheBlock, None]

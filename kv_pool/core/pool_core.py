@@ -6,36 +6,53 @@ from typing import Any, cast
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, as_list, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import (
+    as_int,
+    as_ints,
+    as_list,
+    as_list_of,
+    check_number,
+    check_type,
+    refuse_type,
+)
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours
+from kv_pool.core.block_checks import check_ours, refuse_interrupted
+from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
+from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
 from kv_pool.core.clock import read_clock
 from kv_pool.core.deadlines import NEVER
-from kv_pool.core.evicting import announce_removed, find_own_hash, note_own_hash
+from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
-from kv_pool.core.freeing import free_all, free_and_place, unpin_all, unpin_and_place
-from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.freeing import free_listed, unpin_listed
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
-from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
+from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.policy_host import PolicyHost
 from kv_pool.core.policy_names import find_policy
 from kv_pool.core.pool_size import check_fits_memory
-from kv_pool.core.pool_state import EVICTING, NOTHING, RESETTING, finish
-from kv_pool.core.recovery import recover
-from kv_pool.core.references import BlockReferences
+from kv_pool.core.pool_state import PoolState
+from kv_pool.core.repairing import forget_all, repair_pool
 from kv_pool.core.resizing import add_last, remove_last
-from kv_pool.core.stored_events import make_external_hash
-from kv_pool.core.taking import notify_watchers
+from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
+from kv_pool.core.taking import (
+    check_enough,
+    check_takeable,
+    check_touchable,
+    notify_watchers_off_queue,
+    take_first,
+    take_listed,
+    touch_listed,
+)
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class BlockPoolCore(BlockReferences):
+class BlockPoolCore(PoolState):
     """The compiled base class of `BlockPool`; see there."""
 
     def __init__(
@@ -83,6 +100,198 @@ class BlockPoolCore(BlockReferences):
         if policy is not None:
             self.open_policy(policy)
 
+    # ---- lookups and events ------------------------------------------------------------------------
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[GroupId]
+    ) -> list[KVCacheBlock] | None:
+        """Return the blocks that hold this prefix, one per group in the order of the groups, or None.
+
+        A miss in one group is a miss. If several blocks hold the prefix, the oldest is returned. Changes
+        nothing: call `touch()` on the blocks to keep them. O(number of groups).
+        Contract: vLLM 0.33 `BlockPool.get_cached_block`.
+        """
+        if not isinstance(block_hash, bytes):
+            refuse_type("block_hash", block_hash, "bytes")
+        if self.is_changing:
+            refuse_interrupted()
+        try:
+            cache = self.cached_block_hash_to_block
+            entries: dict[Any, Any] = cache._cache
+            if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
+                # Callers look up a sequence head first: the next lookup is likely for the block that was
+                # cached after the last one found.
+                next_id = self._last_found._next_cached_id
+                if 0 < next_id < self._num_guessable:
+                    guess = self.blocks[next_id]
+                    suffix = group_suffix(kv_cache_group_ids[0])
+                    if guess._next_cached_id >= 0 and is_key(guess.key, block_hash, suffix):
+                        self._last_found = guess
+                        return [guess]
+            found: list[KVCacheBlock] = []
+            for group_id in kv_cache_group_ids:
+                # An entry is nearly always a bare block. This is a hot path, so skip the method call then.
+                key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
+                block = entries.get(key)
+                if not isinstance(block, KVCacheBlock):
+                    block = cache.get_one_block(BlockHashWithGroupId(key))
+                    if block is None:
+                        if self._policy_host is not None:
+                            self._policy_host.note_missed(key)
+                        return None
+                found.append(block)
+            if found:
+                self._last_found = found[0]
+            return found
+        except TypeError:
+            group_ids = cast("list[GroupId]", as_ints("kv_cache_group_ids", kv_cache_group_ids))
+            unchecked: Any = kv_cache_group_ids
+            if all(isinstance(group_id, int) for group_id in unchecked):
+                raise
+            return self.get_cached_block(block_hash, group_ids)  # the ids were NumPy integers
+
+    def find_cached_prefix(
+        self,
+        block_hashes: Sequence[BlockHash],
+        max_num_blocks: int,
+        kv_cache_group_id: GroupId = GroupId(0),
+    ) -> list[KVCacheBlock]:
+        """Return the blocks that hold the longest cached prefix of a sequence, head first.
+
+        Args:
+            block_hashes: the sequence's hashes at this group's block size, head first.
+            max_num_blocks: the most blocks to return; 0 or less gives [].
+
+        Stops at the first miss. Changes nothing. Replaces one `get_cached_block` call per block.
+        O(blocks found + 1).
+        """
+        if not isinstance(max_num_blocks, int):
+            max_num_blocks = as_int("max_num_blocks", max_num_blocks)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        if self.is_changing:
+            refuse_interrupted()
+        suffix = group_suffix(kv_cache_group_id)
+        found: list[KVCacheBlock] = []
+        if max_num_blocks <= 0:
+            return found
+        cache = self.cached_block_hash_to_block
+        blocks = self.blocks
+        num_guessable = self._num_guessable if cache._num_keys == len(cache._cache) else 0
+        next_id = 0
+        try:
+            for block_hash in block_hashes[:max_num_blocks]:
+                if 0 < next_id < num_guessable:
+                    guess = blocks[next_id]
+                    if guess._next_cached_id >= 0 and is_key(guess.key, block_hash, suffix):
+                        found.append(guess)
+                        next_id = guess._next_cached_id
+                        continue
+                key = BlockHashWithGroupId(block_hash + suffix)
+                block = cache.get_one_block(key)
+                if block is None:
+                    if self._policy_host is not None:
+                        self._policy_host.note_missed(key)
+                    break
+                found.append(block)
+                next_id = block._next_cached_id
+        except TypeError:
+            as_list_of("block_hashes", block_hashes, bytes)
+            raise
+        return found
+
+    def list_keys(self, blocks: Sequence[KVCacheBlock]) -> list[BlockHashWithGroupId]:
+        """Return all keys of these blocks, the primary key of each block first. O(keys)."""
+        secondary = self.cached_block_hashes_by_block
+        keys: list[BlockHashWithGroupId] = []
+        listed: list[KVCacheBlock] = as_list_of("blocks", blocks, KVCacheBlock)
+        for block in listed:
+            if block.key is not None:
+                keys.append(cast(BlockHashWithGroupId, block.key))
+                if secondary:
+                    keys.extend(secondary.get(block.block_id, ()))
+        return keys
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the events since the last call, oldest first. The caller may modify the list."""
+        if not self.enable_kv_cache_events:
+            return []
+        if self.is_changing:
+            refuse_interrupted()
+        events = self.kv_event_queue
+        self.kv_event_queue = []
+        return events
+
+    def flush_evicted(self) -> None:
+        """Flush evicted blocks that are not yet copied to the lower tiers. No-op without tiers.
+
+        Call this outside the step loop, before moving blocks or overwriting newly allocated ones.
+        """
+        if self.lower_tiers is not None:
+            self.lower_tiers.flush_evicted()
+
+    # ---- adding references -------------------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Allocate the `num_blocks` free blocks that are next in eviction order.
+
+        Returns:
+            Distinct blocks in that order, each with ref_cnt 1 and no hash. Their KV slots still hold the
+            last owner's bytes. `num_blocks` counts blocks, not tokens; 0 gives [].
+        Raises:
+            OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
+            InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
+            Any exception of a reuse watcher; all blocks are back in the queue.
+            CorruptedPoolError: a free block has references, or fewer blocks are linked than the queue
+                counts. Repair the pool.
+
+        An allocated block that was cached is evicted: one `BlockRemoved` each. Touch prefix hits before
+        calling this, or the hits themselves may be reused.
+        Cost: O(num_blocks), whatever the size of the pool.
+        Contract: vLLM 0.33 `BlockPool.get_new_blocks`.
+        """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        if self.is_changing:
+            refuse_interrupted()
+        check_enough(self, num_blocks)
+        return self.take(num_blocks)
+
+    def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Allocate these free blocks, wherever they are in the queue.
+
+        As after `get_new_blocks`, each has ref_cnt 1 and no hash. Cached ones are evicted, in the given
+        order.
+
+        Raises:
+            InvalidBlockError: a block is null, in use, listed twice, or of another pool. Nothing has changed.
+            InvalidTypeError: an element is not a block. Nothing has changed.
+            Any exception of a reuse watcher; the blocks are then at the front of the queue.
+        Cost: O(len(blocks)), whatever the size of the pool.
+        """
+        listed = as_list("blocks", blocks)
+        if self.is_changing:
+            refuse_interrupted()
+        check_takeable(self, listed)
+        take_listed(self, listed)
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add one reference to each block. A free block leaves the free queue and keeps its hash.
+
+        Null blocks are skipped. A block that is listed twice gets two references.
+
+        Raises:
+            InvalidBlockError: a block is of another pool, or is a bare block with no references that is not
+                in this pool's queue.
+            InvalidTypeError: an element is not a block. In both cases nothing has changed.
+        Cost: O(len(blocks)). Contract: vLLM 0.33 `BlockPool.touch`.
+        """
+        listed = as_list("blocks", blocks)
+        if self.is_changing:
+            refuse_interrupted()
+        check_touchable(self, listed)
+        touch_listed(self, listed)
+
     # ---- freeing ---------------------------------------------------------------------------------
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
@@ -102,20 +311,9 @@ class BlockPoolCore(BlockReferences):
         Cost: O(number of blocks). Contract: vLLM 0.33 `BlockPool.free_blocks`.
         """
         listed = as_list("ordered_blocks", ordered_blocks)
-        if self._band_policy is None:
-            free_all(self, listed, False)
-        else:
-            free_and_place(self, listed, False)
-
-    def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
-        """Run `free_blocks`, and clear `ordered_blocks` in the same step.
-
-        If the caller is interrupted, the list contains exactly the references that it still has to release.
-        """
-        if self._band_policy is None:
-            free_all(self, ordered_blocks, True)
-        else:
-            free_and_place(self, ordered_blocks, True)
+        if self.is_changing:
+            refuse_interrupted()
+        free_listed(self, listed)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Drop one reference of each block, and call `on_reuse` when the block is reused.
@@ -132,16 +330,183 @@ class BlockPoolCore(BlockReferences):
                 nothing has changed.
         Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
         """
-        if self._band_policy is None:
-            unpin_all(self, blocks, on_reuse)
-        else:
-            unpin_and_place(self, blocks, on_reuse)
+        if self.is_changing:
+            refuse_interrupted()
+        unpin_listed(self, blocks, on_reuse)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
         """Return True if the block may be written to: it has one reference, no hash, and is not null."""
         if not isinstance(block, KVCacheBlock):
             refuse_type("block", block, "KVCacheBlock")
         return not block.is_null and block.ref_cnt == 1 and block.key is None
+
+    # ---- caching -----------------------------------------------------------------------------------
+
+    def cache_full_blocks(
+        self,
+        request: CacheableRequest,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: GroupId,
+        block_mask: Sequence[Any] | None = None,
+    ) -> None:
+        """Make the request's blocks `[num_cached_blocks, num_full_blocks)` findable by their prefix.
+
+            |<- num_cached_blocks ->|<- keyed by this call ->|
+            |<------------- num_full_blocks ---------------->|  partial
+            blocks: the request's whole table
+
+        Args:
+            request: gives `block_hashes`, at `hash_block_size`; with events on also its tokens, adapter,
+                multimodal inputs, salt and session.
+            block_size: tokens per block of this group, a multiple of `hash_block_size`; block i then has
+                the last fine hash inside it.
+            block_mask: one flag per block of the range; False skips the block as if it were null.
+
+        Null and masked blocks are skipped. If a block is cached with a hash over fewer tokens, the new key
+        replaces its keys (promotion; one `BlockRemoved` per key). `enable_caching` is not checked. With
+        events on and a non-empty range: exactly one `BlockStored`, after the removals; with `dense_events`,
+        one for each part of the range without skipped blocks.
+
+        Raises:
+            InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
+            InvalidBlockError: a block is free, of another pool, or cached for as many tokens or more.
+            InvalidTypeError: an element is not a block. In all cases, and if the request lacks an attribute
+                that an event needs, nothing has changed.
+        Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
+        """
+        if not isinstance(num_cached_blocks, int):
+            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        if not isinstance(num_full_blocks, int):
+            num_full_blocks = as_int("num_full_blocks", num_full_blocks)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        if num_cached_blocks >= num_full_blocks:
+            return
+        if not isinstance(blocks, (list, tuple)):
+            blocks = as_list("blocks", blocks)
+        if block_mask is not None and not isinstance(block_mask, (list, tuple)):
+            block_mask = as_list("block_mask", block_mask)
+        if self.is_changing:
+            refuse_interrupted()
+        cache_full(
+            self,
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            block_mask,
+        )
+
+    def cache_partial_block(
+        self,
+        request: CacheableRequest,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: GroupId,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> BlockHashWithGroupId | None:
+        """Make `block` findable by the request's first `num_tokens` tokens, which may end inside it.
+
+        Args:
+            num_tokens: a multiple of `hash_block_size`, at most the tokens that the request has hashes for.
+            block_size: tokens per block of this group, a multiple of `hash_block_size`.
+            replace_existing_hashes: the content of the block has changed; drop all its old keys.
+        Returns:
+            The key; None for the null block, which is never cached.
+
+        If the block's hash covers fewer tokens, the new key replaces its keys (one `BlockRemoved` per key).
+        If it covers as many or more, the new key becomes a secondary key, and the block is found under both.
+        With events on, emits a `BlockStored` over the last `hash_block_size` tokens, unless the block
+        already had the key.
+
+        Raises:
+            InvalidArgumentError: a size or a count does not fit.
+            InvalidBlockError: the block is free, or of another pool. In both cases nothing has changed.
+        Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
+        """
+        if not isinstance(block, KVCacheBlock):
+            refuse_type("block", block, "KVCacheBlock")
+        if not isinstance(num_tokens, int):
+            num_tokens = as_int("num_tokens", num_tokens)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(replace_existing_hashes, bool):
+            refuse_type("replace_existing_hashes", replace_existing_hashes, "bool")
+        if self.is_changing:
+            refuse_interrupted()
+        return cache_partial(
+            self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
+        )
+
+    def emit_cached_block_events(
+        self,
+        request: CacheableRequest,
+        num_cached_blocks: int,
+        block_size: int,
+        kv_cache_group_id: GroupId,
+    ) -> None:
+        """Emit an event that reports the request's first `num_cached_blocks` blocks as hit.
+
+        One `BlockStored` from the start of the sequence, covering every block; none with events off or for 0
+        blocks. Changes nothing else. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
+        """
+        if not isinstance(num_cached_blocks, int):
+            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        if not self.enable_kv_cache_events or num_cached_blocks <= 0:
+            return
+        hashes: list[BlockHash | None] = [*hashes_of(self, request, 0, num_cached_blocks, block_size)]
+        event = make_stored(self, request, hashes, None, 0, block_size, kv_cache_group_id, self.reported_type)
+        self.kv_event_queue.append(event)
+
+    def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
+        """Move all keys of `src_block` to `dst_block`, a copy of it. `src_block` then has no key.
+
+        For a request that continues to write into a cached block. Emits no events: the prefixes stay cached.
+
+        Raises:
+            InvalidBlockError: `dst_block` already has a key or is null, or a block is of another pool.
+                Nothing has changed.
+        Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
+        """
+        if not isinstance(src_block, KVCacheBlock):
+            refuse_type("src_block", src_block, "KVCacheBlock")
+        if not isinstance(dst_block, KVCacheBlock):
+            refuse_type("dst_block", dst_block, "KVCacheBlock")
+        if self.is_changing:
+            refuse_interrupted()
+        move_keys(self, src_block, dst_block)
+
+    def _insert_block_hash(
+        self,
+        block_hash_with_group_id: BlockHashWithGroupId,
+        block: KVCacheBlock,
+        num_tokens: int | None,
+        parent: bytes | None = None,
+    ) -> None:
+        """Add a key to `block`, as its primary or a secondary key. No-op if the block already has it.
+
+        Emits no event. vLLM's CPU offloading calls this method by name.
+
+        Args:
+            parent: see `KVCacheBlock.parent`; None if unknown.
+        """
+        if self.is_changing:
+            refuse_interrupted()
+        add_key(self, block_hash_with_group_id, block, num_tokens, parent)
 
     # ---- evicting --------------------------------------------------------------------------------
 
@@ -167,21 +532,22 @@ class BlockPoolCore(BlockReferences):
                     "Did a KV connector report a block that was never allocated here?"
                 )
             evicted.append(self.blocks[block_id])
-        if self._unfinished != NOTHING:
-            self._recover()
-        try:
-            for block in evicted:
-                key = block.key
-                own_hash = key[:-4] if isinstance(key, bytes) else find_own_hash(block)
-                block.generation += 1
-                self._maybe_evict_cached_block(block)
-                if own_hash is not None:
-                    note_own_hash(block, own_hash)
-        except BaseException:
-            self._unfinished_blocks = evicted
-            self._unfinished = EVICTING
-            self._recover()
-            raise
+        if self.is_changing:
+            refuse_interrupted()
+        evict_invalid(self, evicted)
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        """Evict `block`. Return True if it was in the prefix map; one `BlockRemoved` per key then.
+
+        vLLM's Mamba manager calls this method by name.
+        """
+        if block.owner is not self.block_owner:
+            check_ours(block, self.block_owner, "_maybe_evict_cached_block()")
+        if self.is_changing:
+            refuse_interrupted()
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_block_evicted(block)
+        return evict(self, block)
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
         """Iterate over the cached keys: each hash once per KV cache group, in no particular order.
@@ -205,8 +571,8 @@ class BlockPoolCore(BlockReferences):
         The order of the free queue does not change. O(number of blocks).
         Contract: vLLM 0.33 `BlockPool.reset_prefix_cache`.
         """
-        if self._unfinished != NOTHING:
-            self._recover()
+        if self.is_changing:
+            refuse_interrupted()
         num_in_use = self.num_gpu_blocks - 1 - self.free_block_queue.num_free_blocks
         if num_in_use:
             import logging
@@ -215,21 +581,11 @@ class BlockPoolCore(BlockReferences):
                 "prefix cache not reset: %d blocks are still in use", num_in_use
             )
             return False
-        if self._unannounced:
-            announce_removed(self)
-        num_keys = sum([len(keys) for keys in self.cached_block_hashes_by_block.values()])
-        for block in self.blocks:
-            if block.key is not None:
-                num_keys += 1
-        self._unfinished_total = self.num_evictions + num_keys
-        try:
-            self.cached_block_hash_to_block = BlockHashToBlockMap()
-            if self.reuse_watchers:
-                watched = [block_id for block_id in self.reuse_watchers if block_id < self.num_gpu_blocks]
-                notify_watchers(self, [self.blocks[block_id] for block_id in watched])
-        finally:
-            self._unfinished = RESETTING
-            finish(self)
+        if self.reuse_watchers:
+            notify_watchers_off_queue(self, self.free_block_queue.get_all_free_blocks())
+        self.is_changing = True
+        forget_all(self)
+        self.is_changing = False
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
         return True
@@ -267,6 +623,8 @@ class BlockPoolCore(BlockReferences):
                     f"cannot hold blocks until {until}: it is {self.holds.clock()} now"
                 )
         listed = as_list_of("blocks", blocks, KVCacheBlock)
+        if self.is_changing:
+            refuse_interrupted()
         return self.holds.open(listed, reason, movable, NEVER if until is None else until)
 
     def expire_holds(self) -> list[Hold]:
@@ -275,6 +633,8 @@ class BlockPoolCore(BlockReferences):
         Returns:
             These holds, earliest deadline first. O(1) if there are none.
         """
+        if self.is_changing:
+            refuse_interrupted()
         return self.holds.expire()
 
     def explain_holds(self, block_id: BlockId) -> list[HoldReport]:
@@ -305,7 +665,10 @@ class BlockPoolCore(BlockReferences):
                 block. Nothing has changed.
         Cost: O(number of blocks), a few nanoseconds each, and O(len(pairs)).
         """
-        swap_ids(self, as_pairs(pairs))
+        listed = as_pairs(pairs)
+        if self.is_changing:
+            refuse_interrupted()
+        swap_ids(self, listed)
 
     def add_blocks(self, num_blocks: int) -> None:
         """Add `num_blocks` free blocks with the highest ids, next to be reused. O(number of blocks).
@@ -313,6 +676,10 @@ class BlockPoolCore(BlockReferences):
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
         """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        if self.is_changing:
+            refuse_interrupted()
         add_last(self, num_blocks)
 
     def remove_last_blocks(self, num_blocks: int) -> None:
@@ -325,10 +692,48 @@ class BlockPoolCore(BlockReferences):
             InvalidBlockError: one of the blocks is in use, or is the null block. Nothing has changed.
             Any exception of a reuse watcher; the blocks are then at the front of the queue.
         """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        if self.is_changing:
+            refuse_interrupted()
         remove_last(self, num_blocks)
 
-    def _recover(self) -> None:
-        recover(self)
+    # ---- after an interrupted call -----------------------------------------------------------------
+
+    def repair(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+        """Make the pool whole after a call that was interrupted. May be called again if it is interrupted.
+
+        References are those of `blocks` and of the pool's holds. All other blocks become free, and the prefix
+        cache is empty: one `AllBlocksCleared`. A manager and an adapter have a `repair` of their own, which
+        knows their blocks.
+
+        Args:
+            blocks: the blocks that the caller still uses, each once per reference.
+        Raises:
+            InvalidBlockError: a block is not one of this pool's. Nothing has changed.
+        Cost: O(blocks of the pool).
+        """
+        repair_pool(self, as_list_of("blocks", blocks, KVCacheBlock))
+
+    # ---- parts of larger calls ---------------------------------------------------------------------
+
+    # For a manager, an adapter or a hold, which check and set `is_changing` themselves.
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks as `get_new_blocks` does, as part of a larger call. At least as many are free."""
+        return take_first(self, num_blocks)
+
+    def take_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
+        """Like `take`; a pool that prefers runs takes the ids after that of `block` if it can."""
+        return self.take(num_blocks)
+
+    def add_references(self, blocks: list[KVCacheBlock], is_access: bool = True) -> None:
+        """Touch blocks as part of a larger call; see `touch_listed`."""
+        touch_listed(self, blocks, is_access)
+
+    def drop_references(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks as part of a larger call."""
+        free_listed(self, blocks)
 
     # ---- the order of eviction ------------------------------------------------------------------
 
@@ -409,19 +814,29 @@ class BlockPoolCore(BlockReferences):
         """
         listed = as_list_of("blocks", blocks, KVCacheBlock)
         band = as_int("band", band)
-        if self._unfinished != NOTHING:
-            self._recover()
+        if self.is_changing:
+            refuse_interrupted()
         for block in listed:
             if block.owner is not self.block_owner:
                 check_ours(block, self.block_owner, "move_to_band()")
+        self.is_changing = True
         self.eviction_order.move(listed, band)
+        if self.free_index is not None:
+            self.free_index.note_moved_to(listed, band)
+        self.is_changing = False
 
     def merge_bands(self) -> None:
         """Merge all bands but that of blocks without content into the default band. O(bands).
 
         The order of the free blocks does not change.
         """
+        if self.is_changing:
+            refuse_interrupted()
+        self.is_changing = True
         self.eviction_order.merge()
+        if self.free_index is not None:
+            self.free_index.rebuild_from(self)
+        self.is_changing = False
 
     # ---- usage -----------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
-from mypy_extensions import i32, i64, mypyc_attr
+from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import BandPolicy, EvictionOrder
+from kv_pool.core.free_index import FreeIndex
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
@@ -20,23 +21,7 @@ from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver, LowerTiers
 from kv_pool.core.policy_host import PolicyHost
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId
-
-# Values of `_unfinished`: the operation that `_recover` has to complete or undo.
-NOTHING: Final = 0
-UNDO_CACHING: Final = 1
-EVICTING: Final = 2
-MOVING_KEYS: Final = 3
-UNDO_TAKING_FIRST: Final = 10
-UNDO_TOUCHING: Final = 11
-CLEARING_LINKS: Final = 12
-UNDO_FREEING: Final = 13
-RESETTING: Final = 14
-SWAPPING_IDS: Final = 15
-CLEARING_LINKS_OF_TAKEN: Final = 16
-UNDO_TAKING_LISTED: Final = 17
-WATCHING: Final = 18
-
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 class ReuseWatcher(NamedTuple):
     """A callback that is called before a block is reused. `since` is a time of the pool's clock."""
@@ -45,29 +30,16 @@ class ReuseWatcher(NamedTuple):
     since: float
 
 
-class IdSwap:
-    """The prepared result of `swap_block_ids`; `recover` applies it."""
-
-    def __init__(
-        self, blocks: tuple[KVCacheBlock, ...], pairs: list[tuple[BlockId, BlockId]], any_cached: bool
-    ) -> None:
-        self.blocks: tuple[KVCacheBlock, ...] = blocks
-        self.pairs: list[tuple[BlockId, BlockId]] = pairs
-        self.any_cached: bool = any_cached
-        self.secondary: dict[BlockId, dict[BlockHashWithGroupId, None]] | None = None
-        self.copies: list[tuple[BlockHashWithGroupId, dict[BlockId, KVCacheBlock]]] = []
-        # See `find_moved_successors`; None until the blocks have their new ids.
-        self.successors: list[KVCacheBlock] | None = None
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PoolState:
     """The state of a pool. Functions of the other modules of this package change it.
 
-    A signal handler may raise at every call and every backward jump of plain Python, and any allocation may
-    fail. State that must change together is therefore changed after all allocations, in assignments without a
-    call in between. If a call is interrupted nevertheless, it notes in `_unfinished` what `_recover` (see
-    `recovery.py`) has to complete or undo.
+    A function first checks its arguments, then sets `is_changing`, changes the state, and restores the flag.
+    Whatever interrupts the change leaves the flag set, and each later call of the pool raises
+    PoolInterruptedError until `repair`.
+
+    Attributes:
+        is_changing: a call changes the pool now, or has been interrupted while it did.
     """
 
     def __init__(
@@ -111,13 +83,7 @@ class PoolState:
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
         self.cached_block_hashes_by_block: dict[BlockId, dict[BlockHashWithGroupId, None]] = {}
         self._kv_event_queue: list[KVCacheEvent] = []
-        # Keys removed from the map whose events are not emitted yet; empty unless a call was interrupted.
-        self._unannounced: list[BlockHashWithGroupId] = []
-        # The operation that `_recover` has to complete or undo, and its arguments.
-        self._unfinished: i64 = NOTHING
-        self._unfinished_blocks: list[KVCacheBlock] = []
-        self._unfinished_hashes: list[BlockHash] = []
-        self._unfinished_suffix: bytes = b""
+        self.is_changing: bool = False
         # Compiled, a Final attribute cannot be assigned from outside: blocks compare it with their own.
         self.block_owner: Final[Any] = ref(self)
         for block in blocks:
@@ -130,9 +96,6 @@ class PoolState:
         # that guess is cheaper than the map in compiled code, but slower in interpreted code.
         self._last_found: KVCacheBlock = self.blocks[0]
         self._num_guessable: i32 = len(blocks) if COMPILED else 0
-        self._is_map_sure: bool = True
-        self._moved_keys: list[BlockHashWithGroupId] = []
-        self._moved_num_tokens: int | None = None
         self.num_gpu_blocks: int = len(blocks)
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
@@ -142,12 +105,7 @@ class PoolState:
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
         self._band_policy: BandPolicy | None = None
         self._policy_host: PolicyHost | None = None  # the band policy, if it runs a cache policy
-        self._unfinished_count: i64 = 0
-        self._unfinished_total: int = 0
-        # (blocks taken before the marker, marker) for each band marker that an allocation passed.
-        self._unfinished_ends: list[tuple[int, KVCacheBlock]] = []
-        self._unfinished_swap: IdSwap | None = None
-        self._unfinished_watcher: ReuseWatcher | None = None
+        self.free_index: FreeIndex | None = None
         self.epoch: int = 0
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
@@ -164,10 +122,6 @@ class PoolState:
     def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
         self._kv_event_queue = events
 
-    def _recover(self) -> None:
-        """Complete or undo an interrupted call. May itself be interrupted and called again."""
-        raise NotImplementedError
-
 
 def get_watched_blocks(owner: Any) -> dict[KVCacheBlock, float]:
     """Return the blocks that have a reuse watcher, each with the time since which it has one.
@@ -182,15 +136,6 @@ def get_watched_blocks(owner: Any) -> dict[KVCacheBlock, float]:
         for block_id, watcher in pool.reuse_watchers.items()
         if block_id < len(blocks)
     }
-
-
-def finish(pool: PoolState) -> None:
-    """Run `_recover`, and run it again if it is interrupted."""
-    try:
-        pool._recover()
-    except BaseException:
-        pool._recover()
-        raise
 
 
 def note_copy(pool: PoolState, target: KVCacheBlock, source: KVCacheBlock | None) -> None:

@@ -28,8 +28,6 @@ def add_keys(
         before: the block before the first one in the sequence, or the null block.
         parent: the key of the prefix before the first block; b"" for an empty prefix.
         num_tokens: number of tokens before the first block.
-    Raises:
-        Any interrupt; `remove_added_keys` then undoes the partial result.
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
@@ -37,64 +35,38 @@ def add_keys(
     num_added: i64 = 0
     num_keys: i64 = len(entries)
     skipped: BlockHash | None = None
-    try:
-        for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
-            num_tokens += block_size
-            if block.is_null:
-                skipped = block_hash
-                continue
-            if block.key is not None:
-                evict(pool, block)
-                num_keys = len(entries)
-            if skipped is not None:
-                parent = skipped + suffix
-                skipped = None
-            key = BlockHashWithGroupId(block_hash + suffix)
-            if entries.setdefault(key, block) is block and len(entries) > num_keys:
-                num_keys += 1
-                num_added += 1
-                block._next_cached_id = 0
-            elif cache.contain(key, block.block_id):
-                parent = key
-                continue
-            else:
-                cache.insert(key, block)
-            block.parent = parent
-            parent = key
-            block.key = key
-            block.num_key_tokens = num_tokens
-            if block.retention_id > 0:
-                block.retention_id = -block.retention_id
-            if block.owner is owner:
-                if before._next_cached_id >= 0:
-                    before._next_cached_id = block.block_id
-                before = block
-    finally:
-        cache._num_keys += num_added
-
-
-def remove_added_keys(
-    pool: PoolState, blocks: list[KVCacheBlock], hashes: list[BlockHash], suffix: bytes
-) -> None:
-    """Undo an interrupted `add_keys`: remove these keys from the blocks and the map, without events.
-
-    May itself be interrupted and called again. Keys that `add_keys` evicted are not restored.
-    """
-    entries = pool.cached_block_hash_to_block._cache
     for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+        num_tokens += block_size
         if block.is_null:
+            skipped = block_hash
             continue
+        if block.key is not None:
+            evict(pool, block)
+            num_keys = len(entries)
+        if skipped is not None:
+            parent = skipped + suffix
+            skipped = None
         key = BlockHashWithGroupId(block_hash + suffix)
-        if block.key == key:
-            drop_keys(pool, block, None)
+        if entries.setdefault(key, block) is block and len(entries) > num_keys:
+            num_keys += 1
+            num_added += 1
+            block._next_cached_id = 0
+        elif cache.contain(key, block.block_id):
+            parent = key
             continue
-        # The interrupt may have come after the map got the key and before the block did.
-        found = entries.get(key)
-        if found is block:
-            block._next_cached_id = -1
-            del entries[key]
-        elif isinstance(found, dict) and found.get(block.block_id) is block:
-            del found[block.block_id]
+        else:
+            cache.insert(key, block)
+        block.parent = parent
+        parent = key
+        block.key = key
+        block.num_key_tokens = num_tokens
+        if block.retention_id > 0:
+            block.retention_id = -block.retention_id
+        if block.owner is owner:
+            if before._next_cached_id >= 0:
+                before._next_cached_id = block.block_id
+            before = block
+    cache._num_keys += num_added
 
 
 def insert_key(
@@ -116,37 +88,23 @@ def insert_key(
     is_primary = block.key is None
     if is_primary and block.num_key_tokens >= 0:
         raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
-    others = secondary.get(block_id)
-    only_other: dict[BlockHashWithGroupId, None] = {key: None}
     found: Any = entries.get(key)
-    copies: dict[BlockId, KVCacheBlock] | None = None
-    if isinstance(found, KVCacheBlock):
-        copies = {found.block_id: found, block_id: block}
-    elif found is not None and not isinstance(found, dict):
+    if found is not None and not isinstance(found, (KVCacheBlock, dict)):
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
-    try:
-        if not is_primary:
-            if others is None:
-                secondary[block_id] = only_other
-            else:
-                others[key] = None
-        if copies is not None:
-            entries[key] = copies
-            found._next_cached_id = -1
-            block._next_cached_id = -1
-        elif found is not None:
-            found[block_id] = block
-            block._next_cached_id = -1
-        else:
-            entries[key] = block
-            cache._num_keys += 1
-    except MemoryError:
-        if not is_primary:
-            if others is None:
-                del secondary[block_id]
-            else:
-                del others[key]
-        raise
+    was_changing = pool.is_changing
+    pool.is_changing = True
+    if not is_primary:
+        secondary.setdefault(block_id, {})[key] = None
+    if found is None:
+        entries[key] = block
+        cache._num_keys += 1
+    elif isinstance(found, KVCacheBlock):
+        entries[key] = {found.block_id: found, block_id: block}
+        found._next_cached_id = -1
+        block._next_cached_id = -1
+    else:
+        found[block_id] = block
+        block._next_cached_id = -1
     if is_primary:
         block.key = key
         block.num_key_tokens = -1 if num_tokens is None else num_tokens
@@ -154,6 +112,7 @@ def insert_key(
         block._next_cached_id = -1
         if block.retention_id > 0:
             block.retention_id = -block.retention_id
+    pool.is_changing = was_changing
 
 
 def are_sole_holders(

@@ -1,174 +1,211 @@
-"""Take given free blocks, and evict the content of blocks that are taken."""
+"""Add references to blocks: take free blocks, which evicts their content, or touch cached ones."""
+
+from typing import Final
 
 from mypy_extensions import i64
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import raise_not_takeable, raise_typed
-from kv_pool.core.evicting import evict, evict_all
-from kv_pool.core.free_queue import BAND_END
-from kv_pool.core.observer import BlockObserver, LowerTiers
-from kv_pool.core.pool_state import (
-    CLEARING_LINKS_OF_TAKEN,
-    NOTHING,
-    UNDO_TAKING_FIRST,
-    UNDO_TAKING_LISTED,
-    PoolState,
-    finish,
-)
+from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
+from kv_pool.core.evicting import evict_all
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.pool_state import PoolState
+from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.ids import BlockId
 
+MAX_REFERENCES: Final = 2**31 - 1
+"""The maximum number of references to one block; the count has 32 bits."""
 
-def take_listed(
-    pool: PoolState,
-    listed: list[KVCacheBlock],
-    onto: list[KVCacheBlock] | None,
-    is_reuse: bool = True,
-) -> None:
-    """Implement `BlockPool.take_blocks`, and append the blocks to `onto` if given.
 
-    Args:
-        is_reuse: if False, notify no watcher and evict nothing.
-    """
-    if pool._unfinished != NOTHING:
-        pool._recover()
-    if is_reuse and pool.reuse_watchers:
-        check_takeable(pool, listed)
-        notify_watchers_of(pool, listed)
-    owner = pool.block_owner
-    queue = pool.free_block_queue
-    num_listed = len(listed)
-    any_cached = len(pool.cached_block_hashes_by_block) > 0
-    num_done: i64 = 0
-    is_taken = False
-    try:
-        for block in listed:
-            before = block.prev_free_block
-            after = block.next_free_block
-            if block.owner is not owner or block.is_null or block.ref_cnt != 0:
-                raise_not_takeable(block, owner)
-            if before is None or after is None:
-                raise_not_takeable(block, owner)
-            if block.key is not None:
-                any_cached = True
-            # The block keeps its own links until all blocks are taken, so that an undo finds its position.
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.ref_cnt = 1  # detects a block that is listed twice
-            num_done += 1
-        if is_reuse and (any_cached or pool.metrics_collector is not None):
-            evict_taken(pool, listed, any_cached)
-        if onto is not None:
-            onto += listed
-        queue.num_free_blocks -= num_listed
-        is_taken = True
-        for block in listed:
-            if block.next_free_block is not None:
-                block.prev_free_block = None
-                block.next_free_block = None
-                block.generation += 1
-        if pool._policy_host is not None:
-            pool._policy_host.note_taken(listed)
-    except BaseException as error:
-        if is_taken and pool._policy_host is not None:
-            pool._policy_host.is_stale = True
-        pool._unfinished_blocks = listed
-        pool._unfinished_count = num_done
-        pool._unfinished = CLEARING_LINKS_OF_TAKEN if is_taken else UNDO_TAKING_LISTED
-        pool._recover()
-        raise_typed(error, listed, "take_blocks()")
+# ---- checks, which change nothing ------------------------------------------------------------------
+
+
+def check_enough(pool: PoolState, num_blocks: int) -> None:
+    """Raise unless this number of blocks is free."""
+    num_free = pool.free_block_queue.num_free_blocks
+    if num_blocks > num_free:
+        raise OutOfBlocksError(
+            f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
+            f"{num_free} are free of {pool.num_gpu_blocks - 1}. Free a request, or ask for fewer."
+        )
+    if num_blocks < 0:
+        raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
 
 
 def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Raise the error that `take_listed` would raise. Changes nothing."""
+    """Raise unless these are distinct free blocks of the pool."""
+    owner = pool.block_owner
     seen: set[BlockId] = set()
     try:
         for block in listed:
-            if block.owner is not pool.block_owner or block.is_null or block.ref_cnt != 0:
-                raise_not_takeable(block, pool.block_owner)
+            if block.owner is not owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, owner)
             if block.next_free_block is None or block.block_id in seen:
-                raise_not_takeable(block, pool.block_owner)
+                raise_not_takeable(block, owner)
             seen.add(block.block_id)
     except Exception as error:
         raise_typed(error, listed, "take_blocks()")
 
 
-def evict_taken(pool: PoolState, taken: list[KVCacheBlock], any_cached: bool) -> None:
-    """Notify the tiers and the observer that these blocks are taken, and evict their content."""
-    if any_cached and pool.lower_tiers is not None:
-        notify_tiers(pool, taken, pool.lower_tiers)
-    if pool.metrics_collector is not None:
-        notify_observer(pool, taken, pool.metrics_collector)
-    elif any_cached and pool.enable_caching:
-        evict_all(pool, taken)
+def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Raise unless each of these blocks can get a reference.
 
-
-def notify_observer(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
-    """Evict and allocate these blocks one by one, in the call order that the observer expects."""
-    for block in taken:
-        block.ref_cnt = 0
-    for block in taken:
-        if pool.enable_caching:
-            observer.on_block_evicted(block)
-            evict(pool, block)
-        block.ref_cnt = 1
-        observer.on_block_allocated(block)
-
-
-def notify_tiers(pool: PoolState, taken: list[KVCacheBlock], tiers: LowerTiers) -> None:
-    """Notify the tiers of the cached blocks among these. The blocks still have their keys."""
-    if pool.enable_caching:
-        tiers.on_blocks_reused([block for block in taken if block.key is not None])
-
-
-def notify_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
-    """Call the reuse watchers of the next `num_blocks` free blocks, in order, and remove the watchers.
-
-    During the calls the blocks are not in the queue. Afterwards they are at its front, even if a watcher
-    raises.
+    Bare blocks are accepted if they are null, in use or in the pool's queue: O(free blocks) for the last.
     """
+    owner = pool.block_owner
+    max_references = MAX_REFERENCES - len(listed)
+    try:
+        for block in listed:
+            if block.ref_cnt == 0 and block.next_free_block is None and not block.is_null:
+                raise_not_queued(block)
+            if block.owner is not owner:
+                check_ours(block, owner, "touch()")
+                if block.owner is None and block.ref_cnt == 0 and not block.is_null:
+                    if not any(free is block for free in pool.free_block_queue.iter_blocks_after(None)):
+                        raise_not_queued(block)
+            if block.ref_cnt > max_references:
+                raise InvalidBlockError(
+                    f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
+                )
+    except Exception as error:
+        raise_typed(error, listed, "touch()")
+
+
+# ---- changes ---------------------------------------------------------------------------------------
+
+
+def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
+    """Take the blocks that are next in eviction order. At least this many are free."""
+    was_changing = pool.is_changing
+    if pool._policy_host is not None:
+        pool.is_changing = True
+        pool._policy_host.order_victims(num_blocks)
+        pool.is_changing = was_changing
+    if pool.reuse_watchers or pool.lower_tiers is not None:
+        notify_before(pool, list_first(pool.free_block_queue, num_blocks))
+    pool.is_changing = True
+    taken = pool.free_block_queue.popleft_n(num_blocks)
+    mark_taken(pool, taken)
+    pool.is_changing = was_changing
+    return taken
+
+
+def take_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Take these distinct free blocks, wherever they are in the queue."""
+    was_changing = pool.is_changing
+    if pool.reuse_watchers or pool.lower_tiers is not None:
+        notify_before(pool, listed)
+    pool.is_changing = True
     queue = pool.free_block_queue
+    for block in listed:
+        queue.remove(block)
+    mark_taken(pool, listed)
+    if pool._policy_host is not None:
+        pool._policy_host.note_taken(listed)
+    pool.is_changing = was_changing
+
+
+def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
+    """Give blocks that have left the queue their first reference, and evict their content."""
+    any_cached = len(pool.cached_block_hashes_by_block) > 0
+    for block in taken:
+        if block.ref_cnt != 0:
+            raise CorruptedPoolError(
+                f"block {block.block_id} was in the free queue with ref_cnt {block.ref_cnt}; only touch() "
+                "may reference a free block. Call repair()"
+            )
+        block.ref_cnt = 1
+        block.generation += 1
+        if block.key is not None:
+            any_cached = True
+    if any_cached and pool.enable_caching:
+        evict_all(pool, taken)
+    if pool.free_index is not None:
+        pool.free_index.note_taken(taken, pool.block_owner)
+    observer = pool.metrics_collector
+    if observer is not None:
+        for block in taken:
+            if pool.enable_caching:
+                observer.on_block_evicted(block)
+            observer.on_block_allocated(block)
+
+
+def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = True) -> None:
+    """Add one reference to each of these blocks, which `check_touchable` accepts.
+
+    Args:
+        is_access: False for a hold, which does not read the prefix: it is no hit.
+    """
+    was_changing = pool.is_changing
+    pool.is_changing = True
+    queue = pool.free_block_queue
+    for block in listed:
+        if block.is_null:
+            continue
+        if block.ref_cnt == 0:
+            queue.remove(block)
+        block.ref_cnt += 1
+    if pool.free_index is not None:
+        pool.free_index.note_taken(listed, pool.block_owner)
+    if pool._policy_host is not None:
+        pool._policy_host.note_touched(listed, is_access)
+    if is_access:
+        if pool._live_curve is not None:
+            pool._live_curve.note_touched(listed)
+        observer = pool.metrics_collector
+        if observer is not None:
+            for block in listed:
+                if not block.is_null:
+                    observer.on_block_accessed(block)
+    pool.is_changing = was_changing
+
+
+# ---- who is notified before blocks are reused ------------------------------------------------------
+
+
+def list_first(queue: FreeKVCacheBlockQueue, num_blocks: int) -> list[KVCacheBlock]:
+    """Return the first blocks of the queue, at most `num_blocks`."""
     listed: list[KVCacheBlock] = []
     block = queue.fake_free_list_head.next_free_block
     while block is not None and block is not queue.fake_free_list_tail and len(listed) < num_blocks:
         if block.ref_cnt != BAND_END:
             listed.append(block)
         block = block.next_free_block
-    notify_watchers_of(pool, listed)
+    return listed
 
 
-def notify_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these free blocks, in order, and remove the watchers.
+def notify_before(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Notify the reuse watchers, then the lower tiers, that these free blocks are about to be taken."""
+    if pool.reuse_watchers:
+        notify_watchers_off_queue(pool, listed)
+    if pool.lower_tiers is not None and pool.enable_caching:
+        cached = [block for block in listed if block.key is not None]
+        if cached:
+            pool.lower_tiers.on_blocks_reused(cached)
 
-    During the calls the blocks are not in the queue. Afterwards they are at its front, even if a watcher
-    raises.
+
+def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these free blocks, in order.
+
+    During the calls the blocks are not in the queue, so that a watcher may use the pool. Afterwards they are
+    at its front, even if a watcher raises.
     """
+    was_changing = pool.is_changing
+    pool.is_changing = True
     queue = pool.free_block_queue
-    num_free = queue.num_free_blocks
-    num_blocks = len(blocks)
-    off: list[KVCacheBlock] = []
-    is_off = False
+    for block in listed:
+        queue.remove(block)
+    if pool.free_index is not None:
+        pool.free_index.note_taken(listed, pool.block_owner)
+    pool.is_changing = False
     try:
-        for block in blocks:
-            off.append(block)
-            before = block.prev_free_block
-            after = block.next_free_block
-            assert before is not None
-            assert after is not None
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.prev_free_block = None
-            block.next_free_block = None
-        queue.num_free_blocks = num_free - num_blocks
-        is_off = True
-        notify_watchers(pool, blocks)
+        notify_watchers(pool, listed)
     finally:
-        if not is_off and off and off[-1].next_free_block is not None:
-            del off[-1]  # appended but not yet unlinked
-        pool._unfinished_total = queue.num_free_blocks + num_blocks if is_off else num_free
-        pool._unfinished_blocks = off
-        pool._unfinished_count = -1
-        pool._unfinished = UNDO_TAKING_FIRST
-        finish(pool)
+        pool.is_changing = True
+        queue.prepend_n(listed)
+        if pool.free_index is not None:
+            num_free = queue.num_free_blocks
+            pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
+        pool.is_changing = was_changing
 
 
 def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:

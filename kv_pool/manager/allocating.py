@@ -1,17 +1,17 @@
-"""The changes that `allocate_slots` makes to a request's block tables; `recover` can undo each of them."""
+"""The changes that `allocate_slots` makes to a request's block tables."""
 
 from collections.abc import Sequence
 
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.evicting import note_own_hash
+from kv_pool.core.caching import move_keys
+from kv_pool.core.evicting import evict_invalid, note_own_hash
 from kv_pool.core.pool_state import note_continued
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.manager_state import ManagerState
-from kv_pool.manager.recovery import recover
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
 from kv_pool.manager.superseding import release_superseded
@@ -31,8 +31,8 @@ def allocate(
         junction: see `CachedPrefix`; for a request without blocks.
         full: the result of `PrefixCaching.count_full`.
         need: the result of `SlotNeeds.count`.
-    If interrupted, nothing has changed.
     """
+    pool = state.block_pool
     retention = state.retention
     if retention is not None:
         retention.expire()  # the time decides which blocks are hit or taken next
@@ -40,45 +40,38 @@ def allocate(
     tables: list[BlockTable] = [] if step.tables is None else step.tables
     for table in tables:
         table.request = request
-        table.num_settled = len(table.blocks)
-        table.num_settled_cached = table.num_cached_blocks
-        table.settled_blocks = None
-    try:
-        num_external = 0
-        if is_new:
-            # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
-            start_tables(state, request, tables, step)
-            if junction:
-                for table in tables:
-                    table.junction = junction
-            if retention is not None and retention.is_active:
-                retention.note_admitted(request)
-            num_external = step.num_before - step.num_computed - step.num_prefix
-            if num_external:
-                add_external(state, tables, step.num_before)
-        elif state._has_forks:
-            replace_shared(state, tables, step)
-        added = state._no_blocks
-        if need or num_external or state._plans_checkpoints:
-            added = extend_tables(state, tables, step)
-        if is_new and step.num_encoder_tokens:
-            note_encoder(state, request, tables)
-        if state._rules is not None:
-            state._rules.note_step(request, tables, step)
-        if full is not None:
-            num_loaded = step.num_before if num_external else 0
-            state._caching.cache(request, tables, full, step.num_scheduled, False, num_loaded)
-            if state._rules is not None and state._rules.chains is not None:
-                release_superseded(state, state._rules.chains)
-        if is_new:
-            if state._owners is not None:
-                state._owners.note_started(request)
-            state._tables[step.request_id] = tables
-    except BaseException:
-        state._is_leaving = False
-        state._unsettled = tables
-        recover(state)
-        raise
+    pool.is_changing = True
+    num_external = 0
+    if is_new:
+        # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
+        start_tables(state, request, tables, step)
+        if junction:
+            for table in tables:
+                table.junction = junction
+        if retention is not None and retention.is_active:
+            retention.note_admitted(request)
+        num_external = step.num_before - step.num_computed - step.num_prefix
+        if num_external:
+            add_external(state, tables, step.num_before)
+    elif state._has_forks:
+        replace_shared(state, tables, step)
+    added = state._no_blocks
+    if need or num_external or state._plans_checkpoints:
+        added = extend_tables(state, tables, step)
+    if is_new and step.num_encoder_tokens:
+        note_encoder(state, request, tables)
+    if state._rules is not None:
+        state._rules.note_step(request, tables, step)
+    if full is not None:
+        num_loaded = step.num_before if num_external else 0
+        state._caching.cache(request, tables, full, step.num_scheduled, False, num_loaded)
+        if state._rules is not None and state._rules.chains is not None:
+            release_superseded(state, state._rules.chains)
+    if is_new:
+        if state._owners is not None:
+            state._owners.note_started(request)
+        state._tables[step.request_id] = tables
+    pool.is_changing = False
     return added
 
 
@@ -104,12 +97,12 @@ def start_tables(
             table.num_null_blocks = num_skipped
         if not isinstance(used, list):
             used = as_list("cached_prefix", used)
-        pool.touch_onto(used, table.blocks)
+        pool.add_references(used)
+        table.blocks += used
         if state.retention is not None and state.retention.holds_blocks:
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_hits = table.num_cached_blocks
-        table.num_settled_cached = table.num_cached_blocks
         rules = state._rules
         if rules is not None and rules.chains is not None and group.reads_before_writes and used:
             table.resumed = rules.chains.note_resumed(used[-1])
@@ -137,7 +130,7 @@ def add_external(state: ManagerState, tables: list[BlockTable], num_tokens: int)
             table = tables[group.group_id]
             num_new = group.count_table_blocks(num_tokens) - len(table.blocks)
             if num_new > 0:
-                take_after(state, table, table.blocks, num_new)
+                table.blocks += take_after(state, table, num_new)
 
 
 def extend_tables(
@@ -159,18 +152,17 @@ def extend_tables(
         if not num_new:
             added.append(own or state._no_blocks[0])
             continue
-        taken = take_after(state, table, table.blocks, num_new)
+        taken = take_after(state, table, num_new)
+        table.blocks += taken
         added.append(own + taken if own else taken)
     return tuple(added)
 
 
-def take_after(
-    state: ManagerState, table: BlockTable, onto: list[KVCacheBlock], num_blocks: int
-) -> list[KVCacheBlock]:
-    """Take blocks onto a list; in a `RunBlockPool` those that follow the last block of the table."""
-    if state._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-        return state._run_pool.take_onto_after(onto, table.blocks[-1], num_blocks)
-    return state.block_pool.take_onto(onto, num_blocks)
+def take_after(state: ManagerState, table: BlockTable, num_blocks: int) -> list[KVCacheBlock]:
+    """Take blocks for a table; a `RunBlockPool` prefers those that follow the table's last block."""
+    if table.blocks:
+        return state.block_pool.take_after(table.blocks[-1], num_blocks)
+    return state.block_pool.take(num_blocks)
 
 
 def replace_partial(state: ManagerState, group: BlockGroup, table: BlockTable) -> list[KVCacheBlock]:
@@ -180,18 +172,11 @@ def replace_partial(state: ManagerState, group: BlockGroup, table: BlockTable) -
     """
     position = table.copy_position
     shared = table.blocks[position]
-    state.block_pool.take_onto(state._taken, 1)
-    own = state._taken[0]
+    [own] = state.block_pool.take(1)
     state.copies.add_state(group.group_id, shared, own)
-    nothing: list[KVCacheBlock] = []
-    leaving = [shared]
-    # No call may happen until the table has the block.
-    state._leaving = leaving
     table.blocks[position] = own
-    table.num_settled_cached = position
     table.copy_position = -1
-    state._taken = nothing
-    state.block_pool.free_out_of(leaving)
+    state.block_pool.drop_references([shared])
     return [own]
 
 
@@ -212,7 +197,7 @@ def extend_states(
     written = group.count_table_blocks(step.num_scheduled) - 1
     num_saved = 0
     if group.checkpoint_alignment:
-        started = table if table.num_settled else None
+        started = table if num_before and step.tables is not None else None
         saved = group.plan_checkpoint(started, step.num_before, step.num_scheduled, step.prefill_end)
         num_saved = 1 if saved else 0
         table.checkpoint_tokens = saved
@@ -234,10 +219,10 @@ def extend_states(
     num_new = max(0, num_entries - len(blocks))
     if position >= 0:
         num_new += 1
-    taken = take_after(state, table, state._taken, num_new) if num_new else []
+    taken = take_after(state, table, num_new) if num_new else []
     added = blocks[num_before:]
     leaving: list[KVCacheBlock] = []
-    settled = before.copy()
+    is_running = step.tables is not None
     if position < 0:
         blocks += taken
         added += taken
@@ -246,9 +231,9 @@ def extend_states(
         blocks += taken[1:]
         source = before[position]
         state.copies.add_state(group.group_id, source, own)
-        if table.num_settled:
+        if is_running:
             # A running request stays in its block, which the engine knows: the copy becomes the cached one.
-            pool.move_block_hashes(source, own)
+            move_keys(pool, source, own)
             if own.key is not None:
                 state._caching.note_unwritten(own)
             leaving.append(own)
@@ -260,22 +245,14 @@ def extend_states(
             blocks[position] = own
             leaving.append(source)
             added = [own, *added, *taken[1:]]
-    nothing: list[KVCacheBlock] = []
-    # No call may happen until the table has the blocks.
-    state._leaving = leaving
-    table.settled_blocks = settled
-    table.num_settled_speculative = table.num_speculative
     before[:] = blocks  # the same list: a connector may keep it from step to step
     table.num_speculative = group.num_speculative_blocks
     if position >= 0:
         table.copy_position = -1
-        if not table.num_settled:
-            table.num_settled_cached = position
     if num_moved:
         table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-    state._taken = nothing
     if leaving:
-        pool.free_out_of(leaving)
+        pool.drop_references(leaving)
     return added
 
 
@@ -283,7 +260,7 @@ def free_skipped_blocks(
     state: ManagerState, request_id: RequestId, tables: list[BlockTable], num_computed: int
 ) -> None:
     """Free the blocks that no later token attends to, last block first; null blocks replace them."""
-    null_block = state.block_pool.null_block
+    pool = state.block_pool
     for group in state._groups:
         if not group.forgets:
             continue
@@ -292,25 +269,25 @@ def free_skipped_blocks(
         end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(blocks))
         if end <= table.num_null_blocks:
             continue
+        pool.is_changing = True
         first = table.num_null_blocks
         if table.copy_position < end:
             table.copy_position = -1
         passed = blocks[first:end]
         if all(block.is_null for block in passed):
             table.num_null_blocks = end
+            pool.is_changing = False
             continue  # all null: between two states
         if len(state.copies):
             state.copies.drop(passed)
-        backwards = passed[::-1]
         if state.retention is not None and state.retention.is_active:
             state.retention.label_table(request_id, group.group_id, first, passed)
         table.add_past(first, passed)
-        nulls = [null_block] * (end - first)
-        state._leaving = backwards
-        blocks[first:end] = nulls
+        blocks[first:end] = [pool.null_block] * (end - first)
         table.num_null_blocks = end
         table.num_edits += 1
-        state.block_pool.free_out_of(backwards)
+        pool.drop_references(passed[::-1])
+        pool.is_changing = False
 
 
 def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
@@ -327,10 +304,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
         for position in state._needs.list_shared(table, group, step.num_computed, num_blocks):
             shared = table.blocks[position]
             is_copied = position * group.block_size < step.num_computed
-            pool.take_onto(state._taken, 1)
-            own = state._taken[0]
-            nothing: list[KVCacheBlock] = []
-            leaving = [shared]
+            [own] = pool.take(1)
             if is_copied:
                 # If `shared` itself is the target of a pending copy, copy from the source of that.
                 source = state.copies.find_source(shared)
@@ -340,17 +314,14 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                     for block in table.list_past(position):
                         start = position * group.block_size
                         note_continued(pool, block, start, table.request.block_hashes)
-            # No call may happen until the table has the block.
-            state._leaving = leaving
             table.blocks[position] = own
             table.num_edits += 1
-            state._taken = nothing
             if position == table.copy_position:  # the other request has the cached state
                 table.copy_position = -1
                 table.tail_tokens = 0
-            pool.free_out_of(leaving)
+            pool.drop_references([shared])
         for block in table.blocks[max(table.num_cached_blocks, step.num_computed // group.block_size) :]:
             if block.num_key_tokens > step.num_computed:
                 # Cached by a request that held it, too, and has left; this one was truncated within it.
-                pool.evict_blocks([block.block_id])
+                evict_invalid(pool, [block])
         table.is_forked = False

@@ -10,8 +10,6 @@ from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove, GroupId, RequestId
 
-_RELEASED = HoldState.RELEASED  # Python 3.11 calls a function to look it up, and a call can be interrupted
-
 
 class BlockCopies:
     """The pending copies. Their sources are held until the engine fetches the list.
@@ -41,28 +39,23 @@ class BlockCopies:
 
         Args:
             source: a block that `find_source` returned.
-        All or nothing, even if interrupted; `recover` settles the hold.
         """
-        self._open_hold()
         note_copy(self._pool, target, source)
-        self._holds[0].add([source])
+        self._hold([source])
         self._source_of[target] = source
 
     def add_state(self, group_id: GroupId, source: KVCacheBlock, target: KVCacheBlock) -> None:
-        """Add a copy between two blocks in use, which stays pending if its request is freed.
-
-        All or nothing, even if interrupted; `recover` settles the hold.
-        """
-        self._open_hold()
+        """Add a copy between two blocks in use, which stays pending if its request is freed."""
         note_copy(self._pool, target, source)
-        self._holds[0].add([source, target])
+        self._hold([source, target])
         self.state_pairs.append((group_id, source, target))
 
-    def _open_hold(self) -> None:
+    def _hold(self, blocks: list[KVCacheBlock]) -> None:
+        book = self._pool.holds
         if not self._holds:
-            self._pool.holds.open(
-                [], "to be copied before the next step writes", is_movable=True, onto=self._holds
-            )
+            self._holds.append(book.open([], "to be copied before the next step writes", is_movable=True))
+        hold = self._holds[0]
+        book.take_references(hold, [block for block in blocks if not hold.contains(block)])
 
     def is_source(self, block: KVCacheBlock) -> bool:
         """Return True if the pending copies hold this block; one of its references is then the hold's.
@@ -81,39 +74,35 @@ class BlockCopies:
             )
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Drop the copies into blocks of this list that have no other holder.
-
-        Safe to repeat after an exception interrupted it.
-        """
+        """Drop the copies into blocks of this list that have no other holder."""
         is_any = False
         for block in blocks:
             if block.ref_cnt == 1 and block in self._source_of:
                 del self._source_of[block]
                 is_any = True
         if is_any:
-            self.recover()
+            hold = self._holds[0]
+            needed = self._list_needed()
+            self._pool.holds.drop_references(hold, [block for block in hold.blocks if block not in needed])
 
     def take(self) -> list[BlockMove]:
         """Return the pending copies and release their sources, which the next allocation may reuse."""
         if not self._holds:
             return []
         moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
-        nothing: dict[KVCacheBlock, KVCacheBlock] = {}
-        try:
-            self._holds[0].release()
-        finally:
-            if self._holds[0].state is _RELEASED:  # released, even if an interrupt follows
-                self._source_of = nothing
-                del self._holds[:]
+        self._pool.is_changing = True
+        self._pool.holds.end(self._holds.pop(), HoldState.RELEASED)
+        self._source_of = {}
+        self._pool.is_changing = False
         return moves
 
-    def take_onto(self, retained: list[KVCacheBlock]) -> list[BlockMove]:
-        """Return the pending copies; append their held blocks, with one reference each, to `retained`.
+    def take_with_blocks(self) -> tuple[list[BlockMove], list[KVCacheBlock]]:
+        """Return the pending copies, and their held blocks with one reference each.
 
-        Copies of states come last, by group. Free the blocks in the order of the list after the copies.
+        Copies of states come last, by group. Free the blocks in this order after the copies.
         """
         if not self._holds:
-            return []
+            return [], []
         moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
         order = dict.fromkeys(self._source_of.values())
         for _, source, target in sorted(self.state_pairs, key=_get_group_id):
@@ -121,28 +110,24 @@ class BlockCopies:
             for block in (source, target):  # each block at its last use
                 order.pop(block, None)
                 order[block] = None
-        blocks = list(order)
-        first = len(retained)
-        sources: dict[KVCacheBlock, KVCacheBlock] = {}
-        pairs: list[tuple[GroupId, KVCacheBlock, KVCacheBlock]] = []
-        try:
-            self._pool.holds.hand_over(self._holds[0], retained)
-        finally:
-            if self._holds[0].state is _RELEASED:  # handed over, even if an interrupt follows
-                retained[first:] = blocks
-                self._source_of = sources
-                self.state_pairs = pairs
-                del self._holds[:]
-        return moves
+        self._pool.is_changing = True
+        self._pool.holds.hand_over(self._holds.pop())
+        self._source_of = {}
+        self.state_pairs = []
+        self._pool.is_changing = False
+        return moves, list(order)
 
-    def recover(self) -> None:
-        """Release the sources that no copy needs, such as after an interrupted call."""
-        if self._holds:
-            needed = set(self._source_of.values())
-            for _, source, target in self.state_pairs:
-                needed.add(source)
-                needed.add(target)
-            self._holds[0].remove([block for block in self._holds[0].blocks if block not in needed])
+    def repair(self) -> None:
+        """Let the hold contain the blocks of the pending copies, before references are counted again."""
+        for hold in self._holds:
+            hold.forget(self._list_needed())
+
+    def _list_needed(self) -> dict[KVCacheBlock, None]:
+        needed = dict.fromkeys(self._source_of.values())
+        for _, source, target in self.state_pairs:
+            needed[source] = None
+            needed[target] = None
+        return needed
 
 
 def _get_group_id(pair: tuple[GroupId, KVCacheBlock, KVCacheBlock]) -> GroupId:

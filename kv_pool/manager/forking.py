@@ -5,7 +5,6 @@ from kv_pool.core.pool_state import note_continued
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
-from kv_pool.manager.recovery import recover
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
@@ -50,36 +49,35 @@ def fork_tables(
                 f"num_computed_tokens is {num_computed}; update it before the fork"
             )
     copies: list[BlockTable] = [BlockTable() for _ in tables]
-    try:
-        for table, copy, group in zip(tables, copies, state._groups, strict=True):
-            num_shared = len(table.blocks)
-            if group.is_cacheable:
-                num_shared = min(num_shared, group.count_table_blocks(num_computed))
-            table.is_forked = True
-            copy.is_forked = True
-            copy.request = child
-            copy.num_hits = table.num_hits
-            copy.past = None if table.past is None else table.past.copy()
-            copy.num_valid_tokens = table.num_valid_tokens
-            copy.unaligned_position = table.unaligned_position
-            if table.copy_position < num_shared:
-                copy.copy_position = table.copy_position  # the last of the two to write keeps the block
-            copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
-            copy.num_null_blocks = min(table.num_null_blocks, num_shared)
-            state.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)
-            if table.past is not None and group.is_cacheable and num_computed % group.block_size:
-                # The child may continue in the parent's copy of a block.
-                for block in table.list_past(num_computed // group.block_size):
-                    start = num_computed - num_computed % group.block_size
-                    note_continued(state.block_pool, block, start, child.block_hashes)
-        state._has_forks = True
-        if state._owners is not None:
-            state._owners.note_started(child)
-            if parent.request_id in state._caching.uncached:
-                state._caching.uncached.add(child.request_id)
-        state._tables[child.request_id] = copies
-    except BaseException:
-        state._is_leaving = True
-        state._unsettled = copies
-        recover(state)
-        raise
+    pool = state.block_pool
+    pool.is_changing = True
+    for table, copy, group in zip(tables, copies, state._groups, strict=True):
+        num_shared = len(table.blocks)
+        if group.is_cacheable:
+            num_shared = min(num_shared, group.count_table_blocks(num_computed))
+        table.is_forked = True
+        copy.is_forked = True
+        copy.request = child
+        copy.num_hits = table.num_hits
+        copy.past = None if table.past is None else table.past.copy()
+        copy.num_valid_tokens = table.num_valid_tokens
+        copy.unaligned_position = table.unaligned_position
+        if table.copy_position < num_shared:
+            copy.copy_position = table.copy_position  # the last of the two to write keeps the block
+        copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
+        copy.num_null_blocks = min(table.num_null_blocks, num_shared)
+        shared = table.blocks[:num_shared]
+        pool.add_references(shared)
+        copy.blocks += shared
+        if table.past is not None and group.is_cacheable and num_computed % group.block_size:
+            # The child may continue in the parent's copy of a block.
+            for block in table.list_past(num_computed // group.block_size):
+                start = num_computed - num_computed % group.block_size
+                note_continued(pool, block, start, child.block_hashes)
+    state._has_forks = True
+    if state._owners is not None:
+        state._owners.note_started(child)
+        if parent.request_id in state._caching.uncached:
+            state._caching.uncached.add(child.request_id)
+    state._tables[child.request_id] = copies
+    pool.is_changing = False

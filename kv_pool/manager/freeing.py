@@ -1,50 +1,43 @@
 """`free_tables`, `truncate_tables`: release the blocks of a request, or those of withdrawn tokens."""
 
+from kv_pool.core.evicting import evict_invalid
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.scratch_group import SingleStateGroup
 from kv_pool.manager.manager_state import ManagerState
-from kv_pool.manager.recovery import recover
 
 
 def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTable]) -> None:
-    """See `KVCacheManager.free`. An interrupted call is completed."""
+    """See `KVCacheManager.free`."""
     retention = state.retention
     if retention is not None:
         retention.expire()
         if not retention.is_active:
             retention = None
+    pool = state.block_pool
+    pool.is_changing = True
     if state._rules is not None:
         state._rules.note_ended(tables)
     if state._owners is not None:
         state._owners.note_ended(request_id)
         state._caching.uncached.discard(request_id)
-    try:
-        state._is_leaving = True
-        state._leaving_id = request_id
-        state._unsettled = tables
-        del state._tables[request_id]
-        for group_id, table in enumerate(tables):
-            blocks = table.blocks
-            if len(state.copies):
-                state.copies.drop(blocks[table.num_null_blocks :])
-            # In place: the table still lists the blocks that are not released yet.
-            if table.num_null_blocks:
-                del blocks[: table.num_null_blocks]
-            if retention is not None:
-                retention.label_table(request_id, GroupId(group_id), table.num_null_blocks, blocks)
-            blocks.reverse()
-            state.block_pool.free_out_of(blocks)
+    del state._tables[request_id]
+    for group_id, table in enumerate(tables):
+        blocks = table.blocks
+        if len(state.copies):
+            state.copies.drop(blocks[table.num_null_blocks :])
+        if table.num_null_blocks:
+            del blocks[: table.num_null_blocks]
         if retention is not None:
-            retention.forget_request(request_id)
-        state._leaving_id = None
-        state._unsettled = None
-    except BaseException:
-        if state._unsettled is not None:
-            recover(state)
-        raise
+            retention.label_table(request_id, GroupId(group_id), table.num_null_blocks, blocks)
+        blocks.reverse()
+        pool.drop_references(blocks)
+        blocks.clear()
+    if retention is not None:
+        retention.forget_request(request_id)
+    pool.is_changing = False
 
 
 def truncate_tables(
@@ -74,6 +67,8 @@ def truncate_tables(
                 "request, truncate it, and admit it again"
             )
     retention = state.retention
+    pool = state.block_pool
+    pool.is_changing = True
     for group in state._groups:
         if not group.is_cacheable or isinstance(group, (MambaGroup, SingleStateGroup)):
             continue
@@ -88,11 +83,12 @@ def truncate_tables(
                 retention.label_table(request_id, group.group_id, num_left, leaving)
             del table.blocks[num_left:]
             table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-            state.block_pool.free_blocks(leaving[::-1])
+            pool.drop_references(leaving[::-1])
         table.num_cached_blocks = min(table.num_cached_blocks, position)
         if position < len(table.blocks):
             block = table.blocks[position]
             if block.num_key_tokens > num_tokens:
-                state.block_pool.evict_blocks([block.block_id])
+                evict_invalid(pool, [block])
             if block.ref_cnt > 1:
                 table.is_forked = state._has_forks = True
+    pool.is_changing = False

@@ -21,3 +21,6 @@ class HostBlocks(Protocol):
 
     def reset_host(self) -> None:
         """Evict every prefix there, after the device's pool was reset."""
+
+    def repair_host(self) -> None:
+        """Make the pool there whole, after the manager's own was repaired."""

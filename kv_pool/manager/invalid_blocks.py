@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
-from kv_pool.core.evicting import find_own_hash
+from kv_pool.core.evicting import evict_invalid, find_own_hash
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
@@ -67,6 +67,7 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
             )
     spread = _Spread(state, [pool.blocks[block_id] for block_id in block_ids])
     spread.run()
+    pool.is_changing = True
     num_valid_tokens: dict[RequestId, int] = {}
     for holder in spread.holders:
         if holder.num_valid < ALL_TOKENS:
@@ -91,11 +92,12 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
     evicted: list[KVCacheBlock] = []
     for one in spread.pools:
         blocks = [block for block in spread.suspect if block.owner is one.block_owner]
-        one.evict_blocks([block.block_id for block in blocks])
+        evict_invalid(one, blocks)
         if one is pool:
             evicted = blocks
     if state.retention is not None and state.retention.is_active:
         state.retention.forget_blocks(evicted)
+    pool.is_changing = False
     return InvalidBlocksReport(num_valid_tokens, evicted)
 
 
@@ -110,7 +112,6 @@ def evict_invalid_blocks(block_pool: BlockPoolCore, block_ids: Sequence[BlockId]
         listed = [block_id for block_id in block_ids if 0 <= block_id < block_pool.num_gpu_blocks]
         keys = block_pool.list_keys([block_pool.blocks[block_id] for block_id in listed])
         if keys and len(listed) == len(block_ids):
-            # Before the pool: if this is called again after an interrupt, the pool no longer knows the keys.
             tiers.on_content_invalidated(keys)
     block_pool.evict_blocks(block_ids)
 

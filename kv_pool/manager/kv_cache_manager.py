@@ -15,6 +15,7 @@ from kv_pool.core.arguments import (
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
@@ -32,7 +33,7 @@ from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_b
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.queries import ManagerQueries
-from kv_pool.manager.recovery import recover
+from kv_pool.manager.repairing import repair_manager
 from kv_pool.manager.request_tables import find_tables
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
@@ -236,8 +237,8 @@ class KVCacheManager(ManagerQueries):
         replaced: see `take_block_copies`.
         Cost: O(groups + blocks touched, added and released).
         """
-        if self._unsettled is not None:
-            recover(self)
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
         if not isinstance(num_in_flight_tokens, int):
@@ -272,12 +273,8 @@ class KVCacheManager(ManagerQueries):
             if need > num_available - num_left:
                 return None
         if self._forgets and tables is not None:
-            try:
-                num_final = step.num_before - num_in_flight_tokens
-                free_skipped_blocks(self, step.request_id, tables, num_final)
-            except BaseException:
-                recover(self)
-                raise
+            num_final = step.num_before - num_in_flight_tokens
+            free_skipped_blocks(self, step.request_id, tables, num_final)
             num_available = self.get_num_free_blocks()
         need = self._needs.count(step)
         if need > num_available - num_left - reserved_blocks:
@@ -297,26 +294,26 @@ class KVCacheManager(ManagerQueries):
         copies provides; so does one whose hit ends within a block. Make the copies in order. Allocations
         after this call may reuse the sources.
         """
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         self._caching.begin_step()
         if not self.copies.state_pairs:
             return self.copies.take()
-        try:
-            moves = self.copies.take_onto(self._leaving)
-            self.block_pool.free_out_of(self._leaving)
-        except BaseException:
-            recover(self)
-            raise
+        moves, blocks = self.copies.take_with_blocks()
+        self.block_pool.free_blocks(blocks)
         return moves
 
-    def take_block_copies_onto(self, retained: list[KVCacheBlock]) -> list[BlockMove]:
+    def take_block_copies_with_blocks(self) -> tuple[list[BlockMove], list[KVCacheBlock]]:
         """Return the copies as `take_block_copies` does, but keep their blocks until they are made.
 
-        Args:
-            retained: the blocks of the copies are appended, with one reference each. The caller frees them,
-                in this order, once the copies are made.
+        Returns:
+            The copies, and their blocks with one reference each. The caller frees the blocks, in this order,
+            once the copies are made.
         Does not begin a step: see `begin_step`.
         """
-        return self.copies.take_onto(retained)
+        if self.block_pool.is_changing:
+            refuse_interrupted()
+        return self.copies.take_with_blocks()
 
     def begin_step(self) -> None:
         """Begin a step: states written by the steps before it can be hit. `take_block_copies` calls it."""
@@ -337,6 +334,8 @@ class KVCacheManager(ManagerQueries):
                 blocks, another count or other tokens. Nothing has changed.
         Cost: O(blocks of the parent).
         """
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         tables = find_tables(self, get_request_id("parent", parent))
         get_request_id("child", child)
         fork_tables(self, tables, parent, child)
@@ -352,6 +351,8 @@ class KVCacheManager(ManagerQueries):
             InvalidArgumentError: no such request, or it lacks slots or hashes for these tokens. Nothing has
                 changed.
         """
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         tables = find_tables(self, get_request_id("request", request))
         if not isinstance(num_computed_tokens, int):
             num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens)
@@ -366,7 +367,9 @@ class KVCacheManager(ManagerQueries):
             num_computed_tokens = min(num_computed_tokens, tables[0].num_valid_tokens)
             full = self._caching.count_full(request, tables, 0, num_computed_tokens)
             if full is not None:
+                self.block_pool.is_changing = True
                 self._caching.cache(request, tables, full, num_computed_tokens, is_written=True)
+                self.block_pool.is_changing = False
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Evict these blocks, whose content is invalid, and all that was computed from them.
@@ -378,6 +381,8 @@ class KVCacheManager(ManagerQueries):
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         for block_id in listed:
             if not 0 <= block_id < self.block_pool.num_gpu_blocks:
                 self.block_pool.evict_blocks([block_id])  # raises
@@ -388,14 +393,14 @@ class KVCacheManager(ManagerQueries):
     ) -> int:
         """Evict all that requests of an adapter, a salt or a session have cached, in the lower tiers, too.
 
-        For an adapter that is loaded again with other weights, or data to be deleted. Running requests of
-        these owners keep their blocks; what they compute from now on is not cached.
+        For an adapter that is loaded again with other weights, or data to be deleted. Of several arguments,
+        all must match. Running requests of these owners keep their blocks; what they compute from now on is
+        not cached.
 
         Args:
             adapter: the adapter's name, whatever its path, id and version.
             cache_salt: of the whole request, or of a region: then the blocks from there on.
             session_id: blocks that the session shares with others are evicted, too.
-            Of several arguments, all must match.
         Returns:
             The number of blocks of the pool that are evicted.
         Raises:
@@ -438,7 +443,10 @@ class KVCacheManager(ManagerQueries):
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
-        return report_invalid_blocks(self, cast("list[BlockId]", as_ints("block_ids", block_ids)))
+        listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
+        if self.block_pool.is_changing:
+            refuse_interrupted()
+        return report_invalid_blocks(self, listed)
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
         """Iterate over the cached keys, as `BlockPool.iter_cached_keys`: hash, group, name in events."""
@@ -481,11 +489,9 @@ class KVCacheManager(ManagerQueries):
         request_id = get_request_id("request", request)
         tables = find_tables(self, request_id)
         num_final = as_count("num_tokens", num_tokens)
-        try:
-            free_skipped_blocks(self, request_id, tables, num_final)
-        except BaseException:
-            recover(self)
-            raise
+        if self.block_pool.is_changing:
+            refuse_interrupted()
+        free_skipped_blocks(self, request_id, tables, num_final)
 
     def truncate(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
         """Withdraw all tokens after the first `num_tokens` from a request, between two steps.
@@ -502,8 +508,8 @@ class KVCacheManager(ManagerQueries):
                 again.
         Cost: O(blocks released).
         """
-        if self._unsettled is not None:
-            recover(self)
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         request_id = get_request_id("request", request)
         unchecked: Any = request
         num_left = as_int("num_tokens", num_tokens)
@@ -525,7 +531,21 @@ class KVCacheManager(ManagerQueries):
         Raises:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """
-        if self._unsettled is not None:
-            recover(self)
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         request_id = get_request_id("request", request)
         free_tables(self, request_id, find_tables(self, request_id))
+
+    # ---- after an interrupted call -----------------------------------------------------------------
+
+    def repair(self) -> None:
+        """Make manager and pool whole after a call that was interrupted. May be called again, also at any time.
+
+        Every request keeps its blocks. Blocks that no request, swap, transfer or hold has become free, and the
+        prefix cache is empty: one `AllBlocksCleared`. Claims of retention, pins included, end with the content
+        that they were about. A request whose `allocate_slots` was interrupted may have got its blocks already,
+        or be without blocks: call it again.
+
+        Cost: O(blocks of the pool).
+        """
+        repair_manager(self)

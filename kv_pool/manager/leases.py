@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn, SupportsIndex
+from weakref import ref
 
 from kv_pool.core.arguments import as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
@@ -140,9 +141,8 @@ class BlockLeases:
         self._reported: set[Hold] = set()
         self._num_overdue = 0  # overdue holds of the pool that are already processed
         self._last_id = 0
-        # True from an interrupted call until `_rebuild` completes it; below, the holds it was opening.
-        self._is_unfinished = False
-        self._opening: list[Hold] = []
+        self._opening: Lease | None = None  # by a call that runs now, or was interrupted
+        self._book.add_party(ref(self))
 
     def __repr__(self) -> str:
         return f"<BlockLeases: {len(self._leases)} leases of {self.num_leased_blocks} blocks>"
@@ -185,29 +185,27 @@ class BlockLeases:
             )
         if len(set(listed)) != len(listed):
             raise InvalidBlockError(f"{holder} requests a lease that lists a block twice")
-        if self._is_unfinished or self._book.num_overdue != self._num_overdue:
+        self._book.check_whole()
+        if self._book.num_overdue != self._num_overdue:
             self._rebuild()  # some leases may have expired and are not reported yet
         for block in listed:
             self._check_block(block, holder, kind)
         is_written = kind is LeaseKind.WRITE
         if is_written:
             self.block_pool.flush_evicted()
-        holds: list[Hold] = []
-        self._opening = holds
-        try:
-            reason = f"leased to {holder} ({kind.value})"
-            hold = self._book.open(listed, reason, False, deadline, is_written, holds)
-            self._last_id += 1
-            lease = Lease(self, LeaseId(self._last_id), kind, tuple(listed), deadline, holder, hold)
-            for block in listed:
-                self._num_leases[block] = self._num_leases.get(block, 0) + 1
-            if is_written:
-                self._written.update(dict.fromkeys(listed, lease))
-            self._leases[hold] = lease  # no call may follow this line
-        except BaseException:
-            self._is_unfinished = True
-            self._rebuild()
-            raise
+        self.block_pool.is_changing = True
+        hold = self._book.open([], f"leased to {holder} ({kind.value})", False, deadline, is_written)
+        self._last_id += 1
+        lease = Lease(self, LeaseId(self._last_id), kind, tuple(listed), deadline, holder, hold)
+        self._opening = lease
+        self._leases[hold] = lease
+        self._book.take_references(hold, listed)
+        for block in listed:
+            self._num_leases[block] = self._num_leases.get(block, 0) + 1
+        if is_written:
+            self._written.update(dict.fromkeys(listed, lease))
+        self._opening = None
+        self.block_pool.is_changing = False
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -220,13 +218,11 @@ class BlockLeases:
             StaleLeaseError: the lease has ended or belongs to another `BlockLeases`. Nothing has changed.
         """
         self._check_live(lease)
-        try:
-            lease.hold.release()
-            self._remove(lease)
-        except BaseException:
-            self._is_unfinished = True
-            self._rebuild()
-            raise
+        self._book.check_whole()
+        self.block_pool.is_changing = True
+        self._book.end(lease.hold, HoldState.RELEASED)
+        self._remove(lease)
+        self.block_pool.is_changing = False
 
     def extend(self, lease: Lease, deadline: float) -> None:
         """Set a new deadline, later or earlier, such as on a heartbeat. O(log leases).
@@ -255,8 +251,7 @@ class BlockLeases:
             The leases that ended or were quarantined, earliest deadline first; each is reported once.
         Cost: O(1) if nothing is overdue.
         """
-        if self._is_unfinished:
-            self._rebuild()
+        self._book.check_whole()
         self._book.expire()
         if self._book.num_overdue == self._num_overdue:
             return []
@@ -268,16 +263,10 @@ class BlockLeases:
         ]
         reported = self._reported | {lease.hold for lease in overdue if lease.state is LeaseState.QUARANTINED}
         left = {hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.EXPIRED}
-        # No call in between: after an interrupt before this line, the next call reports the leases.
         self._leases = left
         self._reported = reported
         self._num_overdue = num_overdue
-        self._is_unfinished = True
-        try:
-            self._rebuild()
-        except BaseException:
-            self._rebuild()
-            raise
+        self._rebuild()
         return sorted(overdue, key=lambda lease: lease.deadline)
 
     def list_leases(self) -> list[Lease]:
@@ -322,8 +311,6 @@ class BlockLeases:
 
     def _check_live(self, lease: Lease) -> None:
         check_type("lease", lease, Lease)
-        if self._is_unfinished:
-            self._rebuild()
         if lease.leases is not self or lease.hold.is_released:
             raise StaleLeaseError(
                 f"{lease!r} is {'not of these leases' if lease.leases is not self else 'over'}; its blocks "
@@ -344,17 +331,22 @@ class BlockLeases:
             for block in lease.blocks:
                 self._written.pop(block, None)
 
+    def begin_repair(self) -> None:
+        """Drop the lease whose `acquire` was interrupted. Called by a repair of the pool."""
+        if self._opening is not None:
+            self._opening.hold.forget()
+            if not self._opening.hold.is_released:
+                self._book.end(self._opening.hold, HoldState.RELEASED)
+            self._opening = None
+        self._rebuild()
+
     def _rebuild(self) -> None:
-        """Rebuild the indexes from the holds, after an interrupted call."""
-        for hold in self._opening:
-            if hold not in self._leases and not hold.is_released:
-                hold.release()
-        self._opening = []
-        live = {hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.RELEASED}
-        self._leases = live
+        """Rebuild the indexes from the holds."""
+        self._leases = {
+            hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.RELEASED
+        }
         listed = self.list_leases()
         self._num_leases = dict(Counter(block for lease in listed for block in lease.blocks))
         self._written = {
             block: lease for lease in listed if lease.kind is LeaseKind.WRITE for block in lease.blocks
         }
-        self._is_unfinished = False

@@ -6,7 +6,6 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
@@ -29,7 +28,7 @@ from kv_pool.manager.slot_needs import SlotNeeds
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ManagerState:
-    """The tables of a manager's requests, and the leftovers of an interrupted call; see `recovery.recover`.
+    """The tables of a manager's requests. A call that changes them sets `is_changing` of the pool meanwhile.
 
     Args:
         max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
@@ -93,16 +92,8 @@ class ManagerState:
             prefix_rules is not None,
             self._plans_checkpoints,
         )
-        self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = None
         self._owners: OwnedPrefixes | None = None
-        # Left by an interrupted call for `recover`: a request's tables, whether all their blocks are freed,
-        # the request whose directives end with them, and referenced blocks that are in no table.
-        self._unsettled: list[BlockTable] | None = None
-        self._is_leaving: bool = False
-        self._leaving_id: RequestId | None = None
-        self._taken: list[KVCacheBlock] = []
-        self._leaving: list[KVCacheBlock] = []
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))
         if policy is not None:
             block_pool.open_policy(policy)

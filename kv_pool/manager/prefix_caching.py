@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.caching import cache_full
 from kv_pool.core.evicting import note_own_hash
 from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
@@ -148,6 +149,8 @@ class PrefixCaching:
     ) -> None:
         """Cache the blocks from the head of each table to its end in `ends` that are not cached yet.
 
+        Part of a larger call, which has set `is_changing`.
+
         Args:
             ends: the result of `count_full`.
             num_written: tokens after the step, including speculative ones in blocks that are not full.
@@ -174,8 +177,8 @@ class PrefixCaching:
                         mask = [True] * (end - first)
                     mask[position - first] = False
             if mask is None or True in mask:
-                self._pool.cache_full_blocks(
-                    request, table.blocks, first, end, group.block_size, group.group_id, mask
+                cache_full(
+                    self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask
                 )
             else:
                 for position in range(first, end):

@@ -57,19 +57,11 @@ class RequestTables(ManagerState):
         Raises:
             InvalidArgumentError: the request has no blocks.
         """
-        return self.pop_tables_onto(request_id, [])
-
-    def pop_tables_onto(self, request_id: RequestId, onto: list[BlockTable]) -> list[BlockTable]:
-        """Detach the tables as `pop_tables` does, and append them to `onto`, atomically.
-
-        If the caller is interrupted, `onto` lists the tables to put back.
-        """
         check_type("request_id", request_id, str)
         tables = find_tables(self, request_id)
         self.detached_tables[request_id] = tables
-        onto += tables
         del self._tables[request_id]
-        return tables
+        return tables.copy()
 
     def forget_tables(self, request_id: RequestId) -> None:
         """Forget the detached tables of a request, whose blocks are freed. No-op if there are none."""
@@ -82,24 +74,15 @@ class RequestTables(ManagerState):
         Raises:
             InvalidArgumentError: the request has blocks, or the number of tables differs from that of groups.
         """
-        self.put_tables_out_of(request_id, as_list_of("tables", tables, BlockTable).copy())
-
-    def put_tables_out_of(self, request_id: RequestId, tables: list[BlockTable]) -> None:
-        """Attach the tables as `put_tables` does, and empty `tables`, atomically.
-
-        If the caller is interrupted, the list holds the tables that are still to be put back.
-        """
         check_type("request_id", request_id, str)
+        put = as_list_of("tables", tables, BlockTable).copy()
         if request_id in self._tables:
             raise InvalidArgumentError(f"request {request_id!r} has blocks already")
-        if len(tables) != len(self._groups):
-            raise InvalidArgumentError(f"{len(tables)} tables for {len(self._groups)} groups")
-        has_forks = any(table.is_forked for table in tables)
-        put = tables.copy()
+        if len(put) != len(self._groups):
+            raise InvalidArgumentError(f"{len(put)} tables for {len(self._groups)} groups")
+        self._has_forks = self._has_forks or any(table.is_forked for table in put)
         self.detached_tables.pop(request_id, None)
-        self._has_forks = self._has_forks or has_forks
         self._tables[request_id] = put
-        del tables[:]
 
     def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks for tables that are not attached yet; blocks that a retention keeps may be among them.
@@ -109,19 +92,9 @@ class RequestTables(ManagerState):
         """
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
-        return self.take_onto([], num_blocks)
-
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks as `take_blocks` does, appended to `blocks` atomically: see `BlockPool.take_onto`."""
         if self.retention is not None:
             self.retention.expire()
-        return self.block_pool.take_onto(blocks, num_blocks)
-
-    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table, and empty `blocks`: see `BlockPool.free_out_of`."""
-        if len(self.copies):
-            self.copies.drop(blocks)
-        self.block_pool.free_out_of(blocks)
+        return self.block_pool.get_new_blocks(num_blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks that are in no table. The first block is reused first.

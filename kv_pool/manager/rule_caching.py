@@ -7,6 +7,8 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.caching import cache_full, cache_partial
+from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId, RequestId
@@ -199,9 +201,7 @@ class RuleCaching(PrefixCaching):
                 if mask is None:
                     mask = [True] * (end - first)
                 mask[position - first] = False
-        self._pool.cache_full_blocks(
-            request, table.blocks, first, end, group.block_size, group.group_id, mask
-        )
+        cache_full(self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask)
         table.num_cached_blocks = end
         if self._chains is not None and isinstance(group, MambaGroup):
             junction = table.junction // group.block_size
@@ -218,7 +218,7 @@ class RuleCaching(PrefixCaching):
         num_tokens = self._find_tail(request, group, table, num_prompt)
         if 0 < num_tokens <= limit:
             block = table.blocks[num_tokens // group.block_size]
-            self._pool.cache_partial_block(request, block, num_tokens, group.group_id, group.block_size)
+            cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size)
 
     def _find_tail(
         self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_prompt: int
@@ -297,17 +297,17 @@ class RuleCaching(PrefixCaching):
         if num_tokens > num_hashed or (not is_kept and num_tokens != table.junction):
             # The engine writes a state between two blocks' ends, not the one of the block's hash.
             if block.key is not None:
-                self._pool.evict_blocks([block.block_id])
+                evict_invalid(self._pool, [block])
         elif block.num_key_tokens != num_tokens:
-            self._pool.cache_partial_block(
-                request, block, num_tokens, group.group_id, group.block_size, replace_existing_hashes=True
+            cache_partial(
+                self._pool, request, block, num_tokens, group.group_id, group.block_size, True
             )
             self.unwritten.add(block.key)
 
     def _note_key(
         self, request: SchedulableRequest, group: MambaGroup, block: KVCacheBlock, num_tokens: int
     ) -> None:
-        key = self._pool.cache_partial_block(request, block, num_tokens, group.group_id, group.block_size)
+        key = cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size)
         if key is not None:
             self.unwritten.add(key)
 

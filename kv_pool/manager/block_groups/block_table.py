@@ -42,10 +42,6 @@ class BlockTable:
         past: entries that left the table: those before a window, and originals of copies. For each change,
             the first position, the blocks, and their generations. None for none.
         num_valid_tokens: tokens before the first one that was reported as invalid and is not recomputed yet.
-        num_settled, num_settled_cached: number of blocks, and of cached blocks, before the current call.
-            Later ones are released if the call is interrupted.
-        settled_blocks, num_settled_speculative: a copy of the blocks before the current call, if the call has
-            moved some of them, and its speculative entries.
     """
 
     __slots__ = (
@@ -59,15 +55,11 @@ class BlockTable:
         "num_edits",
         "num_hits",
         "num_null_blocks",
-        "num_settled",
-        "num_settled_cached",
-        "num_settled_speculative",
         "num_speculative",
         "num_valid_tokens",
         "past",
         "request",
         "resumed",
-        "settled_blocks",
         "tail_tokens",
         "unaligned_position",
     )
@@ -90,10 +82,6 @@ class BlockTable:
         self.num_hits: int = ALL_TOKENS
         self.past: list[tuple[int, list[KVCacheBlock], list[int]]] | None = None
         self.num_valid_tokens: int = ALL_TOKENS
-        self.num_settled: int = 0
-        self.num_settled_cached: int = 0
-        self.num_settled_speculative: int = 0
-        self.settled_blocks: list[KVCacheBlock] | None = None
 
     def __repr__(self) -> str:
         ids = " ".join([str(block.block_id) for block in self.blocks[:8]])

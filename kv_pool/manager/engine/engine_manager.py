@@ -6,6 +6,7 @@ from typing import Any
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -21,7 +22,6 @@ from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
 
 
@@ -432,11 +432,9 @@ class EngineManager:
         """Release the blocks that no token after the processed ones attends to."""
         tables = self.manager._tables.get(request_id)
         if tables is not None and self.manager._forgets:
-            try:
-                free_skipped_blocks(self.manager, request_id, tables, processed_computed_tokens)
-            except BaseException:
-                recover(self.manager)
-                raise
+            if self.block_pool.is_changing:
+                refuse_interrupted()
+            free_skipped_blocks(self.manager, request_id, tables, processed_computed_tokens)
 
     # ---- hand-overs to workers and connectors ----------------------------------------------------
 
@@ -444,8 +442,7 @@ class EngineManager:
         """Return the copies to make before the step writes, and the blocks to free once they are made."""
         if not len(self.manager.copies):
             return [], []
-        retained: list[KVCacheBlock] = []
-        moves = self.manager.take_block_copies_onto(retained)
+        moves, retained = self.manager.take_block_copies_with_blocks()
         return [self._copy_type(move.source, move.target) for move in moves], retained
 
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:

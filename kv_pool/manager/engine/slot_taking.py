@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.ids import BlockHash
 from kv_pool.manager.allocating import allocate, free_skipped_blocks
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.recovery import recover
 from kv_pool.manager.step import Step
 
 
@@ -35,8 +35,8 @@ def take_slots(
         sequence_must_fit: return None unless all tokens of the request fit.
         delays_caching: do not cache blocks whose content is still in transit.
     """
-    if manager._unsettled is not None:
-        recover(manager)
+    if manager.block_pool.is_changing:
+        refuse_interrupted()
     tables = step.tables
     num_free = manager.get_num_free_blocks()
     if sequence_must_fit:
@@ -45,11 +45,7 @@ def take_slots(
         if num_most > num_free - num_left + count_surplus(manager._groups, tables, num_sequence):
             return None
     if tables is not None and manager._forgets:
-        try:
-            free_skipped_blocks(manager, step.request_id, tables, num_processed)
-        except BaseException:
-            recover(manager)
-            raise
+        free_skipped_blocks(manager, step.request_id, tables, num_processed)
         num_free = manager.get_num_free_blocks()
     need = manager._needs.count(step)
     num_usable = num_free - num_left - num_reserved
@@ -99,7 +95,9 @@ def cache_written(manager: KVCacheManager, request: Any, tables: list[BlockTable
     """Cache the full blocks of the first `num_tokens` tokens, whose content is there."""
     limits = count_limits(manager, request, tables, num_tokens)
     if limits is not None:
+        manager.block_pool.is_changing = True
         manager._caching.cache(request, tables, limits, num_tokens, is_written=True)
+        manager.block_pool.is_changing = False
 
 
 def list_hashes(request: Any) -> list[BlockHash]:

@@ -5,8 +5,8 @@ from typing import NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import NEVER, Deadlines
-from kv_pool.core.eviction_order import EMPTY_BAND
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -88,7 +88,6 @@ class BlockRetention:
         self._pins: PinLedger = self._placed.pins
         self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size, self._pins)
         self._tables: dict[RequestId, list[BlockTable]] = {}
-        self._is_unsettled: bool = False  # an interrupted call is not completed yet
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
@@ -166,18 +165,15 @@ class BlockRetention:
         if not isinstance(request_id, str):
             refuse_type("request_id", request_id, "str")
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        if self._is_unsettled or self._placed.is_marked:
-            self._recover()
+        self._check_whole()
         ranges, pins = self._directives.read(listed)
         if pins:
             self.expire()
             num_pins = sum([high - low for _, low, high in pins])
             self._placed.check_pins(num_pins, self._directives.count_promised(request_id))
-        try:
-            self._directives.set(request_id, ranges, pins)
-        except BaseException:
-            self._recover()
-            raise
+        self.block_pool.is_changing = True
+        self._directives.set(request_id, ranges, pins)
+        self.block_pool.is_changing = False
 
     def change_directives(self, request: SchedulableRequest, directives: Sequence[RetentionDirective]) -> int:
         """Replace the directives on the cached blocks of this prefix, from whichever request they come.
@@ -197,6 +193,7 @@ class BlockRetention:
         """
         get_request_id("request", request)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
+        self._check_whole()
         self.expire()
         ranges = [
             (one.start, one.end, NOTHING if one.is_none else self._directives.make_claim(one))
@@ -219,7 +216,9 @@ class BlockRetention:
                     pinned.update(found)
         if pinned:
             self._placed.check_pins(len(pinned), sum([self._records.is_pinned(block) for block in changes]))
+        pool.is_changing = True
         self._placed.change(list(changes), list(changes.values()), True)
+        pool.is_changing = False
         return len(changes)
 
     def keep_session(
@@ -244,6 +243,7 @@ class BlockRetention:
         check_number("until", until)
         if not isinstance(priority, int):
             priority = as_int("priority", priority)
+        self._check_whole()
         now = self._clock()
         self.expire()
         if not now < until < NEVER:
@@ -261,21 +261,19 @@ class BlockRetention:
             if self.block_pool.cached_block_hashes_by_block:  # a block may be found under several keys
                 blocks = list(dict.fromkeys(blocks))
         session = Session(session_id, until, priority, blocks)
-        try:
-            if is_in_use:
-                self._placed.add(blocks, session.claim.alone, now)
-            else:
-                self._placed.change(blocks, session.list_claims(self._records, now), False)
-            if blocks or session_id in self._sessions.by_id:
-                one_too_many = self._sessions.find_one_to_end(session_id)
-                if one_too_many is not None:
-                    self.end_session(one_too_many)
-            if blocks:
-                self._sessions.by_id[session_id] = session
-                self._deadlines.push(session)
-        except BaseException:
-            self._recover()
-            raise
+        self.block_pool.is_changing = True
+        if is_in_use:
+            self._placed.add(blocks, session.claim.alone, now)
+        else:
+            self._placed.change(blocks, session.list_claims(self._records, now), False)
+        if blocks or session_id in self._sessions.by_id:
+            one_too_many = self._sessions.find_one_to_end(session_id)
+            if one_too_many is not None:
+                self._end_session(one_too_many)
+        if blocks:
+            self._sessions.by_id[session_id] = session
+            self._deadlines.push(session)
+        self.block_pool.is_changing = False
         return len(blocks)
 
     def end_session(self, session_id: str) -> bool:
@@ -286,28 +284,13 @@ class BlockRetention:
         """
         if not isinstance(session_id, str):
             refuse_type("session_id", session_id, "str")
+        self._check_whole()
         self.expire()
-        session = self._sessions.by_id.get(session_id)
-        if session is None:
+        if session_id not in self._sessions.by_id:
             return False
-        try:
-            self._sessions.pop(session_id)
-            blocks: list[KVCacheBlock] = []
-            new_claims: list[tuple[Claim, ...]] = []
-            before: tuple[Claim, ...] = NO_CLAIMS
-            after: tuple[Claim, ...] = NO_CLAIMS
-            for block in session.blocks:
-                claims = self._records.get_claims(block)
-                if claims is not before:
-                    before = claims
-                    after = tuple([claim for claim in claims if claim is not session.claim])
-                if len(after) < len(claims):
-                    blocks.append(block)
-                    new_claims.append(after)
-            self._placed.change(blocks, new_claims, False)
-        except BaseException:
-            self._recover()
-            raise
+        self.block_pool.is_changing = True
+        self._end_session(session_id)
+        self.block_pool.is_changing = False
         return True
 
     def list_sessions(self) -> list[tuple[str, float]]:
@@ -324,11 +307,10 @@ class BlockRetention:
         if not isinstance(priority, int):
             priority = as_int("priority", priority)
         claim = self._directives.make_claim(RetentionDirective(priority=priority))
-        try:
-            self._placed.add(blocks, claim.alone)
-        except BaseException:
-            self._recover()
-            raise
+        self._check_whole()
+        self.block_pool.is_changing = True
+        self._placed.add(blocks, claim.alone)
+        self.block_pool.is_changing = False
 
     # ---- for the manager ---------------------------------------------------------------------------
 
@@ -348,28 +330,25 @@ class BlockRetention:
         if self._sessions.by_id:
             session_id: str | None = getattr(request, "session_id", None)
             if session_id is not None and session_id in self._sessions.by_id:
-                self.end_session(session_id)
+                self._end_session(session_id)
 
     def expire(self) -> None:
-        """Handle expired timers. Safe to call at any time; O(1) if none has expired."""
-        if self._is_unsettled or self._placed.is_marked:
-            self._recover()
-        if not self._deadlines.entries:
+        """Handle expired timers; O(1) if none has expired. Does nothing during a call that changes the pool."""
+        pool = self.block_pool
+        if not self._deadlines.entries or pool.is_changing:
             return
         now = self._clock()
         ending = self._deadlines.find_due(now)
-        try:
-            while ending is not None:
-                if isinstance(ending, Session):
-                    self._sessions.pop(ending.session_id)
-                    ending.changes_at = NEVER
-                else:
-                    assert isinstance(ending, Record)
-                    self._placed.end_claims(ending)
-                ending = self._deadlines.find_due(now)
-        except BaseException:
-            self._recover()
-            raise
+        pool.is_changing = True
+        while ending is not None:
+            if isinstance(ending, Session):
+                self._sessions.pop(ending.session_id)
+                ending.changes_at = NEVER
+            else:
+                assert isinstance(ending, Record)
+                self._placed.end_claims(ending)
+            ending = self._deadlines.find_due(now)
+        pool.is_changing = False
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Release pins of these blocks, to which a request has just taken references; their claims stay."""
@@ -385,20 +364,16 @@ class BlockRetention:
             blocks: head first.
         """
         segments = self._directives.cut(request_id, group_id, first, len(blocks))
-        try:
-            for low, high, claims in segments:
-                if not claims:
-                    continue
-                labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
-                if not is_pin(claims):
-                    self._placed.add(labelled, claims)
-                    continue
-                promised = self._directives.begin_pinning(request_id, group_id, first + low, labelled)
-                self._placed.add(promised, claims)
-                self._directives.end_pinning()
-        except BaseException:
-            self._recover()
-            raise
+        for low, high, claims in segments:
+            if not claims:
+                continue
+            labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
+            if not is_pin(claims):
+                self._placed.add(labelled, claims)
+                continue
+            promised = self._directives.list_promised(request_id, group_id, first + low, labelled)
+            self._placed.add(promised, claims)
+            self._directives.end_promises(request_id, group_id, first + low, labelled)
 
     def will_pin(self, request_id: RequestId, group_id: GroupId, index: int, block: KVCacheBlock) -> bool:
         """Return True if the block would be pinned, not free, if its last holder, this request, freed it now.
@@ -434,35 +409,27 @@ class BlockRetention:
 
     def forget_request(self, request_id: RequestId) -> None:
         """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""
-        try:
-            self._directives.forget(request_id)
-        except BaseException:
-            self._recover()
-            raise
+        self._directives.forget(request_id)
 
     def forget_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Remove the claims on blocks that were evicted from the prefix cache; free ones are reused first."""
-        self.expire()
-        try:
-            emptied = self._placed.forget(list(blocks))
-            if emptied:
-                self.block_pool.move_to_band(emptied, EMPTY_BAND)
-        except BaseException:
-            self._recover()
-            raise
+        self._placed.forget(list(blocks))
 
     def release_all(self) -> None:
         """Remove all claims, pins and sessions; directives of running requests stay.
 
         Free blocks stay cached, in their order. O(blocks of the pool).
         """
+        self._check_whole()
         self.expire()
-        try:
-            self._sessions.clear()
-            self._placed.drop_all()
-        except BaseException:
-            self._recover()
-            raise
+        self.block_pool.is_changing = True
+        self._sessions.clear()
+        self._placed.drop_all()
+        self.block_pool.is_changing = False
+
+    def recount(self) -> None:
+        """Count again the pins that directives promise, after a repair of the pool has ended all claims."""
+        self._directives.recount()
 
     # ---- claims ------------------------------------------------------------------------------------
 
@@ -482,18 +449,27 @@ class BlockRetention:
                 by_number[block.retention_id] = new_claims
             changes[block] = new_claims
 
-    def _recover(self) -> None:
-        """Complete an interrupted call. Safe to call again if interrupted."""
-        self._is_unsettled = True
-        self._placed.recover()
-        self._directives.recover()
-        for session in self._sessions.by_id.values():
-            session.changes_at = session.claim.until
-            self._deadlines.push(session)
-        lost = self._sessions.list_lost(self._records, self.block_pool.blocks, self._clock())
-        if lost:
-            self._placed.change([block for block, _ in lost], [claims for _, claims in lost], False)
-        self._is_unsettled = False
+    def _end_session(self, session_id: str) -> None:
+        """Implement `end_session`, as part of a larger call."""
+        session = self._sessions.pop(session_id)
+        assert session is not None
+        blocks: list[KVCacheBlock] = []
+        new_claims: list[tuple[Claim, ...]] = []
+        before: tuple[Claim, ...] = NO_CLAIMS
+        after: tuple[Claim, ...] = NO_CLAIMS
+        for block in session.blocks:
+            claims = self._records.get_claims(block)
+            if claims is not before:
+                before = claims
+                after = tuple([claim for claim in claims if claim is not session.claim])
+            if len(after) < len(claims):
+                blocks.append(block)
+                new_claims.append(after)
+        self._placed.change(blocks, new_claims, False)
+
+    def _check_whole(self) -> None:
+        if self.block_pool.is_changing:
+            refuse_interrupted()
 
 
 def _is_lasting(claims: tuple[Claim, ...]) -> bool:

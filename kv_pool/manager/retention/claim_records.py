@@ -218,30 +218,6 @@ class ClaimRecords:
         self._shared = {}
         self.num_blocks = 0
 
-    def rebuild(self, blocks: tuple[KVCacheBlock, ...]) -> None:
-        """Recompute counts and unused numbers from the numbers of all blocks of the pool."""
-        counts = [0] * len(self._records)
-        for block in blocks:
-            retention_id: int = block.retention_id
-            counts[-retention_id if retention_id < 0 else retention_id] += 1
-        counts[0] = 0
-        unused: list[int] = []
-        shared: dict[tuple[Claim, ...], Record] = {}
-        for retention_id in range(1, len(counts)):
-            record = self._records[retention_id]
-            if counts[retention_id] == 0 or record is None:
-                if record is not None:
-                    record.changes_at = NEVER
-                self._records[retention_id] = None
-                unused.append(retention_id)
-            else:
-                record.num_blocks = counts[retention_id]
-                if record.is_shared:
-                    shared[record.claims] = record
-        self._unused = unused
-        self._shared = shared
-        self.num_blocks = sum(counts)
-
     def _add(self, record: Record) -> None:
         if self._unused:
             record.retention_id = self._unused.pop()

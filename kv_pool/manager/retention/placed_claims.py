@@ -5,16 +5,14 @@ from typing import Final
 
 from mypy_extensions import i32, i64
 
-from kv_pool.contiguous.free_ages import note_moved
-from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Deadlines
 from kv_pool.core.eviction_order import (
     DEFAULT_BAND,
+    EMPTY_BAND,
     EXPIRED_BAND,
     BandPolicy,
     EvictionOrder,
-    NumberedBlocks,
 )
 from kv_pool.core.holds import Hold, HoldSpan
 from kv_pool.core.pool_core import BlockPoolCore
@@ -25,10 +23,6 @@ from kv_pool.manager.retention.pins import PinLedger
 
 _NO_ID: Final = -(2**31)
 
-Change = tuple[list[KVCacheBlock], list[tuple[Claim, ...]], bool]
-"""Blocks, the claims to set on each of them, and whether durations count from now."""
-
-
 class PlacedClaims(BandPolicy):
     """The claims on a pool's blocks, and the places of the free blocks, which follow from them.
 
@@ -37,55 +31,54 @@ class PlacedClaims(BandPolicy):
         deadlines: when claims on free blocks end.
         pins: blocks with a pin among their claims.
         held: the hold on free pinned blocks: it keeps them out of the free queue. Compaction may move them.
-        is_marked: True from an interrupted call until `recover` completes it.
     """
 
     def __init__(self, block_pool: BlockPoolCore, clock: Callable[[], float], max_pinned_blocks: int) -> None:
-        self.reads_numbers = True
         self._pool: BlockPoolCore = block_pool
         self._order: EvictionOrder = block_pool.eviction_order
-        self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self._clock: Callable[[], float] = clock
         self.records: ClaimRecords = ClaimRecords()
         self.deadlines: Deadlines = Deadlines()
         self.pins: PinLedger = PinLedger(max_pinned_blocks)
         self.held: Hold = block_pool.holds.open([], "pinned by a directive", True)
         self.held.list_spans = self.list_spans
-        self.is_marked: bool = False
         self._is_moving: bool = False  # blocks become free whose bands are set elsewhere
-        self._change: Change | None = None
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Move those of these blocks that are free to the bands of their claims, in the given order."""
         if self.records.num_blocks == 0 or self._is_moving:
             return
-        try:
-            self._place(freed)
-        except BaseException:
-            self.recover()
-            raise
-
-    def place_numbered(self, freed: NumberedBlocks) -> None:
-        """Place the blocks as `place` does."""
-        if self._is_moving:
-            return
-        try:
-            for blocks in freed.stretches:
-                if blocks[0].retention_id > 0:
-                    self._place_stretch(blocks)
-                else:
-                    self._drop_stretch(blocks)
-            if freed.without_content:
-                self._drop_stretch(freed.without_content)
-        except BaseException:
-            self.recover()
-            raise
+        first = -1  # start of the open stretch; -1 if none is open
+        last_id: i32 = 0
+        previous: KVCacheBlock | None = None
+        for index, block in enumerate(freed):
+            retention_id = block.retention_id
+            is_claimed = retention_id > 0 and block.next_free_block is not None and block.key is not None
+            if first >= 0 and not (
+                is_claimed and retention_id == last_id and block.prev_free_block is previous
+            ):
+                self._place_stretch(freed[first:index])
+                first = -1
+            if is_claimed:
+                if first < 0:
+                    first = index
+                    last_id = retention_id
+                previous = block
+            elif retention_id != 0 and block.next_free_block is not None:
+                self._drop(block)
+        if first >= 0:
+            self._place_stretch(freed[first:])
 
     def note_reset(self) -> None:
         """Remove all claims: no block has content any more."""
         self.records.drop_all(self._pool.blocks)
-        self.deadlines.replace([])
+        self.deadlines.replace([entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)])
         self.pins.blocks.clear()
+
+    def begin_repair(self) -> None:
+        """Forget the pinned blocks, which lose their content in a repair."""
+        self._is_moving = False
+        self.held.forget()
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that the pool no longer has."""
@@ -115,9 +108,7 @@ class PlacedClaims(BandPolicy):
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Release pinned blocks that have just got another reference; their claims stay."""
-        held = [block for block in blocks if self.held.contains(block)]
-        if held:
-            self.held.remove(held)
+        self._drop_held(blocks)
 
     def change(self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool) -> None:
         """Replace the claims on cached blocks, which are distinct and listed head first.
@@ -126,13 +117,46 @@ class PlacedClaims(BandPolicy):
             restarts: whether durations of free blocks count from now; otherwise those in force continue.
         A free block keeps its place if its band stays the same; else it moves to the back of its new band.
         """
-        self._change = blocks, new_claims, restarts
-        try:
-            self._make_change(blocks, new_claims, restarts)
-            self._change = None
-        except BaseException:
-            self.recover()
-            raise
+        now = self._clock()
+        stretch: list[KVCacheBlock] = []
+        stretch_claims: tuple[Claim, ...] = NO_CLAIMS
+        stretch_strength = 0
+        stretch_freed_at = 0.0
+        used: list[KVCacheBlock] = []
+        used_claims: tuple[Claim, ...] = NO_CLAIMS
+        has_held = self.held.has_blocks
+        for index in range(len(blocks) - 1, -1, -1):
+            block = blocks[index]
+            claims = new_claims[index]
+            if block.next_free_block is None and not (
+                has_held and block.ref_cnt == 1 and self.held.contains(block)
+            ):
+                if claims is not used_claims:
+                    self._claim_in_use(used, used_claims)
+                    used = []
+                    used_claims = claims
+                used.append(block)
+                if has_held:
+                    self.note_taken([block])
+                continue
+            record = self.records.find(block) if self.records.get_claims(block) else None
+            freed_at = now if restarts or record is None or record.is_shared else record.freed_at
+            strength = EXPIRED if record is None else record.strength
+            if record is None and claims:
+                strength = EXPIRED - 1  # its band is unknown, so it moves in any case
+            if stretch and not (
+                claims is stretch_claims and strength == stretch_strength and freed_at == stretch_freed_at
+            ):
+                self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
+                stretch = []
+            if not stretch:
+                stretch_claims = claims
+                stretch_strength = strength
+                stretch_freed_at = freed_at
+            stretch.append(block)
+        self._claim_in_use(used, used_claims)
+        if stretch:
+            self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
 
     def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], now: float = -NEVER) -> None:
         """Add claims to the cached ones of these blocks, which are in use.
@@ -184,15 +208,17 @@ class PlacedClaims(BandPolicy):
         if pins.exceeds(num_new, num_replaced):
             raise pins.refuse(num_new, num_replaced)
 
-    def forget(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Remove the claims on blocks that have lost their content; return those of them that are free."""
-        freed: list[KVCacheBlock] = []
+    def forget(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove the claims on blocks that have lost their content; free ones are reused first."""
+        emptied: list[KVCacheBlock] = []
         for block in blocks:
             if block.retention_id != 0 and block.key is None:
                 self._drop(block)
-                freed.append(block)
-        self._release([block for block in freed if self.held.contains(block)])
-        return [block for block in freed if block.next_free_block is not None]
+                emptied.append(block)
+        self._release([block for block in emptied if self.held.contains(block)])
+        free = [block for block in emptied if block.next_free_block is not None]
+        if free:
+            self._move(free, EMPTY_BAND)
 
     def end_claims(self, record: Record) -> None:
         """End the claims that end at the record's `changes_at`, and move its free blocks accordingly."""
@@ -227,70 +253,9 @@ class PlacedClaims(BandPolicy):
         """Remove all claims; free blocks stay cached, in their order, in the default band."""
         self._release(self.held.blocks)
         self.note_reset()
-        self._pool.merge_bands()
-
-    def recover(self) -> None:
-        """Complete an interrupted call. Safe to call again if interrupted.
-
-        Counts, deadlines and places are derived from the claims on the blocks. O(blocks of the pool).
-        """
-        self.is_marked = True
-        pool = self._pool
-        pool.touch([])  # completes an interrupted call of the pool
-        if self._run_pool is not None:
-            self._run_pool.rebuild_index()
-        self._is_moving = True
-        pool.holds.settle()  # completes an interrupted release of pinned blocks
-        self._is_moving = False
-        self.records.rebuild(pool.blocks)
-        pinned: set[KVCacheBlock] = set()
-        for block in pool.blocks:
-            claims = self.records.get_claims(block)
-            if not claims and block.retention_id != 0:
-                self.records.drop(block)
-            elif is_pin(claims):
-                pinned.add(block)
-        self.pins.blocks = pinned
-        others = [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
-        records = self.records.list_records()
-        for record in records:
-            record.changes_at = record.find_next_end()
-        self.deadlines.replace([*dict.fromkeys(others), *records])
-        self._release([block for block in self.held.blocks if block not in pinned])
-        by_strength: dict[int, list[KVCacheBlock]] = {}
-        for block in pool.free_block_queue.get_all_free_blocks():
-            known = self.records.find(block)
-            if known is not None:
-                by_strength.setdefault(known.strength, []).append(block)
-        for strength, blocks in by_strength.items():
-            self._put_in_place(blocks, strength)
-        change = self._change
-        if change is not None:
-            self._make_change(change[0], change[1], change[2])
-            self._change = None
-        self.is_marked = False
-
-    def _place(self, freed: list[KVCacheBlock]) -> None:
-        first = -1  # start of the open stretch; -1 if none is open
-        last_id: i32 = 0
-        previous: KVCacheBlock | None = None
-        for index, block in enumerate(freed):
-            retention_id = block.retention_id
-            is_claimed = retention_id > 0 and block.next_free_block is not None and block.key is not None
-            if first >= 0 and not (
-                is_claimed and retention_id == last_id and block.prev_free_block is previous
-            ):
-                self._place_stretch(freed[first:index])
-                first = -1
-            if is_claimed:
-                if first < 0:
-                    first = index
-                    last_id = retention_id
-                previous = block
-            elif retention_id != 0 and block.next_free_block is not None:
-                self._drop(block)
-        if first >= 0:
-            self._place_stretch(freed[first:])
+        self._order.merge()
+        if self._pool.free_index is not None:
+            self._pool.free_index.rebuild_from(self._pool)
 
     def _place_stretch(self, blocks: list[KVCacheBlock]) -> None:
         """Place blocks that just became free, are consecutive in the queue, and have the same record."""
@@ -344,26 +309,32 @@ class PlacedClaims(BandPolicy):
             band = find_band(strength)
             if is_chain:
                 self._order.move_chain(blocks[0], blocks[-1], band)
-                if self._run_pool is not None:
-                    note_moved(self._run_pool.run_index, blocks, band)
+                if self._pool.free_index is not None:
+                    self._pool.free_index.note_moved_to(blocks, band)
             else:
                 self._move(blocks, band)
             return
         for block in blocks:
             self.pins.note(block, self.records.is_pinned(block))
-        self.held.add(blocks)
+        self._pool.holds.take_references(self.held, [one for one in blocks if not self.held.contains(one)])
 
     def _move(self, blocks: list[KVCacheBlock], band: int) -> None:
         """Move blocks as `BlockPool.move_to_band` does, without its type checks."""
         self._order.move(blocks, band)
-        if self._run_pool is not None:
-            note_moved(self._run_pool.run_index, blocks, band)
+        if self._pool.free_index is not None:
+            self._pool.free_index.note_moved_to(blocks, band)
 
     def _release(self, blocks: list[KVCacheBlock]) -> None:
         """End the pins of free blocks, which moves them to the back of the default band."""
         self._is_moving = True
-        self.held.remove(blocks)
+        self._drop_held(blocks)
         self._is_moving = False
+
+    def _drop_held(self, blocks: list[KVCacheBlock]) -> None:
+        """Drop the references that pins have to these blocks."""
+        held = [block for block in blocks if self.held.contains(block)]
+        if held:
+            self._pool.holds.drop_references(self.held, held)
 
     def _drop(self, block: KVCacheBlock) -> None:
         """Remove the claims on a block, void or not."""
@@ -376,50 +347,6 @@ class PlacedClaims(BandPolicy):
             for block in blocks:
                 self.pins.drop(block)
         self.records.drop_stretch(blocks)
-
-    def _make_change(
-        self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool
-    ) -> None:
-        now = self._clock()
-        stretch: list[KVCacheBlock] = []
-        stretch_claims: tuple[Claim, ...] = NO_CLAIMS
-        stretch_strength = 0
-        stretch_freed_at = 0.0
-        used: list[KVCacheBlock] = []
-        used_claims: tuple[Claim, ...] = NO_CLAIMS
-        has_held = self.held.has_blocks
-        for index in range(len(blocks) - 1, -1, -1):
-            block = blocks[index]
-            claims = new_claims[index]
-            if block.next_free_block is None and not (
-                has_held and block.ref_cnt == 1 and self.held.contains(block)
-            ):
-                if claims is not used_claims:
-                    self._claim_in_use(used, used_claims)
-                    used = []
-                    used_claims = claims
-                used.append(block)
-                if has_held:
-                    self.note_taken([block])
-                continue
-            record = self.records.find(block) if self.records.get_claims(block) else None
-            freed_at = now if restarts or record is None or record.is_shared else record.freed_at
-            strength = EXPIRED if record is None else record.strength
-            if record is None and claims:
-                strength = EXPIRED - 1  # its band is unknown, so it moves in any case
-            if stretch and not (
-                claims is stretch_claims and strength == stretch_strength and freed_at == stretch_freed_at
-            ):
-                self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
-                stretch = []
-            if not stretch:
-                stretch_claims = claims
-                stretch_strength = strength
-                stretch_freed_at = freed_at
-            stretch.append(block)
-        self._claim_in_use(used, used_claims)
-        if stretch:
-            self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
 
     def _change_free(
         self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int

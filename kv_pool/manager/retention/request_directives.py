@@ -47,8 +47,6 @@ class RequestDirectives:
         # The directive that was read last, and its claim: most requests have the same.
         self._last_directive: RetentionDirective | None = None
         self._last_claim: Claim | None = None
-        # Blocks that are getting the pins that are promised for them, and the table index of the first.
-        self._pinning: tuple[DirectedRequest, GroupId, int, list[KVCacheBlock]] | None = None
 
     def read(
         self, directives: Sequence[RetentionDirective]
@@ -113,39 +111,33 @@ class RequestDirectives:
         request = self.by_request.get(request_id)
         return 0 if request is None else len(request.promised)
 
-    def begin_pinning(
+    def list_promised(
         self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """Return those of these blocks that the request may pin. Then pin them and call `end_pinning`.
-
-        Args:
-            first: the table index of the first block.
-        """
+        """Return those of these blocks that the request may pin; `first` is the table index of the first."""
         request = self.by_request.get(request_id)
         if request is None:
             return []
-        self._pinning = request, group_id, first, blocks
-        promised = request.promised
-        return [block for index, block in enumerate(blocks, first) if (group_id, index) in promised]
+        return [block for index, block in enumerate(blocks, first) if (group_id, index) in request.promised]
 
-    def end_pinning(self) -> None:
-        """End the promises for those of the blocks that are pinned; the request releases the blocks.
+    def end_promises(
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+    ) -> None:
+        """End the promises for those of these blocks that are pinned; the request releases the blocks.
 
         The other promises stay: the request may pin these blocks when it returns after a swap.
         """
-        if self._pinning is None:
+        request = self.by_request.get(request_id)
+        if request is None:
             return
-        request, group_id, first, blocks = self._pinning
         num_before = len(request.promised)
         for index, block in enumerate(blocks, first):
             if block in self._pins.blocks:
                 request.promised.discard((group_id, index))
         self._pins.num_promised -= num_before - len(request.promised)
-        self._pinning = None
 
-    def recover(self) -> None:
-        """Complete an interrupted call, after the pinned blocks are known. O(requests)."""
-        self.end_pinning()
+    def recount(self) -> None:
+        """Count the promised pins again, after an interrupted call. O(requests)."""
         self._pins.num_promised = sum([len(request.promised) for request in self.by_request.values()])
 
     def make_claim(self, directive: RetentionDirective) -> Claim:
@@ -160,7 +152,6 @@ class RequestDirectives:
                 self._claims.clear()  # equal claims that are not the same object only cost a comparison
             claim = Claim(strength, duration_s, NEVER, False)
             self._claims[strength, duration_s] = claim
-        self._last_claim = None  # in case the next lines are interrupted
         self._last_directive = directive
         self._last_claim = claim
         return claim

@@ -69,21 +69,6 @@ class Sessions:
         sessions = [(session_id, session.changes_at) for session_id, session in self.by_id.items()]
         return sorted(sessions, key=get_second)
 
-    def list_lost(
-        self, records: ClaimRecords, blocks: tuple[KVCacheBlock, ...], now: float
-    ) -> list[tuple[KVCacheBlock, tuple[Claim, ...]]]:
-        """Return the blocks with claims of sessions that are gone, and their other claims. O(blocks)."""
-        known = {session.claim for session in self.by_id.values()}
-        lost: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
-        for block in blocks:
-            claims = records.get_claims(block)
-            left = tuple(
-                [claim for claim in claims if not claim.is_session or claim in known or claim.until <= now]
-            )
-            if len(left) < len(claims):
-                lost.append((block, left))
-        return lost
-
     def clear(self) -> None:
         """Remove all sessions."""
         for session in self.by_id.values():

@@ -1,0 +1,87 @@
+"""`repair_pool`: make a pool whole after an interrupted call. `forget_all`: empty its prefix cache."""
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.free_queue import BAND_END
+from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.pool_state import PoolState
+from kv_pool.core.taking import notify_watchers
+from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockId
+
+
+def repair_pool(pool: PoolState, referenced: list[KVCacheBlock]) -> None:
+    """Implement `BlockPool.repair`. Each step can be repeated."""
+    for block in referenced:
+        if block.owner is not pool.block_owner:
+            raise InvalidBlockError(f"block {block.block_id} is not one of this pool's; it cannot be kept")
+    pool.is_changing = True
+    pool.holds.begin_repair()
+    if pool._band_policy is not None:
+        pool._band_policy.begin_repair()
+    counts = pool.holds.count_references()
+    for block in referenced:
+        if not block.is_null:
+            counts[block] = counts.get(block, 0) + 1
+    for position, block in enumerate(pool.blocks):
+        block.block_id = BlockId(position)
+        block.ref_cnt = counts.get(block, 0)
+    free = list_free(pool)
+    for block in pool.blocks:
+        block.prev_free_block = None
+        block.next_free_block = None
+    pool.eviction_order.relink(free)
+    forget_all(pool)
+    if pool.free_index is not None:
+        pool.free_index.rebuild_from(pool)
+    pool.is_changing = False
+    notify_watchers(pool, [block for block in free if block.block_id in pool.reuse_watchers])
+
+
+def list_free(pool: PoolState) -> list[KVCacheBlock]:
+    """Return the blocks without references: those that the queue still links in its order, then the others.
+
+    The queue's links may be broken at any place, so it is read from both ends.
+    """
+    queue = pool.free_block_queue
+    found: dict[KVCacheBlock, None] = {}
+    block = queue.fake_free_list_head.next_free_block
+    while block is not None and block is not queue.fake_free_list_tail and block not in found:
+        found[block] = None
+        block = block.next_free_block
+    backwards: dict[KVCacheBlock, None] = {}
+    block = queue.fake_free_list_tail.prev_free_block
+    while block is not None and block not in found and block not in backwards:
+        backwards[block] = None
+        block = block.prev_free_block
+    order = [*found, *reversed(backwards)]
+    free = dict.fromkeys([block for block in order if block.ref_cnt == 0 and not block.is_null])
+    for block in pool.blocks:
+        if block.ref_cnt == 0 and not block.is_null:
+            free[block] = None
+    free.pop(queue.fake_free_list_head, None)
+    return list(free)
+
+
+def forget_all(pool: PoolState) -> None:
+    """Empty the prefix cache, as part of a larger call: one `AllBlocksCleared`."""
+    if pool.lower_tiers is not None:
+        pool.lower_tiers.on_cache_reset()
+    pool.cached_block_hash_to_block = BlockHashToBlockMap()
+    num_keys = sum([len(keys) for keys in pool.cached_block_hashes_by_block.values()])
+    pool.cached_block_hashes_by_block.clear()
+    for block in pool.blocks:
+        if block.key is not None:
+            num_keys += 1
+        block.key = None
+        block.num_key_tokens = -1
+        block._next_cached_id = -1
+    pool.num_evictions += num_keys
+    pool.eviction_order.note_all_empty()
+    if pool._band_policy is not None:
+        pool._band_policy.note_reset()
+    if pool._live_curve is not None:
+        pool._live_curve.note_reset()
+    if pool.free_index is not None:
+        pool.free_index.note_all_emptied()
+    if pool.enable_kv_cache_events:
+        pool.kv_event_queue.append(pool.cleared_type())
