@@ -35,8 +35,7 @@ def cache_full(
     num_blocks = num_full_blocks - num_cached_blocks
     if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
         raise InvalidArgumentError(
-            f"cannot cache blocks {num_cached_blocks}..{num_full_blocks} of a table of "
-            f"{len(blocks)} blocks"
+            f"cannot cache blocks {num_cached_blocks}..{num_full_blocks} of a table of {len(blocks)} blocks"
         )
     if block_mask is not None and len(block_mask) != num_blocks:
         raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
@@ -56,9 +55,7 @@ def cache_full(
             if block.owner is not owner:
                 check_ours(block, owner, "cache_full_blocks()")
             elif block.ref_cnt <= 0:
-                raise InvalidBlockError(
-                    f"block {block.block_id} is free; only blocks in use can be cached"
-                )
+                raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
             if block.key is not None and not 0 <= block.num_key_tokens < num_tokens:
                 raise InvalidBlockError(
                     f"block {block.block_id} is already cached for {block.block_hash_num_tokens} tokens; "
@@ -165,9 +162,7 @@ def cache_partial(
         parent: BlockHash | None = None
         if num_units > 1:
             (parent,) = hashes_of(pool, request, num_units - 2, num_units - 1, unit)
-        event = make_stored(
-            pool, request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id
-        )
+        event = make_stored(pool, request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id)
     start = (num_tokens - 1) // block_size * block_size  # the block's first token
     before: bytes = b""
     if start:

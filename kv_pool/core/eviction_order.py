@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from typing import Final
 
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import SENTINEL_ID, KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue, link
@@ -27,7 +27,7 @@ class BandPolicy:
     """A policy that chooses the bands of freed blocks. A pool has at most one: `BlockPool.open_bands`."""
 
     def place(self, freed: list[KVCacheBlock]) -> None:
-        """Move the blocks that became free to their bands, with `BlockPool.move_to_band`.
+        """Move the blocks that became free to their bands, with `BlockPool.place_in_band`.
 
         Called at the end of each call that frees blocks. Blocks that became free are then in the default
         band, or at the front of the queue if they have no hash.
@@ -130,22 +130,23 @@ class EvictionOrder:
         self._empty_end = empty_end
         self._bands = bands
 
-    def move(self, blocks: list[KVCacheBlock], band: int) -> None:
-        """Move free blocks to the back of a band, in the given order. O(len(blocks)).
-
-        Raises:
-            InvalidArgumentError: the band does not exist.
-            InvalidBlockError: a block is not in the queue. In both cases nothing has changed.
-        """
+    def check_movable(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Raise unless these blocks are free, and the band exists."""
         if not self.is_open:
             raise InvalidArgumentError("the pool has no bands; call open_bands() first")
-        previous: KVCacheBlock | None = None
-        is_chain = len(blocks) > 0
+        if band not in self._ends and not EXPIRED_BAND <= band <= MAX_BAND:
+            raise InvalidArgumentError(f"the band is {band}; bands go from {-MAX_BAND} to {MAX_BAND}")
         for block in blocks:
             if block.next_free_block is None or block.prev_free_block is None:
                 raise InvalidBlockError(
                     f"block {block.block_id} is in use; only free blocks are moved to a band"
                 )
+
+    def move(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Move free blocks to the back of a band, in the given order. O(len(blocks))."""
+        previous: KVCacheBlock | None = None
+        is_chain = len(blocks) > 0
+        for block in blocks:
             if previous is not None and block.prev_free_block is not previous:
                 is_chain = False
             previous = block
@@ -216,8 +217,6 @@ class EvictionOrder:
         end = self._ends.get(band)
         if end is not None:
             return end
-        if not EXPIRED_BAND <= band <= MAX_BAND:
-            raise InvalidArgumentError(f"the band is {band}; bands go from {-MAX_BAND} to {MAX_BAND}")
         for other in self._bands.copy():
             self._drop_if_empty(other)
         bands = self._bands.copy()

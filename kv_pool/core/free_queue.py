@@ -106,14 +106,16 @@ class FreeKVCacheBlockQueue:
 
         Raises:
             InvalidArgumentError: `n` is negative or above `num_free_blocks`. Nothing has changed.
-            CorruptedPoolError: fewer blocks are linked than `num_free_blocks` says; these stay linked.
+            CorruptedPoolError: fewer blocks are linked than `num_free_blocks` says. Repair the pool.
         """
         if n < 0 or n > self.num_free_blocks:
             raise InvalidArgumentError(f"asked for {n} blocks, {self.num_free_blocks} are in the free queue")
         taken: list[KVCacheBlock] = []
         if n == 0:
             return taken
-        front = self.fake_free_list_head  # the taken blocks follow it: the head, or the last band marker passed
+        front = (
+            self.fake_free_list_head
+        )  # the taken blocks follow it: the head, or the last band marker passed
         block = front.next_free_block
         while block is not None and len(taken) < n:
             after = block.next_free_block
@@ -127,22 +129,14 @@ class FreeKVCacheBlockQueue:
                 taken.append(block)
             block = after
         if block is None:  # in a sound queue, at least the tail is left
-            self._relink(taken)
             raise CorruptedPoolError(
-                f"num_free_blocks is {self.num_free_blocks} but only {len(taken)} blocks are linked: "
-                "the counter is out of sync with the queue"
+                f"num_free_blocks is {self.num_free_blocks} but fewer blocks are linked: the counter is out of "
+                "sync with the queue. Call repair()"
             )
         front.next_free_block = block
         block.prev_free_block = front
         self.num_free_blocks -= n
         return taken
-
-    def _relink(self, taken: list[KVCacheBlock]) -> None:
-        """Undo a `popleft_n` that ran out of blocks: link the blocks it took, and no others, in order."""
-        tail = self.fake_free_list_tail
-        if taken and taken[-1] is tail:
-            taken.pop()
-        link(self.fake_free_list_head, taken, tail)
 
     def remove(self, block: KVCacheBlock) -> None:
         """Remove `block` from any position. O(1). The block must be in this queue; this is not checked.

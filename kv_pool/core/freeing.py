@@ -76,26 +76,27 @@ def link_free(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     back_last: KVCacheBlock | None = None
     num_front: i64 = 0
     num_back: i64 = 0
-    for block in listed:
+    # From the end, so that a block that is listed twice counts where it is listed last.
+    for block in reversed(listed):
         if block.ref_cnt != 0 or block.is_null or (block.owner is not owner and block.owner is not None):
             continue
-        if block.next_free_block is not None or block is front_last or block is back_last:
-            continue  # listed twice
+        if block.prev_free_block is not None or block is front_first or block is back_first:
+            continue  # linked already
         if block.key is None or not caching:
-            if front_last is None:
-                front_first = block
+            if front_first is None:
+                front_last = block
             else:
-                front_last.next_free_block = block
-                block.prev_free_block = front_last
-            front_last = block
+                front_first.prev_free_block = block
+                block.next_free_block = front_first
+            front_first = block
             num_front += 1
         else:
-            if back_last is None:
-                back_first = block
+            if back_first is None:
+                back_last = block
             else:
-                back_last.next_free_block = block
-                block.prev_free_block = back_last
-            back_last = block
+                back_first.prev_free_block = block
+                block.next_free_block = back_first
+            back_first = block
             num_back += 1
     pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
 

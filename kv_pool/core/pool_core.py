@@ -42,7 +42,7 @@ from kv_pool.core.taking import (
     check_enough,
     check_takeable,
     check_touchable,
-    notify_watchers_off_queue,
+    notify_watchers,
     take_first,
     take_listed,
     touch_listed,
@@ -568,6 +568,8 @@ class BlockPoolCore(PoolState):
 
         Returns:
             True; or False, with a warning and nothing changed, if any block but the null block is in use.
+        Raises:
+            Any exception of a reuse watcher. Nothing else has changed.
         The order of the free queue does not change. O(number of blocks).
         Contract: vLLM 0.33 `BlockPool.reset_prefix_cache`.
         """
@@ -582,9 +584,10 @@ class BlockPoolCore(PoolState):
             )
             return False
         if self.reuse_watchers:
-            notify_watchers_off_queue(self, self.free_block_queue.get_all_free_blocks())
+            notify_watchers(self, [block for block in self.blocks if block.block_id in self.reuse_watchers])
         self.is_changing = True
         forget_all(self)
+        self.reuse_watchers.clear()  # those of bare blocks
         self.is_changing = False
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
@@ -735,6 +738,16 @@ class BlockPoolCore(PoolState):
         """Free blocks as part of a larger call."""
         free_listed(self, blocks)
 
+    def place_in_band(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Move free blocks as `move_to_band` does, as part of a larger call: see `BandPolicy.place`."""
+        was_changing = self.is_changing
+        self.eviction_order.check_movable(blocks, band)
+        self.is_changing = True
+        self.eviction_order.move(blocks, band)
+        if self.free_index is not None:
+            self.free_index.note_moved_to(blocks, band)
+        self.is_changing = was_changing
+
     # ---- the order of eviction ------------------------------------------------------------------
 
     def open_bands(self, policy: BandPolicy) -> None:
@@ -819,11 +832,7 @@ class BlockPoolCore(PoolState):
         for block in listed:
             if block.owner is not self.block_owner:
                 check_ours(block, self.block_owner, "move_to_band()")
-        self.is_changing = True
-        self.eviction_order.move(listed, band)
-        if self.free_index is not None:
-            self.free_index.note_moved_to(listed, band)
-        self.is_changing = False
+        self.place_in_band(listed, band)
 
     def merge_bands(self) -> None:
         """Merge all bands but that of blocks without content into the default band. O(bands).

@@ -23,6 +23,7 @@ from kv_pool.core.policy_host import PolicyHost
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
 
+
 class ReuseWatcher(NamedTuple):
     """A callback that is called before a block is reused. `since` is a time of the pool's clock."""
 

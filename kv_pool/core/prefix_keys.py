@@ -6,10 +6,10 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import group_suffix
-from kv_pool.core.evicting import drop_keys, evict
+from kv_pool.core.evicting import evict
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidBlockError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 
 
 def add_keys(

@@ -1,7 +1,6 @@
 """`repair_pool`: make a pool whole after an interrupted call. `forget_all`: empty its prefix cache."""
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.free_queue import BAND_END
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import notify_watchers

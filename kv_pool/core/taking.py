@@ -2,8 +2,6 @@
 
 from typing import Final
 
-from mypy_extensions import i64
-
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict_all
@@ -55,13 +53,13 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     max_references = MAX_REFERENCES - len(listed)
     try:
         for block in listed:
-            if block.ref_cnt == 0 and block.next_free_block is None and not block.is_null:
-                raise_not_queued(block)
             if block.owner is not owner:
                 check_ours(block, owner, "touch()")
                 if block.owner is None and block.ref_cnt == 0 and not block.is_null:
                     if not any(free is block for free in pool.free_block_queue.iter_blocks_after(None)):
                         raise_not_queued(block)
+            if block.ref_cnt == 0 and block.next_free_block is None and not block.is_null:
+                raise_not_queued(block)
             if block.ref_cnt > max_references:
                 raise InvalidBlockError(
                     f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
@@ -197,14 +195,18 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
     if pool.free_index is not None:
         pool.free_index.note_taken(listed, pool.block_owner)
     pool.is_changing = False
+    is_told = False
     try:
         notify_watchers(pool, listed)
+        is_told = True
     finally:
         pool.is_changing = True
         queue.prepend_n(listed)
-        if pool.free_index is not None:
+        if pool.free_index is not None and is_told:
             num_free = queue.num_free_blocks
             pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
+        elif pool.free_index is not None:
+            pool.free_index.rebuild_from(pool)
         pool.is_changing = was_changing
 
 

@@ -299,9 +299,7 @@ class RuleCaching(PrefixCaching):
             if block.key is not None:
                 evict_invalid(self._pool, [block])
         elif block.num_key_tokens != num_tokens:
-            cache_partial(
-                self._pool, request, block, num_tokens, group.group_id, group.block_size, True
-            )
+            cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size, True)
             self.unwritten.add(block.key)
 
     def _note_key(

@@ -20,13 +20,12 @@ class ByHash(BandPolicy):
         self.placed = []
         self.removed = []
         self.num_resets = 0
-        self.num_recoveries = 0
 
     def place(self, freed):
         self.placed.append(ids(freed))
         for block in list_once(freed):
             if block.next_free_block is not None and self.find_band(block):
-                self.pool.move_to_band([block], self.find_band(block))
+                self.pool.place_in_band([block], self.find_band(block))
 
     def find_band(self, block):
         return self.bands.get(block.block_hash, 0)
@@ -36,13 +35,6 @@ class ByHash(BandPolicy):
 
     def note_removed(self, blocks):
         self.removed += blocks
-
-    def recover(self):
-        self.num_recoveries += 1
-        free = self.pool.free_block_queue.get_all_free_blocks()
-        for block in free:
-            if self.find_band(block):
-                self.pool.move_to_band([block], self.find_band(block))
 
 
 def list_once(blocks):

@@ -15,6 +15,7 @@ from kv_pool import (
     InvalidBlockError,
     KVCacheBlock,
     OutOfBlocksError,
+    PoolInterruptedError,
 )
 from kv_pool.core import invariants
 from kv_pool.core.mode import COMPILED
@@ -156,12 +157,14 @@ def test_a_count_that_is_not_an_int_changes_nothing(count):
     assert state(pool) == "free: 1 2"
 
 
-def test_a_free_block_with_references_undoes_an_allocation():
+def test_a_free_block_with_references_is_found_and_repaired():
     pool = make_pool("free: 1 2 3")
     pool.blocks[2].ref_cnt = 1
-    with pytest.raises(CorruptedPoolError, match="block 2 is in the free queue with ref_cnt 1"):
+    with pytest.raises(CorruptedPoolError, match="block 2 was in the free queue with ref_cnt 1"):
         pool.get_new_blocks(3)
-    pool.blocks[2].ref_cnt = 0
+    with pytest.raises(PoolInterruptedError, match="an earlier call of this pool was interrupted"):
+        pool.get_new_blocks(1)
+    pool.repair()
     assert state(pool) == "free: 1 2 3"
     invariants.check(pool)
 
@@ -634,9 +637,9 @@ def test_the_observer_sees_evictions_before_allocations():
     pool.free_blocks([taken[0], taken[0], taken[1]])
     assert pool.reset_prefix_cache()
     assert notes.lines == [
-        "evicted 1 ref_cnt 0",
+        "evicted 1 ref_cnt 1",
         "allocated 1",
-        "evicted 2 ref_cnt 0",
+        "evicted 2 ref_cnt 1",
         "allocated 2",
         "accessed 1",
         "evicted 3 ref_cnt 0",

@@ -186,7 +186,7 @@ def test_a_hold_can_be_released_only_once():
             ended.release,
             lambda ended=ended: ended.add(blocks(pool, 5)),
             lambda ended=ended: ended.extend(20.0),
-            lambda ended=ended: pool.holds.hand_over(ended, []),
+            lambda ended=ended: pool.holds.hand_over(ended),
         ):
             with pytest.raises(InvalidArgumentError, match=r"Hold\('copied', 0 blocks\) has already been"):
                 call()
@@ -280,22 +280,12 @@ def test_the_default_clock_is_the_system_clock():
 
 def test_a_hold_can_adopt_and_pass_on_references():
     pool = make_pool(PICTURE)
-    table, opened, given = blocks(pool, 2, 4), [], []
-    hold = pool.holds.adopt(table, "detached", opened)
-    assert (table, opened, state(pool)) == ([], [hold], PICTURE)
+    hold = pool.holds.adopt(blocks(pool, 2, 4), "detached")
+    assert (pool.holds.list_holds(), state(pool)) == ([hold], PICTURE)
     assert pool.holds.list_immovable_ids() == [2, 4]
-    pool.holds.hand_over(hold, given)
+    given = pool.holds.hand_over(hold)
     assert (given, hold.blocks, hold.is_released) == (blocks(pool, 2, 4), [], True)
     assert (state(pool), pool.holds.list_holds()) == (PICTURE, [])
-
-
-def test_an_opened_hold_is_appended_in_the_same_step():
-    pool, opened = make_pool(PICTURE), []
-    hold = pool.holds.open(blocks(pool, 4), "sent", onto=opened)
-    assert opened == [hold]
-    with pytest.raises(InvalidBlockError):
-        pool.holds.open(blocks(pool, 3), "sent", onto=opened)
-    assert opened == pool.holds.list_holds() == [hold]
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -485,16 +475,13 @@ class Model:
 
     def adopt(self):
         if self.tables:
-            table, opened = self.tables.pop(), []
-            adopted = table.copy()
-            hold = self.pool.holds.adopt(table, "adopted", opened)
-            assert (table, opened) == ([], [hold])
-            self.note(hold, adopted)
+            adopted = self.tables.pop()
+            self.note(self.pool.holds.adopt(adopted, "adopted"), adopted)
 
     def hand_over(self):
         if self.held:
-            hold, table = self.some_hold(), []
-            self.pool.holds.hand_over(hold, table)
+            hold = self.some_hold()
+            table = self.pool.holds.hand_over(hold)
             assert table == self.forget(hold)
             self.tables.append(table)
 

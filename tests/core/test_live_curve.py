@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from core.policy_pool import BLOCK_SIZE, HASHER, make_manager, run, start
-from interrupting import interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool import BlockPool, CorruptedPoolError, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -178,45 +177,6 @@ def test_weights_stay_finite():
     assert curve.hit_blocks / curve.looked_up_blocks == pytest.approx(1)
     assert sum(curve.counts) == pytest.approx(curve.looked_up_blocks)
     assert curve.looked_up_blocks / curve.weight == pytest.approx(16 / 0.69, rel=0.1)
-
-
-def make_full():
-    manager = make_sampled(16)
-    run(manager, "a", range(20))
-    run(manager, "b", [*range(12), *range(50, 58)])
-    start(manager, "c", [*range(9), *range(70, 80)])
-    return manager
-
-
-CALLS = {
-    "start": lambda manager: start(manager, "e", [*range(16), *range(90, 98)]),
-    "free": lambda manager: manager.free(Request("c", [1], HASHER)),
-    "reset": lambda manager: manager.block_pool.reset_prefix_cache(),
-    "grow": lambda manager: manager.block_pool.add_blocks(2),
-}
-
-
-def check(manager):
-    pool = manager.block_pool
-    invariants.check(pool)
-    run(manager, "first", [1])
-    for name in list(manager._tables):
-        manager.free(Request(name, [1], HASHER))
-    run(manager, "last", range(300, 340))
-    invariants.check(pool)
-    assert pool.live_curve.looked_up_blocks >= 10
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_curve_is_sound_after_an_interrupt_at_any_moment(name):
-    tried, broken = interrupt_everywhere(make_full, CALLS[name], check)
-    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_curve_is_sound_after_an_interrupted_recovery(name):
-    tried, broken = interrupt_twice_at_random(make_full, CALLS[name], check, random.Random(name), 40)
-    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 
 def spoil_count(stack):

@@ -1,11 +1,11 @@
-"""Memory runs out in the middle of a call: the call takes effect completely or not at all."""
+"""Memory runs out in the middle of a call: the pool is whole, or the next call says that it has to be repaired."""
 
 import random
 
 import pytest
 from drawing import hash_of, make_request
 
-from kv_pool import BlockPool
+from kv_pool import BlockPool, PoolInterruptedError
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -63,7 +63,7 @@ def run_until(life, num_calls):
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_pool_is_sound_after_a_memory_error_anywhere(seed, pool_class):
-    num_tried = 0
+    num_tried = num_interrupted = 0
     broken = []
     for num_calls in range(3, 30, 3):
         for nth in range(60):
@@ -82,8 +82,14 @@ def test_the_pool_is_sound_after_a_memory_error_anywhere(seed, pool_class):
                 break
             num_tried += 1
             try:
+                if life.pool.is_changing:
+                    num_interrupted += 1
+                    with pytest.raises(PoolInterruptedError):
+                        life.pool.get_new_blocks(1)
+                    life.pool.repair([block for blocks in life.held for block in blocks])
                 check(life.pool)
             except Exception as error:
                 broken.append((num_calls, nth, name, error))
     assert num_tried > 100
+    assert num_interrupted > 0
     assert not broken, f"{len(broken)} of {num_tried}: {broken[:3]}"

@@ -262,11 +262,12 @@ def run_several(manager):
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
 @pytest.mark.parametrize("policy", BROKEN, ids=lambda policy: policy.__name__)
-def test_a_broken_policy_is_named_and_the_pool_intact(policy, pool_type):
+def test_a_broken_policy_is_named_and_the_pool_intact(policy, pool_type, caplog):
     manager = make_manager(6, policy, pool_type)
     pool = manager.block_pool
-    with pytest.raises(CachePolicyError, match=f"cache policy {policy.__name__} is broken"):
-        run_several(manager)
+    run_several(manager)
+    assert f"cache policy {policy.__name__} is broken" in str(pool.policy_host.failure)
+    assert f"cache policy {policy.__name__} is broken" in caplog.text
     (run_invariants if pool_type is RunBlockPool else invariants).check(pool)
     assert manager.get_num_free_blocks() == 6, "blocks were lost"
     assert pool.policy_host.name == "lru"
@@ -276,13 +277,13 @@ def test_a_broken_policy_is_named_and_the_pool_intact(policy, pool_type):
         (run_invariants if pool_type is RunBlockPool else invariants).check(pool)
 
 
-def test_a_broken_hit_undoes_a_touch():
+def test_a_broken_hit_does_not_prevent_a_touch():
     pool = BlockPool(4, True, 4, policy=raise_in("hit"))
     look_up_alone(pool, b"key")
     found = pool.get_cached_block(b"key", [0])
-    with pytest.raises(CachePolicyError, match="BrokenError: in hit"):
-        pool.touch(found)
-    assert found[0].ref_cnt == 0
+    pool.touch(found)
+    assert "BrokenError: in hit" in str(pool.policy_host.failure)
+    assert found[0].ref_cnt == 1
     invariants.check(pool)
 
 

@@ -23,6 +23,7 @@ from kv_pool.manager.retention.pins import PinLedger
 
 _NO_ID: Final = -(2**31)
 
+
 class PlacedClaims(BandPolicy):
     """The claims on a pool's blocks, and the places of the free blocks, which follow from them.
 
@@ -72,7 +73,9 @@ class PlacedClaims(BandPolicy):
     def note_reset(self) -> None:
         """Remove all claims: no block has content any more."""
         self.records.drop_all(self._pool.blocks)
-        self.deadlines.replace([entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)])
+        self.deadlines.replace(
+            [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
+        )
         self.pins.blocks.clear()
 
     def begin_repair(self) -> None:
@@ -218,7 +221,7 @@ class PlacedClaims(BandPolicy):
         self._release([block for block in emptied if self.held.contains(block)])
         free = [block for block in emptied if block.next_free_block is not None]
         if free:
-            self._move(free, EMPTY_BAND)
+            self._pool.place_in_band(free, EMPTY_BAND)
 
     def end_claims(self, record: Record) -> None:
         """End the claims that end at the record's `changes_at`, and move its free blocks accordingly."""
@@ -312,17 +315,11 @@ class PlacedClaims(BandPolicy):
                 if self._pool.free_index is not None:
                     self._pool.free_index.note_moved_to(blocks, band)
             else:
-                self._move(blocks, band)
+                self._pool.place_in_band(blocks, band)
             return
         for block in blocks:
             self.pins.note(block, self.records.is_pinned(block))
         self._pool.holds.take_references(self.held, [one for one in blocks if not self.held.contains(one)])
-
-    def _move(self, blocks: list[KVCacheBlock], band: int) -> None:
-        """Move blocks as `BlockPool.move_to_band` does, without its type checks."""
-        self._order.move(blocks, band)
-        if self._pool.free_index is not None:
-            self._pool.free_index.note_moved_to(blocks, band)
 
     def _release(self, blocks: list[KVCacheBlock]) -> None:
         """End the pins of free blocks, which moves them to the back of the default band."""
@@ -355,7 +352,7 @@ class PlacedClaims(BandPolicy):
         live = list_live(claims, freed_at, self._clock())
         self._claim_free(blocks, live, freed_at, old_strength)
         if not live and old_strength != EXPIRED:
-            self._move(blocks, DEFAULT_BAND)
+            self._pool.place_in_band(blocks, DEFAULT_BAND)
 
 
 def find_band(strength: int) -> int:
