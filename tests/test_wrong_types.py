@@ -289,23 +289,11 @@ class Wrong:
 
 
 WRONG_VALUES = {int: ["1", 1.5, Wrong()], str: [5, Wrong()], bool: ["yes", Wrong()], float: ["1", Wrong()]}
-HANDED_OVER = {
-    "take_onto",
-    "take_onto_after",
-    "take_listed_onto",
-    "take_run_onto",
-    "touch_onto",
-    "free_out_of",
-}
+PARTS = {"take", "take_after", "take_run", "add_references", "drop_references", "place_in_band"}
 NOT_WALKED = {
-    BlockPool: HANDED_OVER,  # for code built on pools: lists that the pool changes
-    RunBlockPool: HANDED_OVER,
+    BlockPool: PARTS,  # parts of larger calls, which check the arguments
+    RunBlockPool: PARTS,
     KVCacheManager: {
-        "take_onto",
-        "free_out_of",
-        "pop_tables_onto",
-        "put_tables_out_of",
-        "take_block_copies_onto",
         "add_host",  # called by a swapper, with a weak reference
     },
     GPUKVPool: {"attach", "dump", "load"},  # these involve a node, and a file

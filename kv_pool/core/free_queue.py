@@ -113,9 +113,7 @@ class FreeKVCacheBlockQueue:
         taken: list[KVCacheBlock] = []
         if n == 0:
             return taken
-        front = (
-            self.fake_free_list_head
-        )  # the taken blocks follow it: the head, or the last band marker passed
+        front = self.fake_free_list_head  # or the last band marker passed; the taken blocks follow it
         block = front.next_free_block
         while block is not None and len(taken) < n:
             after = block.next_free_block
@@ -130,8 +128,8 @@ class FreeKVCacheBlockQueue:
             block = after
         if block is None:  # in a sound queue, at least the tail is left
             raise CorruptedPoolError(
-                f"num_free_blocks is {self.num_free_blocks} but fewer blocks are linked: the counter is out of "
-                "sync with the queue. Call repair()"
+                f"num_free_blocks is {self.num_free_blocks} but fewer blocks are linked: the counter is out "
+                "of sync with the queue. Call repair()"
             )
         front.next_free_block = block
         block.prev_free_block = front

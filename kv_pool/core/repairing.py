@@ -52,13 +52,10 @@ def list_free(pool: PoolState) -> list[KVCacheBlock]:
     while block is not None and block not in found and block not in backwards:
         backwards[block] = None
         block = block.prev_free_block
-    order = [*found, *reversed(backwards)]
-    free = dict.fromkeys([block for block in order if block.ref_cnt == 0 and not block.is_null])
-    for block in pool.blocks:
-        if block.ref_cnt == 0 and not block.is_null:
-            free[block] = None
-    free.pop(queue.fake_free_list_head, None)
-    return list(free)
+    # Some of them may be markers, or blocks that the pool was about to get.
+    ours = dict.fromkeys([block for block in pool.blocks if block.ref_cnt == 0 and not block.is_null])
+    order = dict.fromkeys([block for block in (*found, *reversed(backwards)) if block in ours])
+    return list(order | ours)
 
 
 def forget_all(pool: PoolState) -> None:

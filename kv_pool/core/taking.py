@@ -53,12 +53,12 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     max_references = MAX_REFERENCES - len(listed)
     try:
         for block in listed:
+            is_free = block.ref_cnt == 0 and not block.is_null
             if block.owner is not owner:
                 check_ours(block, owner, "touch()")
-                if block.owner is None and block.ref_cnt == 0 and not block.is_null:
-                    if not any(free is block for free in pool.free_block_queue.iter_blocks_after(None)):
-                        raise_not_queued(block)
-            if block.ref_cnt == 0 and block.next_free_block is None and not block.is_null:
+                if is_free and not any(one is block for one in pool.free_block_queue.iter_blocks_after(None)):
+                    raise_not_queued(block)
+            if is_free and block.next_free_block is None:
                 raise_not_queued(block)
             if block.ref_cnt > max_references:
                 raise InvalidBlockError(

@@ -539,12 +539,12 @@ class KVCacheManager(ManagerQueries):
     # ---- after an interrupted call -----------------------------------------------------------------
 
     def repair(self) -> None:
-        """Make manager and pool whole after a call that was interrupted. May be called again, also at any time.
+        """Make manager and pool whole after a call that was interrupted. May itself be interrupted and repeated.
 
-        Every request keeps its blocks. Blocks that no request, swap, transfer or hold has become free, and the
-        prefix cache is empty: one `AllBlocksCleared`. Claims of retention, pins included, end with the content
-        that they were about. A request whose `allocate_slots` was interrupted may have got its blocks already,
-        or be without blocks: call it again.
+        Every request keeps its blocks. Blocks that belong to no request, swap, transfer or hold become free,
+        and the prefix cache is empty: one `AllBlocksCleared`. Claims of retention, pins included, end with
+        the content that they were about. A request whose `allocate_slots` was interrupted may have got its
+        blocks already, or have none: call it again.
 
         Cost: O(blocks of the pool).
         """

@@ -1,4 +1,4 @@
-"""Memory runs out in the middle of a call: the pool is whole, or the next call says that it has to be repaired."""
+"""Memory runs out in the middle of a call: the pool is whole, or the next call refuses until it is repaired."""
 
 import random
 

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import numpy as np
-from lives.adapter_interrupts import AdapterInterrupts
 from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
 from lives.node import Node, count_filled
 
@@ -23,7 +22,7 @@ from kv_pool.migration.pool_site import PoolSite
 NUM_BLOCKS = 20
 
 
-class AdapterNode(AdapterInterrupts, Node):
+class AdapterNode(Node):
     """A sequence is in `running`, `loading` or `leaving`, or at the other node.
 
     Attributes:

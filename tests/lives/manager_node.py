@@ -1,7 +1,6 @@
 """`ManagerNode`: a scheduler over a `KVCacheManager`, with all companions of a manager."""
 
 from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
-from lives.manager_interrupts import ManagerInterrupts
 from lives.manager_loads import ManagerLoads
 from lives.manager_swaps import ManagerSwaps
 from lives.node import Node, count_filled
@@ -28,7 +27,7 @@ GROUPS = {
 }
 
 
-class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
+class ManagerNode(ManagerLoads, ManagerSwaps, Node):
     """A sequence is in `waiting`, `running`, `loading`, `swapped`, `planned` or `leaving`."""
 
     def __init__(self, world, name, shape, folder):

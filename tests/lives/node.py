@@ -25,7 +25,6 @@ class Node(Restarts):
         touched: blocks read by a connector that has a reference and a hold, with its promise.
         watched: blocks that the connector has freed, and reads until they are reused.
         promises: the bytes expected by open plans, frozen tables and arriving blocks, until they end.
-        break_weight: how often calls are interrupted.
         events_share: share of the steps in which events are taken.
         holding: pulls that hold arrived blocks, or did.
         grown: blocks added to the pool, less blocks removed.
@@ -43,7 +42,6 @@ class Node(Restarts):
         self.last_operation = ""
         self.router = Router(world.blocks)
         self.events_share = self.rng.choice((0.03, 1.0))
-        self.break_weight = self.rng.choice((1, 12))
 
     def open(self, pool, site, device):
         """Set the objects that the face has created."""
@@ -306,7 +304,6 @@ class Node(Restarts):
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
-            self.break_call: self.break_weight,
             self.restart_tiers: 0.0 if self.folder is None else 0.5,
         }
 

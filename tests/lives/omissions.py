@@ -337,8 +337,8 @@ OMISSIONS = [
     Omission(
         "pending tier writes are forgotten",
         "manager",
-        "kv_pool.core.prefix_cache",
-        "PrefixCache.flush_evicted",
+        "kv_pool.core.pool_core",
+        "BlockPoolCore.flush_evicted",
         store_nothing,
     ),
     Omission("an adapter's pins hold nothing", "adapter", HOLDS, "Hold.add", not_added("pinned")),

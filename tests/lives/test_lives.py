@@ -19,7 +19,7 @@ OF_ALL = {
     *("present", "broken off", "reset", "gather", "pack", "run", "shrink", "grow", "defragment"),
     *(("migrated", f"{what}Subject") for what in ("Sequence", "Prefix", "Blocks")),
     *(("expired", "READ"), ("expired", "WRITE")),
-    *("in doubt", "deliver_late", "release_held", ("interrupted", True), ("lost", True), ("closed", True)),
+    *("in doubt", "deliver_late", "release_held", ("lost", True), ("closed", True)),
 }
 OF_MANAGERS = {
     *("refused", "set", "change", "session", "end", "abort_before_step", "refuse_leaving"),

@@ -4,14 +4,13 @@ import pytest
 from lives.disk_omissions import DISK_OMISSIONS
 from lives.doubt_omissions import DOUBT_OMISSIONS
 from lives.event_omissions import EVENT_OMISSIONS
-from lives.interrupt_omissions import INTERRUPT_OMISSIONS
 from lives.life import Life
 from lives.omissions import OMISSIONS
 
 from kv_pool import COMPILED
 from kv_pool.errors import KVPoolError
 
-ALL = [*OMISSIONS, *EVENT_OMISSIONS, *DOUBT_OMISSIONS, *DISK_OMISSIONS, *INTERRUPT_OMISSIONS]
+ALL = [*OMISSIONS, *EVENT_OMISSIONS, *DOUBT_OMISSIONS, *DISK_OMISSIONS]
 SEEDS = range(6)
 NUM_STEPS = 1500
 

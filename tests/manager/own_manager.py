@@ -84,7 +84,8 @@ class OwnManagerSide(ManagerSide):
         return [[move.source, move.target] for move in moves]
 
     def take_copies(self):
-        moves = self.manager.take_block_copies_onto(self.retained)
+        moves, blocks = self.manager.take_block_copies_with_blocks()
+        self.retained += blocks
         return [[move.source, move.target] for move in moves]
 
     def look_up(self, request_id, max_num_tokens):

@@ -4,7 +4,6 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from interrupting import interrupt_everywhere
 
 from kv_pool import (
     BlockHasher,
@@ -191,33 +190,6 @@ def test_a_retained_state_is_not_released():
     assert list_states(manager, tokens) == [20, 40, 60, 68]
     assert retention.num_retained
     invariants.check_manager(manager, [])
-
-
-def test_an_interrupt_while_a_state_is_released_loses_no_block():
-    tokens = list(range(18))
-
-    def make():
-        manager = make_manager(60)
-        run(manager, "turn 0", tokens)
-        run(manager, "turn 1", [*tokens, *range(100, 106)])
-        return manager, Request("turn 2", [*tokens, *range(100, 106), *range(200, 206)], HASHER)
-
-    def act(made):
-        manager, request = made
-        manager.allocate_slots(request, 8, manager.get_computed_blocks(request))
-
-    def check(made):
-        manager, request = made
-        invariants.check_manager(manager, [request] if manager.holds_blocks("turn 2") else [])
-        if manager.holds_blocks("turn 2"):
-            manager.free(request)
-        run(manager, "another", range(1000, 1040))
-        assert manager.get_num_free_blocks() == 59
-        invariants.check_manager(manager, [])
-
-    tried, broken = interrupt_everywhere(make, act, check)
-    assert tried
-    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
 @dataclass

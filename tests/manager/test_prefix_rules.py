@@ -227,8 +227,8 @@ def test_blocks_of_copies_are_kept_until_the_caller_frees_them():
     a = make_request("a", range(11), 2)
     for end in (8, 10, 11):
         step(manager, a, end)
-    retained = []
-    assert [tuple(move) for move in manager.take_block_copies_onto(retained)] == [(5, 6)]
+    moves, retained = manager.take_block_copies_with_blocks()
+    assert [tuple(move) for move in moves] == [(5, 6)]
     assert [block.block_id for block in retained] == [5, 6]
     check_manager(manager, [a], held_elsewhere=retained)
     manager.free_blocks(retained)

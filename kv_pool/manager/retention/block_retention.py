@@ -333,7 +333,7 @@ class BlockRetention:
                 self._end_session(session_id)
 
     def expire(self) -> None:
-        """Handle expired timers; O(1) if none has expired. Does nothing during a call that changes the pool."""
+        """Handle expired timers; nothing during a call that changes the pool. O(1) if none has expired."""
         pool = self.block_pool
         if not self._deadlines.entries or pool.is_changing:
             return
