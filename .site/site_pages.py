@@ -42,6 +42,11 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "which requests may share blocks, salts by region of a prompt, the timing channel, test vectors",
         ),
         Page(
+            "kv_pool/manager/interrupted_calls.md",
+            "When a call is interrupted",
+            "exceptions of signal handlers in the middle of a call, PoolInterruptedError, repair()",
+        ),
+        Page(
             "kv_pool/adapter/README.md",
             "Blocks by id",
             "GPUKVPool: thread-safe allocation by sequence id, runs, eviction under pressure, remapping",

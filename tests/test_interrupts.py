@@ -10,13 +10,18 @@ CASES = [*pools.CASES, *managers.CASES]
 
 
 def find_broken(case, repair):
-    """Interrupt the call at each of its points; return the number of points, of refusals, and the errors."""
-    broken, num_refused, moment = [], 0, 0
+    """Interrupt the call at each of its points, in a long call at ever fewer.
+
+    Returns:
+        The number of points that were tried, the number of refusals, and the errors with their points.
+    """
+    broken, num_tried, num_refused, moment = [], 0, 0, 0
     while True:
-        moment += 1
+        moment += 1 + moment // 60
         subject = case.make()
         if not interrupt_at(moment, lambda subject=subject: case.call(subject)):
-            return moment - 1, num_refused, broken
+            return num_tried, num_refused, broken
+        num_tried += 1
         try:
             try:
                 case.next_call(subject)
