@@ -163,7 +163,7 @@ class SwapPlan(TwoPhasePlan):
         )
 
     def open(self) -> None:
-        """Take the targets and detach the tables. Called by the swapper; the target side has enough blocks."""
+        """Take the targets and detach the tables. The target side has enough blocks."""
         self._plans.begin(self, PlanState.ABORTED)
         source_hold = self._open_hold(self._source.pool)
         target_hold = self._open_hold(self._target.pool)
@@ -257,9 +257,7 @@ class SwapPlan(TwoPhasePlan):
             if position < len(row) and self._is_uncached_copy(group, table, row, position):
                 continue
             if first < position:
-                cache_full(
-                    pool, self._request, row, first, position, group.block_size, group.group_id, None
-                )
+                cache_full(pool, self._request, row, first, position, group.block_size, group.group_id, None)
             first = position + 1
 
     def _is_uncached_copy(

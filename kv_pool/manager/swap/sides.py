@@ -11,7 +11,7 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 
 
 class SwapSide(Protocol):
-    """One of the two pools, with the requests whose tables name its blocks. Methods are parts of larger calls."""
+    """One of the two pools, with the requests whose tables name its blocks. For parts of larger calls."""
 
     @property
     def pool(self) -> BlockPoolCore:
