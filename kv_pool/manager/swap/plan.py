@@ -17,7 +17,6 @@ from enum import Enum
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.core.holds import HoldState
 from kv_pool.core.pool_state import note_continued, note_copy
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
@@ -217,7 +216,7 @@ class SwapPlan(TwoPhasePlan):
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
         holds = dict(self._holds)
         staying.pool.holds.hand_over(holds[staying.pool.holds])
-        leaving.pool.holds.end(holds[leaving.pool.holds], HoldState.RELEASED)
+        leaving.release(holds[leaving.pool.holds])
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""

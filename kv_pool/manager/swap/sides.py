@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -28,6 +29,9 @@ class SwapSide(Protocol):
 
     def note_leaving(self, request_id: RequestId, blocks_by_group: list[list[KVCacheBlock]]) -> None:
         """Note that a request leaves this side and drops its references: whole tables, one per group."""
+
+    def release(self, hold: Hold) -> None:
+        """End a hold and drop its references."""
 
     def pop_tables(self, request_id: RequestId) -> None:
         """Remove the request's tables from this side; their references are the caller's now."""
@@ -65,6 +69,11 @@ class DeviceSide:
             for group_id, blocks in enumerate(blocks_by_group):
                 retention.label_table(request_id, GroupId(group_id), 0, blocks)
 
+    def release(self, hold: Hold) -> None:
+        if len(self._manager.copies):
+            self._manager.copies.drop(hold.blocks)
+        self.pool.holds.end(hold, HoldState.RELEASED)
+
     def pop_tables(self, request_id: RequestId) -> None:
         self._manager.pop_tables(request_id)
 
@@ -100,6 +109,9 @@ class HostSide:
 
     def note_leaving(self, request_id: RequestId, blocks_by_group: list[list[KVCacheBlock]]) -> None:
         pass
+
+    def release(self, hold: Hold) -> None:
+        self._pool.holds.end(hold, HoldState.RELEASED)
 
     def pop_tables(self, request_id: RequestId) -> None:
         del self.tables[request_id]
