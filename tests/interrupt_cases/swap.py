@@ -74,16 +74,22 @@ class Swapping:
     def reset(self):
         assert self.swapper.reset_prefix_cache()
 
-    # ---- the protocol of `try_case` ----------------------------------------------------------------
-
     def list_pools(self):
         return [self.manager.block_pool, self.swapper.host_pool]
+
+    # ---- the protocol of `try_case` ----------------------------------------------------------------
+
+    def is_interrupted(self):
+        return any(pool.is_changing for pool in self.list_pools())
 
     def call_next(self):
         self.swapper.swap_out(self.engine.make_request("next", range(4)))
 
     def repair(self):
         self.manager.repair()
+
+    def close(self):
+        pass
 
     def check(self, is_repaired):
         self.check_balance()

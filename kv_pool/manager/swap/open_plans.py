@@ -94,10 +94,9 @@ class OpenPlans(Generic[P]):
         pools[0].holds.add_party(weakref.ref(self))
 
     def check_whole(self) -> None:
-        """Raise PoolInterruptedError if a call of one of the pools was interrupted."""
-        for pool in self._pools:
-            if pool.is_changing:
-                refuse_interrupted()
+        """Raise PoolInterruptedError if a call of a plan or of one of the pools was interrupted."""
+        if self._changing is not None or any(pool.is_changing for pool in self._pools):
+            refuse_interrupted()
 
     def begin(self, plan: P, outcome: PlanState) -> None:
         """Begin a change of the plan and its pools, which `end` completes."""
