@@ -142,9 +142,9 @@ class Tiering:
         for plan in engine.onboarder.list_open_plans():
             (plan.commit if plan.load() else plan.abort)()
             self.check_state()
+        for name in engine.manager.list_request_ids():
+            self.free(self.requests[name])
         for request in self.requests.values():
-            if engine.manager.holds_blocks(request.request_id):
-                self.free(request)
             request.num_computed_tokens = 0
             engine.compute(request)
             self.free(request)
