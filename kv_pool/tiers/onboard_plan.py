@@ -180,10 +180,11 @@ class OnboardPlan(TwoPhasePlan):
         self._attach()
         for book, hold in self._holds:
             book.hand_over(hold)
+        self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
+        self._manager.cache_blocks(self._request, self.num_computed_tokens)
         self._tiered_cache.release(self.keys)
         self._plans.end(self, PlanState.COMMITTED)
         self._on_close(self)
-        self._manager.cache_blocks(self._request, self.num_computed_tokens)
 
     def abort(self) -> None:
         """Free the plan's device blocks. None of the loaded content can be hit.

@@ -382,9 +382,9 @@ class TieredCache(TierStore):
         Raises:
             CopyFailedError: copying to the device failed.
         """
+        target_of = dict(zip(keys, block_ids, strict=True))
         self._begin()
         self.flush_evicted()
-        target_of = dict(zip(keys, block_ids, strict=True))
         left = list(keys)
         for tier in self.tiers:
             index = tier.index
