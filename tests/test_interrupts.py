@@ -1,15 +1,15 @@
 """A call that is interrupted at any point: the next call says so, and a repair makes everything whole."""
 
 import pytest
-from interrupt_cases import managers, pools
+from interrupt_cases import managers, pools, swap, tiers
 from interrupting import interrupt_at
 
 from kv_pool import COMPILED, PoolInterruptedError
 
-CASES = [*pools.CASES, *managers.CASES]
+CASES = [*pools.CASES, *managers.CASES, *swap.CASES, *tiers.CASES]
 
 
-def find_broken(case, repair):
+def find_broken(case, interrupts_repair, slowness):
     """Interrupt the call at each of its points, in a long call at ever fewer.
 
     Returns:
@@ -17,37 +17,40 @@ def find_broken(case, repair):
     """
     broken, num_tried, num_refused, moment = [], 0, 0, 0
     while True:
-        moment += 1 + moment // 60
+        moment += 1 + moment // slowness
         subject = case.make()
-        if not interrupt_at(moment, lambda subject=subject: case.call(subject)):
-            return num_tried, num_refused, broken
-        num_tried += 1
         try:
-            try:
-                case.next_call(subject)
-            except PoolInterruptedError:
+            if not interrupt_at(moment, lambda subject=subject: case.call(subject)):
+                return num_tried, num_refused, broken
+            num_tried += 1
+            is_interrupted = subject.is_interrupted()
+            if is_interrupted:
                 num_refused += 1
-                repair(case, subject, moment)
-                case.next_call(subject)
-            case.check(subject)
+                with pytest.raises(PoolInterruptedError):
+                    subject.call_next()
+                # The repair is interrupted, too, at a point that differs from call to call, and repeated.
+                if not interrupts_repair or interrupt_at(1 + moment * 7 % 400, subject.repair):
+                    subject.repair()
+                subject.call_next()
+            subject.check(is_repaired=is_interrupted)
         except Exception as error:
             broken.append((moment, repr(error)[:200]))
-
-
-def repair_once(case, subject, moment):
-    case.repair(subject)
-
-
-def repair_twice(case, subject, moment):
-    """Interrupt the repair, too, at a point that differs from call to call; then repair again."""
-    if interrupt_at(1 + moment * 7 % 400, lambda: case.repair(subject)):
-        case.repair(subject)
+        finally:
+            subject.close()
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
-@pytest.mark.parametrize("repair", [repair_once, repair_twice])
+@pytest.mark.parametrize("interrupts_repair", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_an_interrupted_call_is_refused_until_a_repair(case, repair):
-    num_points, num_refused, broken = find_broken(case, repair)
+def test_an_interrupted_call_is_refused_until_a_repair(case, interrupts_repair):
+    num_points, num_refused, broken = find_broken(case, interrupts_repair, 12 if interrupts_repair else 25)
     assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"
-    assert num_refused
+    assert num_refused or num_points < 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_call_is_interrupted_at_more_points(case):
+    num_points, _, broken = find_broken(case, False, 100)
+    assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"

@@ -460,6 +460,8 @@ class KVCacheManager(ManagerQueries):
         pool = self.block_pool
         hosts = self.list_hosts()
         for host in hosts:
+            if host.host_pool.is_changing:
+                refuse_interrupted()
             if not host.is_idle():
                 return False
         retention = self.retention
@@ -467,11 +469,14 @@ class KVCacheManager(ManagerQueries):
             num_free = pool.free_block_queue.num_free_blocks + retention.num_pinned
             if num_free == pool.num_gpu_blocks - 1:
                 retention.release_all()
-        if not pool.reset_prefix_cache():
-            return False
         for host in hosts:
-            host.reset_host()
-        return True
+            host.host_pool.is_changing = True  # its content is that of before the reset, until it is reset
+        is_reset = pool.reset_prefix_cache()
+        for host in hosts:
+            if is_reset:
+                host.reset_host()
+            host.host_pool.is_changing = False
+        return is_reset
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""

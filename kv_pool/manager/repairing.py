@@ -9,6 +9,7 @@ def repair_manager(state: ManagerState) -> None:
     pool.is_changing = True
     for host in state.list_hosts():
         host.host_pool.is_changing = True
+    pool.holds.begin_repair()  # open plans may put tables back
     state.copies.repair()
     for tables in (*state._tables.values(), *state.detached_tables.values()):
         for table, group in zip(tables, state._groups, strict=True):
@@ -20,8 +21,9 @@ def repair_manager(state: ManagerState) -> None:
                     (place for place, block in enumerate(table.blocks) if not block.is_null), num_blocks
                 )
     state._caching.begin_step()
-    pool.repair([block for tables in state._tables.values() for table in tables for block in table.blocks])
     if state.retention is not None:
         state.retention.recount()
     for host in state.list_hosts():
         host.repair_host()
+    # Last, since it clears the flag.
+    pool.repair([block for tables in state._tables.values() for table in tables for block in table.blocks])

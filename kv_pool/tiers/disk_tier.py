@@ -17,7 +17,6 @@ from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.formats.block_format import BlockFormat
-from kv_pool.tiers.lru_slots import LruSlots
 from kv_pool.tiers.slot_files import SlotFiles, SlotHeader, check_key
 from kv_pool.tiers.tier import Tier, TierRead
 from kv_pool.tiers.tier_folder import VERSION, Description, TierFolder
@@ -93,8 +92,7 @@ class DiskTier(Tier):
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._has_warned = False
         self._is_open = False
-        # Slots whose header on disk disagrees with the index, with the header's key: a restart would find
-        # them. Recorded before a header is written or wiped.
+        # Slots whose header on disk could not be wiped, with the header's key: a restart would find them.
         self._unwiped: dict[SlotId, BlockHashWithGroupId] = {}
         name = RAW if self._format is None else self._format.name
         self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
@@ -137,15 +135,15 @@ class DiskTier(Tier):
         for key, row in zip(keys, rows, strict=True):
             (slot,) = self._slots.list_next(1)
             self._use += 1
-            self._unwiped[slot] = key
             try:
                 self._files.write(slot, key, row, self._use, *self._parents.get(key, (None, 0)))
             except OSError as error:
+                self._unwiped[slot] = key
                 counts.num_write_errors += 1
                 self._warn("written", error)
             else:
                 self._slots.add(key)
-                del self._unwiped[slot]  # no call in between
+                self._unwiped.pop(slot, None)
                 counts.num_stored += 1
                 stored.append(key)
         return stored
@@ -239,10 +237,8 @@ class DiskTier(Tier):
         counts = self._counts
         for key in keys:
             if key in self._slots.slot_of:
-                slot = self._slots.remove(key)
-                self._unwiped[slot] = key  # no call in between
+                self._wipe(self._slots.remove(key), key)
                 counts.num_removed += 1
-                self._wipe(slot, key)
                 self._touched.discard(key)
                 removed.append(key)
         return removed
@@ -273,12 +269,8 @@ class DiskTier(Tier):
         Raises:
             TierError: as in `forget`.
         """
-        unwiped = self._unwiped | {slot: key for key, slot in self._slots.slot_of.items()}
-        emptied = LruSlots()
-        num_removed = len(self)
-        self._unwiped = unwiped  # no call in between
-        self._slots = emptied
-        self._counts.num_removed += num_removed
+        self._unwiped.update((slot, key) for key, slot in self._slots.slot_of.items())
+        super().clear()
         self._touched.clear()
         try:
             self._files.wipe_all()
@@ -301,15 +293,13 @@ class DiskTier(Tier):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
-        """Wipe the header of a slot that had this key; on failure the slot stays in `_unwiped`."""
-        self._unwiped[slot] = key
+        """Wipe the header of a slot that had this key; on failure the slot is in `_unwiped`."""
         try:
             self._files.wipe(slot)
         except OSError as error:
+            self._unwiped[slot] = key
             self._counts.num_write_errors += 1
             self._warn("wiped", error)
-        else:
-            del self._unwiped[slot]
 
     def _wipe_again(self) -> OSError | None:
         """Retry the headers that could not be wiped before. Return the last error, or None."""

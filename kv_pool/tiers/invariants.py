@@ -76,7 +76,7 @@ def check_cache(tiered_cache: TieredCache) -> None:
 def check_plans(onboarder: TierOnboarder) -> None:
     """Verify X7 to X9."""
     held: Counter[BlockHashWithGroupId] = Counter()
-    for request_id, plan in onboarder._open_plans.by_request.items():
+    for request_id, plan in onboarder._plans.by_request.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"X7: {plan!r} is listed as open for request {request_id!r}")
         for block in plan.list_blocks():

@@ -10,9 +10,6 @@ from kv_pool.ids import BlockHashWithGroupId, SlotId
 class LruSlots:
     """A map from keys to slots, ordered by last use.
 
-    No call happens between changes that belong together, so an exception from a signal handler cannot
-    separate them.
-
     Attributes:
         slot_of: slot by key, the least recently used key first.
         num_slots: slots 0 to num_slots - 1 have been used at least once.
@@ -27,13 +24,11 @@ class LruSlots:
     def add(self, key: BlockHashWithGroupId) -> SlotId:
         """Assign a slot to a new key and mark it as most recently used. Return the slot. O(1)."""
         if self._free:
-            slot = self._free[-1]
-            self.slot_of[key] = slot
-            del self._free[-1]
+            slot = self._free.pop()
         else:
             slot = SlotId(self.num_slots)
-            self.slot_of[key] = slot
-            self.num_slots = slot + 1
+            self.num_slots += 1
+        self.slot_of[key] = slot
         return slot
 
     def list_next(self, num_slots: int) -> list[SlotId]:
@@ -44,10 +39,8 @@ class LruSlots:
 
     def remove(self, key: BlockHashWithGroupId) -> SlotId:
         """Remove a key and free its slot. Return the slot. The key must be present. O(1)."""
-        slot_of = self.slot_of
-        slot = slot_of[key]
-        del slot_of[key]
-        self._free += [slot]
+        slot = self.slot_of.pop(key)
+        self._free.append(slot)
         return slot
 
     def clear(self) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.holds import HoldState
 from kv_pool.core.pool_state import note_copy
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
-from kv_pool.tiers.allocated_tables import AllocatedTables
+from kv_pool.manager.swap.sides import list_tail_first
 from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -34,7 +36,6 @@ class OnboardPlan(TwoPhasePlan):
         keys: the keys of the blocks to be read.
         state: open, committed or aborted.
         is_unreadable: True if a block could not be read.
-        is_counted: True if the statistics are up to date with this plan.
     """
 
     def __init__(
@@ -45,33 +46,48 @@ class OnboardPlan(TwoPhasePlan):
         tiered_cache: TieredCache,
         rows: Sequence[Mapping[int, BlockHashWithGroupId]],
         allocate: Callable[[], object],
-        open_plans: OpenPlans[OnboardPlan],
+        plans: OpenPlans[OnboardPlan],
         on_close: Callable[[OnboardPlan], None],
     ) -> None:
-        super().__init__(request, hit.num_device_tokens + hit.num_tokens)
+        purpose = f"load blocks for request {request.request_id!r}"
+        super().__init__(request, hit.num_device_tokens + hit.num_tokens, plans, purpose)
         self.hit = hit
         self.keys = [key for row in rows for key in row.values()]
         self.is_unreadable = False
-        self.is_counted = True
         self._is_loaded = False
         self._manager = manager
         self._tiered_cache = tiered_cache
         self._rows = rows
-        self._allocated = AllocatedTables(request, self.num_computed_tokens, manager, allocate)
-        self._held_keys: list[BlockHashWithGroupId] = []
+        self._allocate = allocate
+        self._tables: list[BlockTable] = []
         self._targets: list[KVCacheBlock] = []
         self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
         # All blocks of the tables, and their generations: content that turns out invalid has other ones.
         self._blocks: list[KVCacheBlock] = []
         self._generations: list[int] = []
-        self._open_plans = open_plans
         self._on_close = on_close
 
     def open(self) -> bool:
-        self._tiered_cache.hold_onto(self.keys, self._held_keys)
-        if not self._allocated.open():
+        """Hold the keys and take the device blocks; return False if the pool has too few."""
+        pool = self._manager.block_pool
+        self._plans.begin(self, PlanState.ABORTED)
+        self._tiered_cache.hold(self.keys)
+        pool.is_changing = False  # for a whole call; until `end` a repair releases the keys
+        try:
+            is_allocated = self._allocate() is not None
+        except Exception:
+            if not pool.is_changing:
+                self._give_back()
+            raise
+        if not is_allocated:
+            self._give_back()
             return False
-        tables = self._allocated.tables
+        pool.is_changing = True
+        hold = self._open_hold(pool)
+        tables = self._manager.pop_tables(self.request_id)
+        for table, spec in zip(tables, self._manager.groups, strict=True):
+            table.num_hits = -(-self.num_computed_tokens // spec.block_size)
+        self._tables = tables
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]
@@ -84,20 +100,18 @@ class OnboardPlan(TwoPhasePlan):
             for block in table.blocks
             if block.block_hash is not None and block not in read_into
         ]
-        pool = self._manager.block_pool
         for block in self._targets:
             if not block.is_null:
                 note_copy(pool, block, None)
         self._generations = [block.generation for table in tables for block in table.blocks]
         self._blocks = [block for table in tables for block in table.blocks]
-        reason = f"in an open plan to read tiers for request {self.request_id!r}"
-        self._hold(self._manager.block_pool, self.list_blocks(), reason)
-        self.is_counted = False
+        pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first
+        self._plans.end(self, PlanState.OPEN)
         return True
 
     def list_blocks(self) -> list[KVCacheBlock]:
-        """Return the device blocks that the plan references, the first to be reused first."""
-        return self._allocated.list_blocks()
+        """Return the device blocks that the plan holds, the first to be reused first."""
+        return list_tail_first([table.blocks for table in self._tables])
 
     def apply(self) -> bool:
         """Load the blocks and commit; abort on failure.
@@ -113,8 +127,8 @@ class OnboardPlan(TwoPhasePlan):
             if self.load():
                 self.commit()
                 return True
-        except BaseException:
-            if not self.is_decided:
+        except Exception:
+            if self.state is PlanState.OPEN:
                 self.abort()
             raise
         self.abort()
@@ -162,7 +176,15 @@ class OnboardPlan(TwoPhasePlan):
             check_announceable(self._request)
         if self._manager.holds_blocks(self.request_id):
             raise InvalidArgumentError(f"request {self.request_id!r} has blocks already; free them first")
-        self._open_plans.close(self, PlanState.COMMITTED)
+        self._plans.begin(self, PlanState.COMMITTED)
+        self._attach()
+        for book, hold in self._holds:
+            book.hand_over(hold)
+        self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
+        self._manager.cache_blocks(self._request, self.num_computed_tokens)
+        self._tiered_cache.release(self.keys)
+        self._plans.end(self, PlanState.COMMITTED)
+        self._on_close(self)
 
     def abort(self) -> None:
         """Free the plan's device blocks. None of the loaded content can be hit.
@@ -171,19 +193,30 @@ class OnboardPlan(TwoPhasePlan):
             PlanClosedError: the plan is already committed or aborted. Nothing has changed.
         """
         self._check_open()
-        self._open_plans.close(self, PlanState.ABORTED)
+        self._give_back()
+        self._on_close(self)
 
-    def finish(self) -> None:
-        super().finish()
-        self._tiered_cache.release_out_of(self._held_keys)
-        if not self.is_counted:
-            self._on_close(self)
+    def _give_back(self) -> None:
+        """Abort: drop the references and release the keys."""
+        self._plans.begin(self, PlanState.ABORTED)
+        self._attach()
+        if len(self._manager.copies):
+            self._manager.copies.drop(self.list_blocks())
+        for book, hold in self._holds:
+            book.end(hold, HoldState.RELEASED)
+        self._tiered_cache.release(self.keys)
+        self._plans.end(self, PlanState.ABORTED)
 
-    def _commit(self) -> None:
-        self._allocated.commit()
+    def _attach(self) -> None:
+        if self.outcome is PlanState.ABORTED:
+            self._manager.forget_tables(self.request_id)
+        elif not self._manager.holds_blocks(self.request_id):
+            self._manager.put_tables(self.request_id, self._tables)
 
-    def _abort(self) -> None:
-        self._allocated.abort()
+    def repair(self) -> None:
+        super().repair()
+        others = [plan for plan in self._plans.by_request.values() if plan is not self]
+        self._tiered_cache.hold_only([key for plan in others for key in plan.keys])
 
     def _is_void(self) -> bool:
         """Return True if the content of a block was invalidated since the hit."""
@@ -192,14 +225,6 @@ class OnboardPlan(TwoPhasePlan):
             or any(block.block_hash != key for block, key in self._hits)
             or [block.generation for block in self._blocks] != self._generations
         )
-
-    def _check_open(self) -> None:
-        self._open_plans.recover()
-        if self.state is not PlanState.OPEN:
-            raise PlanClosedError(
-                f"the plan to load blocks for request {self.request_id!r} is already {self.state.value}; "
-                "make a new one"
-            )
 
     def __repr__(self) -> str:
         return (

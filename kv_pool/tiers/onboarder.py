@@ -78,7 +78,7 @@ class TierOnboarder:
             if spec.is_cacheable:
                 tiered_cache.note_block_size(GroupId(group_id), spec.block_size)
         self._prefixes = TierPrefixes(tiered_cache, self._groups, manager.alignment)
-        self._open_plans: OpenPlans[OnboardPlan] = OpenPlans()
+        self._plans: OpenPlans[OnboardPlan] = OpenPlans(manager.block_pool)
         self._media = [tier.medium for tier in tiered_cache.tiers]
         self._statistics = OnboardStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))
 
@@ -111,8 +111,7 @@ class TierOnboarder:
 
     def list_open_plans(self) -> list[OnboardPlan]:
         """Return the plans that are neither committed nor aborted, oldest first."""
-        self._open_plans.recover()
-        return list(self._open_plans.by_request.values())
+        return list(self._plans.by_request.values())
 
     def list_device_ids_in_flight(self) -> list[BlockId]:
         """Return the ids of the device blocks of open plans; the plans hold them (`BlockPool.holds`)."""
@@ -153,6 +152,7 @@ class TierOnboarder:
             What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
+        self._plans.check_whole()
         while True:
             prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
             hit = self.find_prefix(request, prefix, max_prefix_tokens)
@@ -207,10 +207,10 @@ class TierOnboarder:
             InvalidBlockError: the tiers no longer have the whole hit; call `find_prefix` again. Nothing has
                 changed.
         """
-        self._open_plans.recover()
+        self._plans.check_whole()
         request_id = request.request_id
         num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
-        if request_id in self._open_plans.by_request:
+        if request_id in self._plans.by_request:
             raise InvalidArgumentError(
                 f"request {request_id!r} already has an open plan; commit or abort it first"
             )
@@ -240,9 +240,9 @@ class TierOnboarder:
             **options,
         )
         plan = OnboardPlan(
-            request, hit, self.manager, self.tiered_cache, rows, allocate, self._open_plans, self._count
+            request, hit, self.manager, self.tiered_cache, rows, allocate, self._plans, self._count
         )
-        return plan if self._open_plans.open(plan) else None
+        return plan if plan.open() else None
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with a prefix from the device only."""
@@ -289,9 +289,9 @@ class TierOnboarder:
             by_medium[self._media[level]] += step
 
     def _count(self, plan: OnboardPlan) -> None:
-        """Count a plan when it is closed, exactly once."""
-        counts = self.get_statistics()
-        if plan.outcome is PlanState.COMMITTED:
+        """Count a plan that is closed."""
+        counts = self._statistics
+        if plan.state is PlanState.COMMITTED:
             counts.num_committed += 1
             counts.num_tokens_by_medium[MEDIUM_GPU] += plan.hit.num_device_tokens
             for medium, num_tokens in plan.hit.num_tokens_by_medium.items():
@@ -299,5 +299,3 @@ class TierOnboarder:
         else:
             counts.num_aborted += 1
             counts.num_unreadable += plan.is_unreadable
-        self._statistics = counts  # no call in between
-        plan.is_counted = True

@@ -16,6 +16,7 @@ from kv_pool.core.block_keys import get_block_hash
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.pool_state import note_copy
+from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.ids import BlockId
@@ -88,6 +89,7 @@ def dump_pool(
     Memory: about 200 bytes for each cached block, and a 32 MiB buffer for the bytes.
     """
     layout = _find_layout(pool, storage, layout)
+    pool.holds.check_whole()
     rows = collect_rows(pool)
     next_sequence: int | None = None
     chunks: Iterator[list[KVCacheEvent]] = iter(())
@@ -171,6 +173,7 @@ def load_pool(
     Cost: reads the file once; about 300 bytes of memory for each cached block, more with tokens.
     """
     layout = _find_layout(pool, storage, layout)
+    pool.holds.check_whole()
     with open_dump(path) as dump:
         header = dump.header
         _check_fits(os.fspath(path), header, pool, storage, layout)
@@ -188,6 +191,7 @@ def load_pool(
         if storage is not None:
             dump.read_bytes(storage, [*[None] * num_dropped, *new_ids])
         dump.check_end()
+    pool.is_changing = True
     _insert(pool, new_ids, dumped, num_dropped)
     pool.num_evictions += header.num_evictions
     if pool.enable_kv_cache_events:
@@ -195,6 +199,7 @@ def load_pool(
         cleared, *stored = make_events(pool, keys, dumped.stores)
         pool.kv_event_queue.insert(0, cleared)  # events queued before, from tiers, are still true
         pool.kv_event_queue.extend(stored)
+    pool.is_changing = False
     if pool.lower_tiers is not None:
         labels = split_events(pool, dumped.stores) if pool.enable_kv_cache_events else {}
         for block in (pool.blocks[block_id] for block_id in new_ids):
@@ -295,7 +300,7 @@ def _choose_ids(old_ids: list[BlockId], num_blocks: int) -> list[BlockId]:
 def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, num_dropped: int) -> None:
     """Assign the keys of the rows from `num_dropped` on to these free, empty blocks, in order."""
     blocks = [pool.blocks[block_id] for block_id in new_ids]
-    pool.take_blocks(blocks)
+    take_listed(pool, blocks)
     prefix_map = pool.cached_block_hash_to_block
     shared = {copies.key for copies in dumped.copies}
     for row, block in enumerate(blocks, start=num_dropped):
@@ -312,4 +317,4 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
         for row in copies.rows:
             if row >= num_dropped:
                 prefix_map.insert(copies.key, blocks[row - num_dropped])
-    pool.free_blocks(blocks)
+    pool.drop_references(blocks)

@@ -77,11 +77,10 @@ class SlotFiles:
         self._must_rewrite = False
         self._stride = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
         self._headers = open_private("headers", os.O_RDWR | os.O_CREAT, folder)
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(os.close, self._headers)
             self._blocks = open_private("blocks", os.O_RDWR | os.O_CREAT, folder)
-        except BaseException:
-            os.close(self._headers)
-            raise
+            closing.pop_all()
 
     def write(
         self,

@@ -149,11 +149,11 @@ class Tier:
 
     def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction until `release`. Holds are counted per key."""
-        hold_onto(self._held, keys, [])
+        hold_keys(self._held, keys)
 
     def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        release_out_of(self._held, list(keys))
+        release_keys(self._held, keys)
 
     def share_holds(self, held: dict[BlockHashWithGroupId, int]) -> None:
         """Use `held` as this tier's hold counts, so that several tiers share them."""
@@ -181,12 +181,9 @@ class Tier:
             The keys that were stored: all except blocks that could not be written, which are counted.
         """
         add = self._slots.add
-        num_before = len(self)
-        try:
-            for key in keys:
-                add(key)
-        finally:
-            self._counts.num_stored += len(self) - num_before
+        for key in keys:
+            add(key)
+        self._counts.num_stored += len(keys)
         return list(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
@@ -222,14 +219,11 @@ class Tier:
         """Remove these keys. Return the ones that the tier had, each once."""
         slots = self._slots
         removed: list[BlockHashWithGroupId] = []
-        num_before = len(self)
-        try:
-            for key in keys:
-                if key in slots.slot_of:
-                    slots.remove(key)
-                    removed.append(key)
-        finally:
-            self._counts.num_removed += num_before - len(self)
+        for key in keys:
+            if key in slots.slot_of:
+                slots.remove(key)
+                removed.append(key)
+        self._counts.num_removed += len(removed)
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
@@ -238,33 +232,23 @@ class Tier:
 
     def clear(self) -> None:
         """Remove all blocks for good."""
-        emptied = LruSlots()
-        num_removed = len(self)
-        self._slots = emptied  # no call in between
-        self._counts.num_removed += num_removed
+        self._counts.num_removed += len(self)
+        self._slots = LruSlots()
 
     def close(self) -> None:
         """Release files and memory. Only `close` may be called afterwards."""
 
 
-def hold_onto(
-    held: dict[BlockHashWithGroupId, int],
-    keys: Iterable[BlockHashWithGroupId],
-    onto: list[BlockHashWithGroupId],
-) -> None:
-    """Add one hold to each key. Each key is appended to `onto` together with its hold."""
+def hold_keys(held: dict[BlockHashWithGroupId, int], keys: Iterable[BlockHashWithGroupId]) -> None:
+    """Add one hold to each key."""
     for key in keys:
-        num_holds = held.get(key, 0)
-        held[key] = num_holds + 1  # no call in between
-        onto += [key]
+        held[key] = held.get(key, 0) + 1
 
 
-def release_out_of(held: dict[BlockHashWithGroupId, int], keys: list[BlockHashWithGroupId]) -> None:
-    """Remove one hold from each key, last key first. Each key leaves the list together with its hold."""
-    while keys:
-        key = keys[-1]
+def release_keys(held: dict[BlockHashWithGroupId, int], keys: Iterable[BlockHashWithGroupId]) -> None:
+    """Remove one hold from each key."""
+    for key in keys:
         if held[key] > 1:
             held[key] -= 1
         else:
             del held[key]
-        del keys[-1]

@@ -97,8 +97,7 @@ class TierEvents:
             events += [
                 BlockStored([name], None, [], 0, None, medium, None, group_idx=group_id) for name in hashes
             ]
-        queue: list[Any] = self._pool.kv_event_queue
-        queue += events  # all or nothing, and nothing is called afterwards
+        self._pool.kv_event_queue.extend(events)
 
     def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Publish that a tier of this medium has lost these keys."""
@@ -106,8 +105,7 @@ class TierEvents:
         for key in keys:
             by_group.setdefault(get_group_id(key), []).append(self._name(key))
         events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
-        queue: list[Any] = self._pool.kv_event_queue
-        queue += events  # all or nothing, and nothing is called afterwards
+        self._pool.kv_event_queue.extend(events)
 
     def is_crowded(self) -> bool:
         """Return True if at least half of the labels belong to blocks that are in no tier and not cached."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -59,13 +59,15 @@ class TierFolder:
         self.path = path
         self.descriptor = -1
         self._lock = -1
-        try:
-            self._open(description)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError) and not isinstance(error, TierError):
+        with ExitStack() as closing:
+            closing.callback(self.close)
+            try:
+                self._open(description)
+            except TierError:
+                raise
+            except OSError as error:
                 raise TierError(f"{path} cannot be used as a tier: {error}") from error
-            raise
+            closing.pop_all()
 
     def close(self) -> None:
         """Unlock the folder."""

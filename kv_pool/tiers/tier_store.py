@@ -1,4 +1,4 @@
-"""`TierStore`: the state of a pool's lower tiers, stores between them, and recovery after interrupts."""
+"""`TierStore`: the state of a pool's lower tiers, and stores between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _logger = logging.getLogger(__name__)
 
 
 class TierStore:
-    """The base class of `TieredCache`: moves blocks to lower tiers and removes them."""
+    """The base class of `TieredCache`: moves blocks to lower tiers and removes them.
+
+    A call that changes tiers sets the pool's `is_changing` meanwhile, so that the pool refuses further calls
+    if it is interrupted; the repair of the pool clears all tiers.
+    """
 
     def __init__(
         self,
@@ -64,67 +68,46 @@ class TierStore:
         for tier in tiers:
             tier.share_holds(self._held)
             tier.share_parents(self._parents)
-        # The state of an interrupted call, for `_recover`: keys that a tier is about to gain or lose, not yet
-        # published; keys with wrong content; whether everything is to be cleared.
-        self._changing: tuple[Tier, Sequence[BlockHashWithGroupId], bool] | None = None
-        self._wrong: list[BlockHashWithGroupId] = []
-        self._is_resetting = False
 
     def _find_pending(self) -> dict[KVCacheBlock, float]:
         return dict.fromkeys(self._pending.values(), self._pending_since)
 
-    def _recover(self) -> None:
-        """Complete a call that an exception interrupted. Can itself be interrupted and called again."""
-        if self._changing is not None:
-            self._publish_change()
-        if self._wrong:
-            try:
-                self._forget_wrong()
-            except TierError as error:
-                self._note_unforgotten(error)
-        if self._is_resetting:
-            self._clear()
+    def _begin(self) -> None:
+        """Begin to change tiers, unless an earlier call was interrupted."""
+        self.block_pool.holds.check_whole()
+        self.block_pool.is_changing = True
 
-    def _publish_change(self) -> None:
-        """Publish which of the announced keys the tier has actually gained or lost."""
-        if self._changing is None:
-            return
-        tier, keys, is_arriving = self._changing
-        if self._events is not None:
-            if is_arriving:
-                stored = [key for key in keys if key in tier]
-                if stored:
-                    self._events.announce_stored(tier.medium, stored)
-            else:
-                removed = [key for key in keys if key not in tier]
-                if removed:
-                    self._events.announce_removed(tier.medium, removed)
-        self._changing = None  # no call since the events were queued
+    def _announce_stored(self, tier: Tier, keys: Sequence[BlockHashWithGroupId]) -> None:
+        if self._events is not None and keys:
+            self._events.announce_stored(tier.medium, keys)
 
-    def _forget_wrong(self) -> None:
-        """Remove the keys of `_wrong` from every tier and queue. Raises TierError after trying all tiers."""
-        listed = self._wrong
-        if self._prefetcher is not None and listed:
+    def _announce_removed(self, tier: Tier, keys: Sequence[BlockHashWithGroupId]) -> None:
+        if self._events is not None and keys:
+            self._events.announce_removed(tier.medium, keys)
+
+    def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Remove these keys from every tier and queue. Raises TierError after trying all tiers."""
+        was_changing = self.block_pool.is_changing
+        self.block_pool.is_changing = True
+        if self._prefetcher is not None and keys:
             self._prefetcher.cancel()
         for queue in (self._pending, self._unwritten, self._written):
-            for key in listed:
+            for key in keys:
                 queue.pop(key, None)
         failure: TierError | None = None
         for tier in self.tiers:
-            self._changing = tier, [key for key in dict.fromkeys(listed) if key in tier], False
+            removed = [key for key in dict.fromkeys(keys) if key in tier]
             try:
-                tier.forget(listed)
+                tier.forget(keys)
             except TierError as error:
                 failure = failure or error
-            self._publish_change()
-        self._wrong = []
+            self._announce_removed(tier, removed)
+        self.block_pool.is_changing = was_changing
         if failure is not None:
             raise failure
 
     def _clear(self) -> None:
         """Remove everything, without events."""
-        self._changing = None
-        self._wrong = []
         self._pending.clear()
         self._unwritten.clear()
         self._written.clear()
@@ -137,7 +120,6 @@ class TierStore:
                 tier.clear()
             except TierError as error:
                 self._note_unforgotten(error)
-        self._is_resetting = False
 
     def _forget_labels(self) -> None:
         """Drop the event data of blocks that are neither cached nor stored, once there is too much of it."""
@@ -183,13 +165,10 @@ class TierStore:
         block_ids: Sequence[BlockId],
     ) -> None:
         """Store these blocks in the top tier; see `_store`."""
-        if self._changing is not None or self._wrong or self._is_resetting:
-            self._recover()
-        try:
-            self._store(0, keys, storage, block_ids)
-        except BaseException:
-            self._recover()
-            raise
+        was_changing = self.block_pool.is_changing
+        self.block_pool.is_changing = True
+        self._store(0, keys, storage, block_ids)
+        self.block_pool.is_changing = was_changing
 
     def _store(
         self,
@@ -219,12 +198,12 @@ class TierStore:
                     self.num_dropped += num_missing
                     del some[len(some) - num_missing :]
             try:
-                self._changing = tier, some, True
-                tier.put(some, storage, [id_of[key] for key in some] if id_of else ())
+                stored = tier.put(some, storage, [id_of[key] for key in some] if id_of else ())
             except CopyFailedError as error:
                 _logger.warning("%d blocks were not offloaded: %s", len(some), error)
                 self.num_dropped += len(some)
-            self._publish_change()
+            else:
+                self._announce_stored(tier, stored)
 
     def _make_room(self, level: int, num_blocks: int) -> int:
         """Evict up to `num_blocks` blocks of a tier to the next tier. Return how many were evicted."""
@@ -238,11 +217,8 @@ class TierStore:
                 step = tier.batch_blocks or len(missing) or 1
                 for start in range(0, len(missing), step):
                     some = missing[start : start + step]
-                    self._changing = tier, some, False
                     read = tier.read(some)
-                    self._publish_change()
+                    self._announce_removed(tier, read.failed)
                     self._store(level + 1, read.keys, read.storage, read.block_ids)
-        self._changing = tier, outgoing, False
-        tier.remove(outgoing)
-        self._publish_change()
+        self._announce_removed(tier, tier.remove(outgoing))
         return len(outgoing)

@@ -10,11 +10,11 @@ from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError, TierError
+from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.block_rows import as_block_ids, wrap_rows
-from kv_pool.tiers.tier import Tier, TierStatistics, hold_onto, release_out_of
+from kv_pool.tiers.tier import Tier, TierStatistics, hold_keys, release_keys
 from kv_pool.tiers.tier_store import TierStore
 
 WRITES = ("back", "through")
@@ -63,8 +63,9 @@ class TieredCache(TierStore):
     remove them from all tiers, and a reset of the prefix cache clears all tiers. A caller that uses
     `BlockPool.evict_blocks` on wrong content must also call `forget`.
 
-    Not thread-safe; call it from the scheduler's thread. If an exception from a signal handler interrupts
-    `flush` or `flush_evicted`, the blocks not yet stored are dropped and counted.
+    Not thread-safe; call it from the scheduler's thread. A call that is interrupted, by the exception of a
+    signal handler for example, interrupts the pool: its next call raises PoolInterruptedError, and its repair
+    clears all tiers.
 
     Attributes:
         num_dropped: number of evicted blocks that no tier has stored, because all blocks of the tier were
@@ -126,8 +127,6 @@ class TieredCache(TierStore):
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
-        if self._wrong or self._is_resetting:
-            self._recover()
         indexes = [tier.index for tier in self.tiers]
         return [self._pending, *indexes] if self._pending else indexes
 
@@ -217,7 +216,7 @@ class TieredCache(TierStore):
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """See `LowerTiers`. The next `flush` raises a disk's error."""
         try:
-            self.forget(keys)
+            self._forget(keys)
         except TierError as error:
             self._note_unforgotten(error)
 
@@ -228,12 +227,7 @@ class TieredCache(TierStore):
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. The next `flush` raises a disk's error."""
-        self._is_resetting = True
-        try:
-            self._clear()
-        except BaseException:
-            self._recover()
-            raise
+        self._clear()
 
     def note_block_size(self, group_id: GroupId, block_size: int) -> None:
         """Record a group's block size in tokens. Called on caching and by `TierOnboarder`.
@@ -257,7 +251,7 @@ class TieredCache(TierStore):
             TierError: a removal of wrong content, or a reset, could not be written to the disk, so the
                 content may come back after a restart. Raised once, after everything else is done.
         """
-        self._recover()
+        self._begin()
         self.flush_evicted()
         self._take_prefetched()
         if self.writes_through:
@@ -269,6 +263,7 @@ class TieredCache(TierStore):
             ]
             self._note_parents(written)
             self._copy_out([(block.block_hash, block.block_id) for block in written])
+        self.block_pool.is_changing = False
         if self._unforgotten is not None:
             error, self._unforgotten = self._unforgotten, None
             raise error
@@ -281,12 +276,7 @@ class TieredCache(TierStore):
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
-        try:
-            self._copy_out([(key, block.block_id) for key, block in pending.items()])
-        except BaseException:
-            # No retry: the blocks may have been overwritten by then.
-            self.num_dropped += sum(key not in self for key in pending)
-            raise
+        self._copy_out([(key, block.block_id) for key, block in pending.items()])
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Remove wrong content from all tiers for good. It is not found again, even after a restart.
@@ -295,16 +285,8 @@ class TieredCache(TierStore):
             TierError: the removal could not be written to the disk. No tier finds the content now, but it
                 may be found after a restart; see `DiskTier.forget`.
         """
-        self._recover()
-        listed = list(keys)
-        self._wrong = listed
-        try:
-            self._forget_wrong()
-        except TierError:
-            raise
-        except BaseException:
-            self._recover()
-            raise
+        self.block_pool.holds.check_whole()
+        self._forget(list(keys))
 
     def close(self) -> None:
         """Detach from the pool and close the tiers. Drops pending blocks; call `flush` before."""
@@ -330,6 +312,7 @@ class TieredCache(TierStore):
             `max_prefetch_blocks` and to half of the top tier; call again later for the rest.
         A later `flush` moves the blocks to the top tier. Without bytes they are there at once.
         """
+        self.block_pool.holds.check_whole()
         top, lower = self.tiers[0], self.tiers[1:]
         if self.storage is None:
             moving = [key for key in keys if key not in top and any(key in tier for tier in lower)]
@@ -362,9 +345,8 @@ class TieredCache(TierStore):
             slot_of = dict(zip(batch.keys, batch.slots, strict=True))
             there = [key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]]
             unreadable = [key for key in batch.failed if key in there]
-            self._changing = disk, unreadable, False
             disk.drop_unreadable(unreadable)
-            self._publish_change()
+            self._announce_removed(disk, unreadable)
             good = set(there)
             rows = {key: row for row, key in enumerate(batch.found) if key in good}
             if rows and batch.rows is not None:
@@ -374,21 +356,18 @@ class TieredCache(TierStore):
 
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction in all tiers until `release`, and mark them as used now."""
-        self.hold_onto(keys, [])
-
-    def hold_onto(self, keys: Sequence[BlockHashWithGroupId], onto: list[BlockHashWithGroupId]) -> None:
-        """Like `hold`, and append each key to `onto` together with its hold; see `BlockPool.take_onto`."""
         for tier in self.tiers:
             tier.touch(keys)
-        hold_onto(self._held, keys, onto)
+        hold_keys(self._held, keys)
 
     def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        self.release_out_of(list(keys))
+        release_keys(self._held, keys)
 
-    def release_out_of(self, keys: list[BlockHashWithGroupId]) -> None:
-        """Like `release`, and remove each key from `keys` together with its hold."""
-        release_out_of(self._held, keys)
+    def hold_only(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Replace all holds by one hold of each of these keys, for a repair."""
+        self._held.clear()
+        hold_keys(self._held, keys)
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -403,19 +382,22 @@ class TieredCache(TierStore):
         Raises:
             CopyFailedError: copying to the device failed.
         """
-        self._recover()
-        self.flush_evicted()
         target_of = dict(zip(keys, block_ids, strict=True))
+        self._begin()
+        self.flush_evicted()
         left = list(keys)
         for tier in self.tiers:
             index = tier.index
             here = [key for key in left if key in index]
             if here:
-                self._changing = tier, here, False
                 try:
                     failed = tier.load(here, self.storage, [target_of[key] for key in here])
-                finally:
-                    self._publish_change()
+                except CopyFailedError:
+                    self._announce_removed(tier, [key for key in here if key not in tier])
+                    self.block_pool.is_changing = False
+                    raise
+                self._announce_removed(tier, failed)
                 loaded = set(here).difference(failed)
                 left = [key for key in left if key not in loaded]
+        self.block_pool.is_changing = False
         return left

@@ -49,21 +49,28 @@ class Subject:
             self.held.remove(block)
         self.pool.free_blocks(blocks[::-1])
 
+    def is_interrupted(self):
+        return self.pool.is_changing
+
+    def call_next(self):
+        self.pool.free_blocks(self.pool.get_new_blocks(1))
+
     def repair(self):
         self.pool.repair(self.held)
 
-    def check(self):
+    def close(self):
+        pass
+
+    def check(self, is_repaired):
         (run_invariants if isinstance(self.pool, RunBlockPool) else invariants).check(self.pool)
         wanted = Counter(self.held)
         wanted.update(self.pool.holds.count_references())
         for block, count in wanted.items():
             assert block.ref_cnt >= count, f"block {block.block_id} has lost a reference"
         assert sum(block.ref_cnt for block in self.pool.blocks) <= sum(wanted.values()) + 12
-        if self.is_repaired:
+        if is_repaired:
             assert {block: block.ref_cnt for block in self.pool.blocks if block.ref_cnt} == wanted
             assert not self.pool.cached_block_hash_to_block.entries
-
-    is_repaired = False
 
 
 class Halves(BandPolicy):
@@ -88,15 +95,6 @@ def cache_end(subject):
     subject.pool.cache_full_blocks(Request("z", range(90, 94), HASHER), [block], 0, 1, 4, 0)
 
 
-def next_call(subject):
-    subject.pool.free_blocks(subject.pool.get_new_blocks(1))
-
-
-def repair(subject):
-    subject.repair()
-    subject.is_repaired = True
-
-
 def open_hold(subject):
     assert isinstance(subject.pool.hold(subject.held[1:4], "leased"), Hold)
 
@@ -116,8 +114,10 @@ def look_up(subject):
 CALLS = {
     "get_new_blocks": lambda subject: subject.pool.get_new_blocks(9),
     "touch": look_up,
-    "free_blocks": lambda subject: subject.pool.free_blocks(subject.held[:0] + [subject.pool.get_new_blocks(1)[0]]),
-    "take_blocks": lambda subject: subject.pool.take_blocks(subject.pool.free_block_queue.get_all_free_blocks()[2:6]),
+    "free_blocks": lambda subject: subject.pool.free_blocks(subject.pool.get_new_blocks(2)),
+    "take_blocks": lambda subject: subject.pool.take_blocks(
+        subject.pool.free_block_queue.get_all_free_blocks()[2:6]
+    ),
     "cache_full_blocks": cache_end,
     "evict_blocks": lambda subject: subject.pool.evict_blocks([1, 2, 3, 4]),
     "reset_prefix_cache": reset,
@@ -139,9 +139,6 @@ CASES = [
         f"{kind} {name}",
         lambda kind=kind, options=options: Subject(kind, **options),
         call,
-        next_call,
-        repair,
-        Subject.check,
     )
     for kind, options in KINDS.items()
     for name, call in CALLS.items()

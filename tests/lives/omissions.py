@@ -129,6 +129,19 @@ def not_adopted(start):
     return make
 
 
+def not_taken_over(start):
+    """A hold with this reason does not take over the references that it is given."""
+
+    def make(original):
+        def take_over(book, hold, references):
+            if not hold.reason.startswith(start):
+                original(book, hold, references)
+
+        return take_over
+
+    return make
+
+
 def adopted_for_no_time(start):
     """A hold with this reason drops its references as soon as it has taken them over."""
 
@@ -214,31 +227,26 @@ def free_frozen(original):
 
 def free_sources(original):
     def open_plan(plan):
-        is_open = original(plan)
+        original(plan)
         sources = [block for table in plan._tables for block in table.blocks if not block.is_null]
-        plan._source.free_out_of(sources[-1:])
-        return is_open
+        plan._source.pool.free_blocks(sources[-1:])
 
     return open_plan
 
 
 def keep_targets(original):
-    def abort(plan):
-        plan._taken = []
-        original(plan)
+    def end_holds(plan, leaving, staying):
+        if leaving is not plan._target:
+            return original(plan, leaving, staying)
+        for book, hold in plan._holds:
+            book.hand_over(hold)
+        return None
 
-    return abort
+    return end_holds
 
 
 def hold_no_keys(original):
-    return lambda cache, keys, onto: None
-
-
-def release_no_keys(original):
-    def release_out_of(cache, keys):
-        keys.clear()
-
-    return release_out_of
+    return lambda cache, keys: None
 
 
 def store_nothing(original):
@@ -320,20 +328,20 @@ OMISSIONS = [
         "a swap's blocks are not held",
         "manager",
         HOLDS,
-        "BlockHolds.adopt",
-        not_adopted("in an open plan to swap"),
+        "BlockHolds.take_over",
+        not_taken_over("in an open plan to swap"),
     ),
     Omission("a swap's sources are released early", "manager", PLAN, "SwapPlan.open", free_sources),
-    Omission("an aborted swap forgets its targets", "manager", PLAN, "SwapPlan._abort", keep_targets),
+    Omission("an aborted swap forgets its targets", "manager", PLAN, "SwapPlan._end_holds", keep_targets),
     Omission(
         "a load's blocks are not held",
         "manager",
         HOLDS,
-        "BlockHolds.adopt",
-        not_adopted("in an open plan to read"),
+        "BlockHolds.take_over",
+        not_taken_over("in an open plan to load"),
     ),
-    Omission("a load's keys are not held", "manager", TIERS, "TieredCache.hold_onto", hold_no_keys),
-    Omission("a load's keys stay held", "manager", TIERS, "TieredCache.release_out_of", release_no_keys),
+    Omission("a load's keys are not held", "manager", TIERS, "TieredCache.hold", hold_no_keys),
+    Omission("a load's keys stay held", "manager", TIERS, "TieredCache.release", hold_no_keys),
     Omission(
         "pending tier writes are forgotten",
         "manager",

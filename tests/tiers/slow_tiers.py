@@ -78,11 +78,10 @@ class WatchedCache(TieredCache):
             self.model.flush()
         super().flush_evicted()
 
-    def forget(self, keys):
-        listed = list(keys)
+    def _forget(self, keys):
         if self.model is not None:
-            self.model.forget(listed)
-        super().forget(listed)
+            self.model.forget(keys)
+        super()._forget(keys)
 
     def load(self, keys, block_ids):
         failed = super().load(keys, block_ids)
@@ -94,12 +93,12 @@ class WatchedCache(TieredCache):
                 ]
         return failed
 
-    def hold_onto(self, keys, onto):
+    def hold(self, keys):
         if self.model is not None:
             self.model.hold(keys)
-        super().hold_onto(keys, onto)
+        super().hold(keys)
 
-    def release_out_of(self, keys):
+    def release(self, keys):
         if self.model is not None:
             self.model.release(keys)
-        super().release_out_of(keys)
+        super().release(keys)

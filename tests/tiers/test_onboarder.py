@@ -165,7 +165,7 @@ def test_abort_restores_the_state(tmp_path):
         block.block_id for block in plan.list_blocks()
     )
     [hold] = engine.pool.holds.list_holds()
-    assert [block.block_id for block in hold.blocks] == engine.onboarder.list_device_ids_in_flight()
+    assert [block.block_id for block in hold.blocks][::-1] == engine.onboarder.list_device_ids_in_flight()
     invariants.check(engine.onboarder)
     plan.load()
     plan.abort()

@@ -294,7 +294,7 @@ def test_invariant_checks_name_the_damage(tmp_path, number, damage):
 @pytest.mark.parametrize(
     ("number", "damage"),
     [
-        ("X7", lambda engine, plan: engine.onboarder._open_plans.by_request.update(other=plan)),
+        ("X7", lambda engine, plan: engine.onboarder._plans.by_request.update(other=plan)),
         ("X8", lambda engine, plan: engine.pool.touch(plan.list_blocks()[:1])),
         ("X9", lambda engine, plan: engine.cache.hold(plan.keys[:1])),
     ],

@@ -208,9 +208,8 @@ class ClaimRecords:
 
     def drop_all(self, blocks: tuple[KVCacheBlock, ...]) -> None:
         """Remove all claims. `blocks` must be all blocks of the pool."""
-        if self.num_blocks:
-            for block in blocks:
-                block.retention_id = 0
+        for block in blocks:
+            block.retention_id = 0
         for record in self.list_records():
             record.changes_at = NEVER
         self._records = [None]

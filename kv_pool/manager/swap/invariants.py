@@ -47,7 +47,7 @@ def check_places(swapper: BlockSwapper) -> None:
         # If a scheduler allocated for a request in a plan, closing the plan raises.
         if num_places > 1:
             raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
-    for request_id, plan in swapper._open_plans.by_request.items():
+    for request_id, plan in swapper._plans.by_request.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"W7: {plan!r} is listed as open for request {request_id!r}")
     kept = swapper._host.num_computed_tokens.keys()

@@ -76,7 +76,7 @@ def match_tables(
                 continue
             row[position] = block
             num_shared += 1
-            num_free += target.is_free(block)
+            num_free += block.ref_cnt == 0
         found.append(row)
     return Match(found, num_new, num_shared, num_free)
 

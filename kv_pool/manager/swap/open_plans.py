@@ -1,14 +1,16 @@
-"""`OpenPlans`: plans from opening to commit or abort, robust against interrupts."""
+"""`OpenPlans`: the plans of a swapper or an onboarder, from opening to commit or abort."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.holds import BlockHolds, Hold
+from kv_pool.core.block_checks import refuse_interrupted
+from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import PlanClosedError
 from kv_pool.ids import RequestId
 from kv_pool.manager.requests.request import SchedulableRequest
 
@@ -22,104 +24,104 @@ class PlanState(Enum):
 
 
 class TwoPhasePlan(ABC):
-    """A two-phase transfer of a request's blocks. `OpenPlans` opens and closes it.
+    """A two-phase transfer of a request's blocks. While it is open, holds own the references to them.
 
     Attributes:
         request_id: the request that owns the blocks.
         num_computed_tokens: tokens whose KV the request has after a commit.
         state: open, committed or aborted.
-        outcome: the state that `finish` leads to: ABORTED, unless a commit was decided.
+        outcome: the state to which a repair leads if a call that changes the plan is interrupted.
+
+    Args:
+        purpose: completes "the plan to ...".
     """
 
-    def __init__(self, request: SchedulableRequest, num_computed_tokens: int) -> None:
+    def __init__(
+        self, request: SchedulableRequest, num_computed_tokens: int, plans: OpenPlans[Any], purpose: str
+    ) -> None:
         self.request_id = request.request_id
         self.num_computed_tokens = num_computed_tokens
         self.state = PlanState.OPEN
         self.outcome = PlanState.ABORTED
         self._request = request
-        # While the plan is open, holds own the references that it has taken; listed with their `BlockHolds`.
-        self._held: list[tuple[BlockHolds, list[Hold]]] = []
+        self._plans = plans
+        self._purpose = purpose
+        self._holds: list[tuple[BlockHolds, Hold]] = []
 
-    @property
-    def is_decided(self) -> bool:
-        """True if the plan is closed, or the next call will commit it."""
-        return self.state is not PlanState.OPEN or self.outcome is PlanState.COMMITTED
+    def _open_hold(self, pool: BlockPoolCore) -> Hold:
+        """Open an empty hold, in which a repair finds the references that the plan takes."""
+        hold = pool.holds.adopt([], f"in an open plan to {self._purpose}")
+        self._holds.append((pool.holds, hold))
+        return hold
 
-    @abstractmethod
-    def open(self) -> bool:
-        """Take what the plan needs; return False if it does not fit. Records blocks as it takes them."""
+    def _check_open(self) -> None:
+        self._plans.check_whole()
+        if self.state is not PlanState.OPEN:
+            raise PlanClosedError(
+                f"the plan to {self._purpose} is already {self.state.value}; make a new one"
+            )
 
-    def finish(self) -> None:
-        """Carry out the outcome. Call it again after an exception interrupted it."""
-        for book, holds in self._held:
-            for hold in holds:
-                if not hold.is_released:
-                    book.hand_over(hold, [])
-        if self.outcome is PlanState.COMMITTED:
-            self._commit()
-        else:
-            self._abort()
-
-    def _hold(self, pool: BlockPoolCore, blocks: list[KVCacheBlock], reason: str) -> None:
-        """Pass the plan's references to these blocks to a hold; `finish` takes them back."""
-        holds: list[Hold] = []
-        self._held.append((pool.holds, holds))
-        pool.holds.adopt([block for block in blocks if not block.is_null], reason, holds)
+    def repair(self) -> None:
+        """Close the plan, of which a call was interrupted. References are counted again afterwards."""
+        self._attach()
+        for book, hold in self._holds:
+            if not hold.is_released:
+                hold.forget()
+                book.end(hold, HoldState.RELEASED)
 
     @abstractmethod
-    def _commit(self) -> None:
-        """Put every block and table on the target side, unless it is there already."""
-
-    @abstractmethod
-    def _abort(self) -> None:
-        """Release what the plan has taken, unless it is released already."""
+    def _attach(self) -> None:
+        """Put the tables where they belong after the outcome, unless they are there already."""
 
 
 P = TypeVar("P", bound=TwoPhasePlan)
 
 
 class OpenPlans(Generic[P]):
-    """Opens and closes plans. An interrupted call is undone or completed, at the latest by the next call.
+    """The open plans of a swapper or an onboarder. A repair closes the one that was interrupted.
+
+    Args:
+        pools: the pools whose blocks the plans have; the manager's first.
 
     Attributes:
         by_request: the open plans, oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *pools: BlockPoolCore) -> None:
         self.by_request: dict[RequestId, P] = {}
-        self._unfinished: P | None = None
+        self._pools = pools
+        self._changing: P | None = None
+        pools[0].holds.add_party(weakref.ref(self))
 
-    def open(self, plan: P) -> bool:
-        """Open and list a plan; return False, with nothing changed, if it does not fit."""
-        self._unfinished = plan
-        try:
-            if plan.open():  # no call from here on
-                self.by_request[plan.request_id] = plan
-                self._unfinished = None
-                return True
-            self.recover()
-        except BaseException:
-            self.recover()
-            raise
-        return False
+    def check_whole(self) -> None:
+        """Raise PoolInterruptedError if a call of a plan or of one of the pools was interrupted."""
+        if self._changing is not None or any(pool.is_changing for pool in self._pools):
+            refuse_interrupted()
 
-    def close(self, plan: P, outcome: PlanState) -> None:
-        """Commit or abort an open plan. An interrupt cannot prevent that it is closed."""
+    def begin(self, plan: P, outcome: PlanState) -> None:
+        """Begin a change of the plan and its pools, which `end` completes."""
+        for pool in self._pools:
+            pool.is_changing = True
         plan.outcome = outcome
-        self._unfinished = plan  # no call before this line: the decision is recorded
-        try:
-            self.recover()
-        except BaseException:
-            self.recover()
-            raise
+        self._changing = plan
 
-    def recover(self) -> None:
-        """Close the plan whose opening or closing was interrupted. Safe to call again if interrupted."""
-        plan = self._unfinished
-        if plan is None:
-            return
-        plan.finish()
-        plan.state = plan.outcome  # no call from here on
-        if plan.request_id in self.by_request and self.by_request[plan.request_id] is plan:
+    def end(self, plan: P, state: PlanState) -> None:
+        """End the change: the plan is now open, or closed."""
+        plan.state = state
+        if state is PlanState.OPEN:
+            self.by_request[plan.request_id] = plan
+        elif plan.request_id in self.by_request:
             del self.by_request[plan.request_id]
-        self._unfinished = None
+        self._changing = None  # no call since the plan is in its new state
+        for pool in self._pools:
+            pool.is_changing = False
+
+    def begin_repair(self) -> None:
+        """Close the plan whose opening, commit or abort was interrupted. Called by a repair of the pool."""
+        plan = self._changing
+        if plan is not None:
+            plan.repair()
+            plan.state = plan.outcome  # no call from here on
+            if plan.request_id in self.by_request:
+                del self.by_request[plan.request_id]
+            self._changing = None

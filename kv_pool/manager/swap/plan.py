@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.caching import cache_full
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_state import note_continued, note_copy
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -26,9 +26,6 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, count_skipped_blocks, find_key
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
 from kv_pool.manager.swap.sides import SwapSide, list_tail_first
-
-if TYPE_CHECKING:
-    pass
 
 
 class SwapDirection(Enum):
@@ -69,23 +66,18 @@ class SwapPlan(TwoPhasePlan):
         target: SwapSide,
         tables: list[BlockTable],
         match: Match,
-        open_plans: OpenPlans[SwapPlan],
+        plans: OpenPlans[SwapPlan],
     ) -> None:
-        super().__init__(request, num_computed_tokens)
+        purpose = f"swap request {request.request_id!r} {direction.value}"
+        super().__init__(request, num_computed_tokens, plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
         self.num_shared_blocks = match.num_shared
-        self._open_plans = open_plans
-        way = direction._value_  # `value` would call two functions
-        self._reason = f"in an open plan to swap request {self.request_id!r} {way}"
         self._groups = groups
         self._source = source
         self._target = target
-        self._planned = tables
+        self._tables = tables
         self._match = match
-        # Owned by the plan: references on the target side, the tables, references of the source side.
-        self._taken: list[KVCacheBlock] = []
-        self._tables: list[BlockTable] = []
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
@@ -104,8 +96,16 @@ class SwapPlan(TwoPhasePlan):
         """
         self._check_open()
         self._check_valid()
-        self._check_commit()
-        self._open_plans.close(self, PlanState.COMMITTED)
+        self._check_absent(self._target)
+        if self._target.pool.enable_kv_cache_events:
+            check_announceable(self._request)
+        self._plans.begin(self, PlanState.COMMITTED)
+        for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
+            self._cache(group, table, row)
+        self._attach()
+        self._source.note_leaving(self.request_id, self._sources)
+        self._end_holds(self._source, self._target)
+        self._plans.end(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
         """Cancel the swap: the sources are as before, and the targets are freed.
@@ -117,30 +117,28 @@ class SwapPlan(TwoPhasePlan):
                 changed.
         """
         self._check_open()
-        self._check_abort()
-        self._open_plans.close(self, PlanState.ABORTED)
+        self._check_absent(self._source)
+        self._plans.begin(self, PlanState.ABORTED)
+        self._attach()
+        self._end_holds(self._target, self._source)
+        self._plans.end(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
         """Call `copy` with the moves, if any, and commit.
 
-        If `copy` raises, or a block of the target side turned out to be invalid before, abort and re-raise.
+        If `copy` raises an `Exception`, or a block of the target side turned out to be invalid before, abort
+        and re-raise. After another exception, such as KeyboardInterrupt, the plan is still open.
         """
         self._check_open()
-        is_copied = False
         try:
             self._check_valid()
             if self.moves:
                 copy(self.moves)
-            is_copied = True
-            self.commit()
-        except BaseException as error:
-            if not self.is_decided and not (is_copied and isinstance(error, KVPoolError)):
+        except Exception:
+            if self.state is PlanState.OPEN:
                 self.abort()
             raise
-
-    def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
-        """Keep the blocks of one side at the ids in `moves` until the plan is closed."""
-        self._hold(side.pool, blocks, self._reason)
+        self.commit()
 
     def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
         """Refuse a commit if blocks that the target side had are among these, whose content is invalid.
@@ -157,45 +155,38 @@ class SwapPlan(TwoPhasePlan):
                 "abort it and make a new one"
             )
 
-    def _check_open(self) -> None:
-        self._open_plans.recover()
-        if self.state is not PlanState.OPEN:
-            raise PlanClosedError(
-                f"the plan to swap request {self.request_id!r} {self.direction.value} is already "
-                f"{self.state.value}; create a new one"
-            )
-
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.request_id!r}, {self.direction.value}, {self.state.value}, "
             f"{len(self.moves)} moves, {self.num_shared_blocks} shared)"
         )
 
-    def open(self) -> bool:
+    def open(self) -> None:
+        """Take the targets and detach the tables. The target side has enough blocks."""
+        self._plans.begin(self, PlanState.ABORTED)
+        source_hold = self._open_hold(self._source.pool)
+        target_hold = self._open_hold(self._target.pool)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
-        shared = [block for row in self._match.found for block in row if block is not None]
-        self._target.touch_onto(shared, self._taken)
-        self._target.take_onto(self._taken, self._match.num_new)
-        self._target.pool.flush_evicted()
-        self._targets = self._list_targets(self._taken[len(shared) :])
-        self._taken = list_tail_first(self._targets)
-        pairs = [
-            (before, after)
+        self._target.touch([block for row in self._match.found for block in row if block is not None])
+        self._targets = self._list_targets(self._target.pool.take(self._match.num_new))
+        self.moves = [
+            BlockMove(before.block_id, after.block_id)
             for row, targets, found in zip(self._sources, self._targets, self._match.found, strict=True)
             for before, after, there in zip(row, targets, found, strict=True)
             if there is None and not after.is_null
         ]
-        self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
-        self._hold_blocks(self._source, [block for row in self._sources for block in row])
-        self._hold_blocks(self._target, [block for row in self._targets for block in row])
-        self._source.pop_tables_onto(self.request_id, self._tables)
-        return True
+        # A hold drops its references last block first.
+        self._source.pool.holds.take_over(source_hold, list_tail_first(self._sources)[::-1])
+        self._target.pool.holds.take_over(target_hold, list_tail_first(self._targets)[::-1])
+        self._source.pop_tables(self.request_id)
+        self._plans.end(self, PlanState.OPEN)
+        self._target.pool.flush_evicted()
 
     def _list_targets(self, new: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
         """Return the target side's block for each group and table entry: found there, new, or null."""
         taken = iter(new)
         targets: list[list[KVCacheBlock]] = []
-        for group, table, found in zip(self._groups, self._planned, self._match.found, strict=True):
+        for group, table, found in zip(self._groups, self._tables, self._match.found, strict=True):
             first = count_skipped_blocks(group, table, self.num_computed_tokens)
             row: list[KVCacheBlock] = []
             for position, block in enumerate(table.blocks):
@@ -210,39 +201,30 @@ class SwapPlan(TwoPhasePlan):
         return targets
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
-        held: list[KVCacheBlock] = []
-        if side is self._source:
-            held += list_tail_first([table.blocks for table in self._tables])
-        if side is self._target:
-            held += list_tail_first(self._targets)
-        return held
+        """Return the blocks of one side that the plan holds at their ids, in the order of reuse."""
+        return list_tail_first(self._sources if side is self._source else self._targets)
 
-    def _check_commit(self) -> None:
-        self._check_absent(self._target)
-        if self._target.pool.enable_kv_cache_events:
-            check_announceable(self._request)
-
-    def _check_abort(self) -> None:
-        self._check_absent(self._source)
-
-    def _commit(self) -> None:
-        if self._tables:
+    def _attach(self) -> None:
+        side = self._source
+        if self.outcome is PlanState.COMMITTED:
+            side = self._target
             self._change_tables()
-            self._target.put_tables_out_of(self.request_id, self._tables, self.num_computed_tokens)
-        self._source.free_request(self.request_id, self._sources)
+        if not side.holds(self.request_id):
+            side.put_tables(self.request_id, self._tables, self.num_computed_tokens)
 
-    def _abort(self) -> None:
-        self._target.free_out_of(self._taken)
-        if self._tables:
-            self._source.put_tables_out_of(self.request_id, self._tables, self.num_computed_tokens)
+    def _end_holds(self, leaving: SwapSide, staying: SwapSide) -> None:
+        """Drop the references to the blocks of one side; the tables own those of the other side now."""
+        holds = dict(self._holds)
+        staying.pool.holds.hand_over(holds[staying.pool.holds])
+        leaving.release(holds[leaving.pool.holds])
 
     def _change_tables(self) -> None:
-        """Cache the copies of cached blocks, and replace the tables' blocks by those of the target side."""
-        for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
-            self._cache(group, table, row)
+        """Replace the tables' blocks by those of the target side. Can be repeated."""
         moved = {(move.source, move.target) for move in self.moves}
-        for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
-            for position, (before, after) in enumerate(zip(table.blocks, row, strict=True)):
+        for place, (group, table, row) in enumerate(
+            zip(self._groups, self._tables, self._targets, strict=True)
+        ):
+            for position, (before, after) in enumerate(zip(self._sources[place], row, strict=True)):
                 if not after.is_null and (before.block_id, after.block_id) in moved:
                     note_copy(self._target.pool, after, before)
                     if before.key is None:
@@ -250,7 +232,7 @@ class SwapPlan(TwoPhasePlan):
                         note_continued(self._source.pool, before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
-            table.add_past(0, table.blocks)
+            table.add_past(0, self._sources[place])
             table.blocks = row
             table.num_null_blocks = num_skipped
             table.num_hits = len(row)
@@ -274,7 +256,7 @@ class SwapPlan(TwoPhasePlan):
             if position < len(row) and self._is_uncached_copy(group, table, row, position):
                 continue
             if first < position:
-                pool.cache_full_blocks(self._request, row, first, position, group.block_size, group.group_id)
+                cache_full(pool, self._request, row, first, position, group.block_size, group.group_id, None)
             first = position + 1
 
     def _is_uncached_copy(

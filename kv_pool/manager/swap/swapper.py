@@ -8,6 +8,7 @@ from collections.abc import Container
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.repairing import forget_all
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
@@ -20,7 +21,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, match_tables
 from kv_pool.manager.swap.open_plans import OpenPlans
 from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
-from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide
+from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide, list_tail_first
 
 
 class BlockSwapper:
@@ -50,8 +51,9 @@ class BlockSwapper:
     after the copies of `take_block_copies` are applied; a swapped request keeps its `num_computed_tokens`.
     Not thread-safe. See `SwapPlan` for what is allowed while a plan is open.
 
-    A call that is interrupted by a signal handler's exception is undone or completed, at the latest by the
-    next call; a plan that it opened is in `list_open_plans()`.
+    After a call that was interrupted, by the exception of a signal handler for example, call the manager's
+    `repair()`: it repairs both pools. Swapped-out requests and open plans keep their blocks; a plan whose
+    opening was interrupted is aborted, one whose commit was interrupted is committed.
     """
 
     def __init__(self, manager: KVCacheManager, host_pool: BlockPoolCore) -> None:
@@ -73,10 +75,7 @@ class BlockSwapper:
             make_group(spec, host_pool, GroupId(group_id), manager.alignment)
             for group_id, spec in enumerate(manager.groups)
         ]
-        self._open_plans: OpenPlans[SwapPlan] = OpenPlans()
-        # Left by an interrupted call for `_recover`: a dropped request, and whether a reset was running.
-        self._dropped: tuple[RequestId, list[list[KVCacheBlock]]] | None = None
-        self._is_resetting = False
+        self._plans: OpenPlans[SwapPlan] = OpenPlans(device_pool, host_pool)
         # For each reset since events were taken, the last event of the device and of the host before its end.
         self._resets: list[tuple[KVCacheEvent, KVCacheEvent]] = []
 
@@ -84,18 +83,15 @@ class BlockSwapper:
 
     def is_swapped_out(self, request_id: RequestId) -> bool:
         """Return True if the request's blocks are on the host and no plan is open for it."""
-        self._recover()
         return self._host.holds(request_id)
 
     def list_swapped_out(self) -> list[RequestId]:
         """Return the swapped-out requests, in the order in which they were swapped out."""
-        self._recover()
         return list(self._host.tables)
 
     def list_open_plans(self) -> list[SwapPlan]:
         """Return the plans that are neither committed nor aborted, oldest first."""
-        self._recover()
-        return list(self._open_plans.by_request.values())
+        return list(self._plans.by_request.values())
 
     def list_device_ids_in_flight(self) -> list[BlockId]:
         """Return the ids of the device blocks of open plans, which hold them in place (`BlockPool.holds`)."""
@@ -180,9 +176,10 @@ class BlockSwapper:
             self._host,
             tables,
             match,
-            self._open_plans,
+            self._plans,
         )
-        return plan if self._open_plans.open(plan) else None
+        plan.open()
+        return plan
 
     def swap_in(
         self,
@@ -220,9 +217,10 @@ class BlockSwapper:
             self._device,
             tables,
             match,
-            self._open_plans,
+            self._plans,
         )
-        return plan if self._open_plans.open(plan) else None
+        plan.open()
+        return plan
 
     # ---- dropping --------------------------------------------------------------------------------
 
@@ -235,27 +233,20 @@ class BlockSwapper:
                 then free the request on the side where it is. Nothing has changed.
         """
         request_id = request.request_id
-        blocks = [table.blocks for table in self._tables_of(request_id)]
-        try:
-            self._dropped = request_id, blocks  # no call in between
-            del self._host.tables[request_id]
-            del self._host.num_computed_tokens[request_id]
-            self._recover()
-        except BaseException:
-            self._recover()
-            raise
+        tables = self._tables_of(request_id)
+        self._plans.check_whole()
+        if self.manager.retention is not None:
+            self.manager.retention.forget_request(request_id)
+        self.host_pool.is_changing = True
+        del self._host.tables[request_id]
+        del self._host.num_computed_tokens[request_id]
+        self.manager.detached_tables.pop(request_id, None)  # no call in between
+        self.host_pool.drop_references(list_tail_first([table.blocks for table in tables]))
+        self.host_pool.is_changing = False
 
     def reset_prefix_cache(self) -> bool:
         """Evict every prefix on both sides. Return False, with nothing changed, if a request holds blocks."""
-        self._recover()
-        if not self.is_idle():
-            return False
-        try:
-            self._is_resetting = True
-            return self._reset_both()
-        except BaseException:
-            self._recover()
-            raise
+        return self.manager.reset_prefix_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the events of both pools since the last call: the device's, then the host's, each in order.
@@ -276,27 +267,9 @@ class BlockSwapper:
 
     # ---- internals -------------------------------------------------------------------------------
 
-    def _recover(self) -> None:
-        """Undo or complete an interrupted call. Safe to call again if interrupted."""
-        self._open_plans.recover()
-        if self._dropped is not None:
-            request_id, blocks = self._dropped
-            self._host.free_request(request_id, blocks)
-            self.manager.forget_tables(request_id)
-            if self.manager.retention is not None:
-                self.manager.retention.forget_request(request_id)
-            self._dropped = None
-        if self._is_resetting:
-            self._reset_both()
-
-    def _reset_both(self) -> bool:
-        is_done = self.manager.reset_prefix_cache()
-        self._is_resetting = False
-        return is_done
-
     def is_idle(self) -> bool:
         """Return True if no request is swapped out or in an open plan."""
-        return not self._host.tables and not self._open_plans.by_request
+        return not self._host.tables and not self._plans.by_request
 
     def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
         """Refuse to commit open plans that share these blocks, whose content is invalid."""
@@ -305,7 +278,19 @@ class BlockSwapper:
 
     def reset_host(self) -> None:
         """Evict every prefix on the host: the device's were evicted. Called by the manager."""
-        self.host_pool.reset_prefix_cache()
+        forget_all(self.host_pool)
+        if self.host_pool.metrics_collector is not None:
+            self.host_pool.metrics_collector.reset()
+        self._note_reset()
+
+    def repair_host(self) -> None:
+        """Make the host pool whole, after the manager's own. Called by the manager's `repair`."""
+        tables = [table for tables in self._host.tables.values() for table in tables]
+        self.host_pool.repair([block for table in tables for block in table.blocks])
+        self._note_reset()
+
+    def _note_reset(self) -> None:
+        """Let the events of both pools so far come before all later ones; see `take_events`."""
         device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
         if device_events and host_events:
             ends = device_events[-1], host_events[-1]
@@ -354,6 +339,7 @@ class BlockSwapper:
         )
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
+        self._plans.check_whole()
         self._check_elsewhere(request.request_id)
         tables = [self.manager.get_table(request.request_id, group.group_id) for group in self._groups]
         for table in tables:
@@ -361,6 +347,7 @@ class BlockSwapper:
         return tables
 
     def _check_swap_in(self, request: SchedulableRequest) -> list[BlockTable]:
+        self._plans.check_whole()
         tables = self._tables_of(request.request_id)
         if self.manager.holds_blocks(request.request_id):
             raise InvalidArgumentError(
@@ -378,18 +365,16 @@ class BlockSwapper:
         return tables
 
     def _check_elsewhere(self, request_id: RequestId) -> None:
-        self._recover()
-        plan = self._open_plans.by_request.get(request_id)
+        plan = self._plans.by_request.get(request_id)
         if plan is not None:
             raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
         if self._host.holds(request_id):
             raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
 
     def _tables_of(self, request_id: RequestId) -> list[BlockTable]:
-        self._recover()
         tables = self._host.tables.get(request_id)
         if tables is None:
-            plan = self._open_plans.by_request.get(request_id)
+            plan = self._plans.by_request.get(request_id)
             raise InvalidArgumentError(
                 f"request {request_id!r} is not swapped out"
                 + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")

@@ -159,9 +159,8 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, whole)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
         sync_folder(whole.parent)
     except OSError as error:
         raise TierError(f"nothing was dumped to {whole}: {error.strerror or error}") from error

@@ -108,6 +108,22 @@ def test_a_failed_copy_leaves_the_request_running_in_its_blocks():
     assert engine.grow(request, 1)
 
 
+def test_after_an_interrupted_copy_the_plan_is_still_open():
+    engine = SwapEngine(8, 8)
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+
+    def interrupt(moves):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plan.apply(interrupt)
+    assert engine.swapper.list_open_plans() == [plan]
+    plan.abort()
+    engine.check(request)
+    swap_invariants.check(engine.swapper)
+
+
 def test_blocks_that_the_host_has_are_shared_and_not_copied():
     engine = SwapEngine(8, 8)
     swapped(engine, "a", range(10))
