@@ -9,6 +9,7 @@ def repair_manager(state: ManagerState) -> None:
     pool.is_changing = True
     for host in state.list_hosts():
         host.host_pool.is_changing = True
+    pool.holds.begin_repair()  # may attach tables again
     state.copies.repair()
     for tables in (*state._tables.values(), *state.detached_tables.values()):
         for table, group in zip(tables, state._groups, strict=True):
