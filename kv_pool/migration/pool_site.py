@@ -150,7 +150,8 @@ class PoolSite:
         self._check_whole()
         rows = self._selector.find_rows(subject)
         check_usable(self.sequences, rows)
-        if subject in self._frozen:  # a subject without blocks, twice
+        before = self._frozen.get(subject)
+        if before is not None and before.state is not _State.OVER:  # a subject without blocks, twice
             raise FrozenSequenceError("this subject, which has no blocks, is already being moved")
         departure = _Departure(rows, {one: self.sequences.list_tables(one) for one in rows})
         self._frozen[subject] = departure
@@ -180,22 +181,14 @@ class PoolSite:
 
         No-op if it is not frozen: its `freeze` was interrupted.
         """
-        self._check_whole()
-        departure = self._frozen.get(subject)
-        if departure is not None:
-            self._end(departure, is_leaving=False)
-            self._notify(subject, self._owner.resume)
+        self._end(subject, None)
 
     def release(self, subject: Subject, target: NodeName) -> None:
         """Drop the references to a subject that node `target` now has. Cached blocks stay cached.
 
         No-op if it is not frozen: it has been released.
         """
-        self._check_whole()
-        departure = self._frozen.get(subject)
-        if departure is not None:
-            self._end(departure, is_leaving=True)
-            self._notify(subject, self._owner.on_departed, target)
+        self._end(subject, target)
 
     def list_frozen(self) -> list[Any]:
         """Return the sequences that are being moved away, oldest first. Do not schedule them.
@@ -204,7 +197,12 @@ class PoolSite:
         token, its old blocks are freed when the move has ended.
         """
         self._check_whole()
-        return [sequence_id for departure in self._frozen.values() for sequence_id in departure.rows]
+        return [
+            sequence_id
+            for departure in self._frozen.values()
+            if departure.state is not _State.OVER
+            for sequence_id in departure.rows
+        ]
 
     # ---- the target ------------------------------------------------------------------------------
 
@@ -302,12 +300,30 @@ class PoolSite:
         """Return the number of blocks that migrations could reserve now."""
         return max(0, self.sequences.count_available(None))
 
-    # ---- inside, with the pool's flag set --------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
-    def _end(self, departure: _Departure, is_leaving: bool) -> None:
-        """Free the blocks of a departure, or make its sequences usable again, unless that is done."""
-        if departure.state is _State.OVER:
+    def _end(self, subject: Subject, target: NodeName | None) -> None:
+        """End a departure and notify its owner. If this is interrupted, it can be called again."""
+        self._check_whole()
+        departure = self._frozen.get(subject)
+        if departure is None:
             return
+        if departure.state is not _State.OVER:
+            self._end_departure(departure, is_leaving=target is not None)
+        if isinstance(subject, SequenceSubject):
+            sequence_id = self.sequences.as_id(subject.sequence_id)
+            try:
+                if target is None:
+                    self._owner.resume(sequence_id)
+                else:
+                    self._owner.on_departed(sequence_id, target)
+            except Exception:
+                del self._frozen[subject]
+                raise
+        del self._frozen[subject]
+
+    def _end_departure(self, departure: _Departure, is_leaving: bool) -> None:
+        """Free the blocks of a departure, or make its sequences usable again."""
         sequences, holds = self.sequences, self.pool.holds
         departure.state = _State.ENDING
         self.pool.is_changing = True
@@ -364,18 +380,8 @@ class PoolSite:
     def _check_whole(self) -> None:
         self.pool.holds.check_whole()
 
-    def _notify(self, subject: Subject, notify: Callable[..., object], *details: str) -> None:
-        """Notify the owner that a departure has ended, and forget it. If interrupted, call it again."""
-        if isinstance(subject, SequenceSubject):
-            try:
-                notify(self.sequences.as_id(subject.sequence_id), *details)
-            except Exception:
-                del self._frozen[subject]
-                raise
-        del self._frozen[subject]
-
     def begin_repair(self) -> None:
-        """Undo an interrupted call, before the pool counts its references again."""
+        """Undo an interrupted change, before the pool counts its references again."""
         for subject, departure in list(self._frozen.items()):
             if departure.state is _State.FREEZING:
                 self._forget_holds(departure.holds)
