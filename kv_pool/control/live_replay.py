@@ -152,7 +152,10 @@ class LiveReplay:
         self._wrong: list[BlockId] = []
 
     def run(self, stop: Event) -> None:
-        """Run steps until `stop` is set."""
+        """Run steps until `stop` is set.
+
+        Call it in another thread than the main one, where no signal handler can interrupt a step.
+        """
         while not stop.wait(STEP_S):
             self.step()
 

@@ -7,7 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -171,21 +171,20 @@ class ControlServer:
         if self.path.parent == get_default_folder():
             remove_dead_sockets()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with lock_socket(self.path, self._timeout_s):
-                self._make_room()
-                listener.bind(os.fspath(self.path))
-                # Clients cannot connect before listen().
-                os.chmod(self.path, 0o600)
-                self._inode = self.path.lstat().st_ino
-                listener.listen(_BACKLOG)
-            listener.setblocking(False)
-        except OSError as error:
-            listener.close()
-            raise ControlError(f"{self.path}: cannot listen there: {error.strerror}") from error
-        except BaseException:
-            listener.close()
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(listener.close)
+            try:
+                with lock_socket(self.path, self._timeout_s):
+                    self._make_room()
+                    listener.bind(os.fspath(self.path))
+                    # Clients cannot connect before listen().
+                    os.chmod(self.path, 0o600)
+                    self._inode = self.path.lstat().st_ino
+                    listener.listen(_BACKLOG)
+                listener.setblocking(False)
+            except OSError as error:
+                raise ControlError(f"{self.path}: cannot listen there: {error.strerror}") from error
+            on_failure.pop_all()
         return listener
 
     def _make_room(self) -> None:

@@ -364,11 +364,11 @@ class BlockHolds:
         """Implement `BlockPool.hold`."""
         listed = self.list_holdable(blocks, reason)
         hold = Hold(self, reason, is_movable, is_quarantined_late)
-        self._open[hold] = None
         if listed:
             self.take_references(hold, listed)
         self.deadlines.push_at(hold, until)
         hold.changes_at = until
+        self._open[hold] = None  # last, without a call after it: an interrupted call opens no hold
         return hold
 
     def adopt(self, references: list[KVCacheBlock], reason: str) -> Hold:

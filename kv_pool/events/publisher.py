@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -136,15 +137,14 @@ class ZMQEventPublisher:
                 "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
                 " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
             )
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._sockets.end)
+            on_failure.callback(self._close_sockets)
             self._sockets.connections.start()
             if self._replay_server is not None:
                 self._replay_server.start()
             self._thread = start_thread("kv_pool event publisher", self._run)
-        except BaseException:
-            self._close_sockets()
-            self._sockets.end()
-            raise
+            on_failure.pop_all()
 
     # ---- the pool's thread ---------------------------------------------------------------------------
 

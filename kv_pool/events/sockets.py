@@ -1,5 +1,6 @@
 """The sockets of a publisher: either both open or none; encrypted if configured."""
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kv_pool.errors import EndpointError, InvalidArgumentError
@@ -50,7 +51,8 @@ class PublisherSockets:
         self._authenticator: ThreadAuthenticator | None = None
         self._opened: list[zmq.SyncSocket] = []
         self.connections = ReaderConnections(config.max_readers)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._abort)
             self._keys = (
                 None
                 if config.curve_secret_key_file is None
@@ -70,12 +72,14 @@ class PublisherSockets:
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = self._attach(self.replay, replay_endpoint, binds=True)
-        except BaseException:
-            self.connections.stop()
-            for socket in self._opened:
-                socket.close(linger=0)
-            self.end()
-            raise
+            on_failure.pop_all()
+
+    def _abort(self) -> None:
+        """Close what is open, without sending more."""
+        self.connections.stop()
+        for socket in self._opened:
+            socket.close(linger=0)
+        self.end()
 
     def end(self) -> None:
         """Wait up to `linger_s` until the closed sockets have sent their messages."""

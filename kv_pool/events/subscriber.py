@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -161,11 +162,10 @@ class KVEventSubscriber:
             endpoint, topic, binds, hwm, max_message_bytes, curve, context, clock
         )
         self.endpoint = self._sockets.endpoint
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._close_sockets)
             self._send_request()
-        except BaseException:
-            self._close_sockets()
-            raise
+            on_failure.pop_all()
 
     # ---- iterating -------------------------------------------------------------------------------
 

@@ -84,16 +84,15 @@ class SubscriberSockets:
         self._live: zmq.SyncSocket = self._context.socket(zmq.SUB)
         self._monitor: zmq.SyncSocket | None = None
         self._replay: zmq.SyncSocket | None = None
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
             self._live.setsockopt(zmq.RCVHWM, hwm)
             self._monitor = self._live.get_monitor_socket(
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             )
             self.endpoint = self._attach(self._live, endpoint, binds)
             self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
 
     # ---- waiting -----------------------------------------------------------------------------------
 

@@ -209,10 +209,9 @@ class BlockSpaceManager:
                     f"sequence {seq.seq_id} has {num_new} new tokens, {self.get_num_free_gpu_blocks()} "
                     "blocks are free; call can_append_slots() first, and preempt or swap out other groups"
                 )
-        except BaseException:
+        finally:
             record.num_tokens = num_before
-            raise
-        record.num_computed_tokens = record.num_tokens
+        record.num_tokens = record.num_computed_tokens = num_before + num_new
         return [
             (BlockId(move.source - 1), BlockId(move.target - 1)) for move in self.manager.take_block_copies()
         ]

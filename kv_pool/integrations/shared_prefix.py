@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import msgspec
 
@@ -69,12 +70,11 @@ class SharedPrefixManager:
         if prefix not in self.prefix_sequences:
             sequence_id = SequenceId(min(-1, min(self.allocator.sequence_tables, default=0) - 1))
             self.allocator.allocate_sequence(sequence_id, len(tokens))
-            try:
+            with ExitStack() as on_failure:
+                on_failure.callback(self.allocator.free_sequence, sequence_id)
                 if self._compute is not None:
                     self._compute(sequence_id, tokens)
-            except BaseException:
-                self.allocator.free_sequence(sequence_id)
-                raise
+                on_failure.pop_all()
             self.prefix_sequences[prefix] = sequence_id
         return prefix
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 
 from kv_pool.errors import KVPoolError, PeerAuthenticationError, PeerUnavailableError
@@ -48,17 +49,16 @@ class Announcer:
             OutOfThreadsError: the system cannot start a thread.
             In all cases no thread runs, and `registry` is closed.
         """
-        try:
-            self._announce(self._ttl_s)
+        with ExitStack() as on_failure:
+            on_failure.callback(self._registry.close)
+            try:
+                self._announce(self._ttl_s)
+            except (PeerUnavailableError, PeerAuthenticationError) as error:
+                raise type(error)(
+                    f"cannot announce node {self._migrator.name} to the registry: {error}"
+                ) from error
             self._thread = start_thread(f"kv_pool {self._migrator.name} announces", self._run)
-        except (PeerUnavailableError, PeerAuthenticationError) as error:
-            self._registry.close()
-            raise type(error)(
-                f"cannot announce node {self._migrator.name} to the registry: {error}"
-            ) from error
-        except BaseException:
-            self._registry.close()
-            raise
+            on_failure.pop_all()
 
     def stop(self) -> None:
         """Stop the thread, remove the node from the registry and close the calls."""

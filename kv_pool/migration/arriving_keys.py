@@ -8,6 +8,7 @@ from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.caching import add_key
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.pool_state import note_copy
@@ -36,7 +37,7 @@ def insert_keys(
 ) -> None:
     """Register a received block under its source's cache keys.
 
-    Publish one `BlockStored` for each key and notify the lower tiers.
+    Publish one `BlockStored` for each key and notify the lower tiers. The caller has set `is_changing`.
 
     Args:
         block: in use, with the content of the source's block.
@@ -61,17 +62,9 @@ def insert_keys(
         before = b""
     note_copy(pool, block, None)
     for key in keys:
-        events = pool.kv_event_queue
-        new_events = [make_event(key)] if pool.enable_kv_cache_events else []
-        was_known = pool.cached_block_hash_to_block.contain(key, block.block_id)
-        try:
-            pool._insert_block_hash(key, block, offered.num_tokens, before)  # noqa: SLF001 (vLLM's name)
-            events += new_events
-        except BaseException:
-            is_known = pool.cached_block_hash_to_block.contain(key, block.block_id)
-            if is_known and not was_known and not any(event is new_events[0] for event in events[-1:]):
-                events += new_events
-            raise
+        add_key(pool, key, block, offered.num_tokens, before)
+        if pool.enable_kv_cache_events:
+            pool.kv_event_queue.append(make_event(key))
     if keys and pool.lower_tiers is not None:
         event = make_event(keys[0], BlockStored) if pool.enable_kv_cache_events else None
         pool.lower_tiers.on_block_arrived(block, find_block_size(get_group_id(keys[0])), event)

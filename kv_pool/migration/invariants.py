@@ -118,7 +118,7 @@ def check_reservations(pulls: Sequence[Pull]) -> None:
     for pull in pulls:
         reservation = pull.reservation
         if reservation is not None and (
-            reservation.hold.is_released or set(reservation.hold.blocks) != set(reservation.blocks)
+            reservation.is_ended or set(reservation.get_hold().blocks) != set(reservation.blocks)
         ):
             raise CorruptedPoolError(
                 f"M7: {reservation.hold!r} does not hold the blocks reserved by pull {pull.transfer_id.hex()}"

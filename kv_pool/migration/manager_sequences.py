@@ -17,7 +17,6 @@ from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.storage.block_storage import BlockStorage
 
 
@@ -43,7 +42,7 @@ class _Hashes:
     block_hashes: list[BlockHash] = field(default_factory=list)
 
 
-class ManagerSequences(DeviceSide):
+class ManagerSequences:
     """The requests of a manager, with the storage of its blocks. See `Sequences`.
 
     A request migrates with its block tables of all KV cache groups. During a move it is detached from the
@@ -64,8 +63,8 @@ class ManagerSequences(DeviceSide):
         storage: BlockStorage,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        super().__init__(manager)
         self.manager = manager
+        self.pool = manager.block_pool
         self.storage = storage
         self.lock = threading.RLock() if lock is None else lock
         self.block_size = manager.block_size
@@ -89,12 +88,12 @@ class ManagerSequences(DeviceSide):
         return RequestId(str(sequence_id))
 
     def list_rows(self, sequence_id: RequestId) -> list[list[KVCacheBlock]]:
-        if not self.holds(sequence_id):
+        if not self.manager.holds_blocks(sequence_id):
             why = self.frozen.get(sequence_id)
             if why is not None:
                 raise FrozenSequenceError(f"request {sequence_id!r} is detached: {why}")
             raise UnknownSequenceError(f"request {sequence_id!r} has no blocks here")
-        rows = [table.blocks for table in self._list_tables(sequence_id)]
+        rows = [table.blocks for table in self.list_tables(sequence_id)]
         for row in rows:
             self.manager.copies.check_made(sequence_id, row)
         return rows
@@ -118,7 +117,7 @@ class ManagerSequences(DeviceSide):
         states: list[_TableState] = []
         num_blocks = 0
         for sequence_id in sequence_ids:
-            for table in self._list_tables(sequence_id):
+            for table in self.list_tables(sequence_id):
                 places = []
                 for block in table.blocks:
                     places.append(-1 if block.is_null else num_blocks)
@@ -155,7 +154,15 @@ class ManagerSequences(DeviceSide):
 
     def count_available(self, arriving: list[_TableState] | None) -> int:
         is_request = arriving is not None and bool(self.manager.list_request_ids())
-        return self.count_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
+        return self.manager.get_num_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
+
+    def add_references(self, blocks: list[KVCacheBlock]) -> None:
+        self.pool.add_references(blocks)
+        if self.manager.retention is not None:
+            self.manager.retention.note_taken(blocks)
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        return self.pool.take(num_blocks)
 
     def make_join(
         self, sequence_id: RequestId, blocks: list[KVCacheBlock], arriving: list[_TableState]
@@ -172,41 +179,48 @@ class ManagerSequences(DeviceSide):
 
         def join() -> None:
             if tables:
-                self.manager.put_tables_out_of(sequence_id, tables)
+                self.manager.put_tables(sequence_id, tables)
 
         return join, [table.blocks for table in tables]
 
     # ---- going -----------------------------------------------------------------------------------
 
-    def detach(self, sequence_id: RequestId, onto: list[BlockTable]) -> None:
-        self.manager.pop_tables_onto(sequence_id, onto)
+    def list_tables(self, sequence_id: RequestId) -> list[BlockTable]:
+        num_groups = len(self.manager.groups)
+        return [self.manager.get_table(sequence_id, GroupId(group_id)) for group_id in range(num_groups)]
 
-    def attach(
-        self, sequence_id: RequestId, tables: list[BlockTable], rows: list[list[KVCacheBlock]]
-    ) -> None:
-        if tables and not self.holds(sequence_id):
-            self.manager.put_tables_out_of(sequence_id, tables)
-        if tables:  # the scheduler has restarted the request
-            self.free_request(sequence_id, rows)
+    def detach(self, sequence_id: RequestId, tables: list[BlockTable]) -> None:
+        if self._has_row(sequence_id, tables[0].blocks):
+            self.manager.pop_tables(sequence_id)
+        else:
+            self.manager.detached_tables[sequence_id] = tables
+
+    def attach(self, sequence_id: RequestId, tables: list[BlockTable]) -> bool:
+        if not self.manager.holds_blocks(sequence_id):
+            self.manager.put_tables(sequence_id, tables)
+        return self._has_row(sequence_id, tables[0].blocks)
 
     def free(self, sequence_id: RequestId, rows: list[list[KVCacheBlock]]) -> None:
-        if self.holds(sequence_id) and self.manager.get_table(sequence_id).blocks is rows[0]:
-            self.manager.pop_tables(sequence_id)
-        self.free_request(sequence_id, rows)
-        self.manager.forget_tables(sequence_id)
+        self.forget(sequence_id, rows)
         retention = self.manager.retention
-        if retention is not None and retention.is_active and not self.holds(sequence_id):
-            retention.forget_request(sequence_id)
+        if retention is not None and retention.is_active:
+            for group_id, row in enumerate(rows):
+                retention.label_table(sequence_id, GroupId(group_id), 0, row)
+            if not self.manager.holds_blocks(sequence_id):
+                retention.forget_request(sequence_id)
+        self.pool.drop_references([block for row in rows for block in reversed(row) if not block.is_null])
 
-    def recover(self) -> None:
-        pass
+    def forget(self, sequence_id: RequestId, rows: list[list[KVCacheBlock]]) -> None:
+        if self._has_row(sequence_id, rows[0]):
+            self.manager.pop_tables(sequence_id)
+        self.manager.forget_tables(sequence_id)
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _list_tables(self, request_id: RequestId) -> list[BlockTable]:
-        num_groups = len(self.manager.groups)
-        return [self.manager.get_table(request_id, GroupId(group_id)) for group_id in range(num_groups)]
+    def _has_row(self, request_id: RequestId, row: list[KVCacheBlock]) -> bool:
+        """Whether this list is the request's first table, which is neither detached nor restarted."""
+        return self.manager.holds_blocks(request_id) and self.manager.get_table(request_id).blocks is row
 
     def _check_absent(self, request_id: RequestId) -> None:
-        if self.holds(request_id):
+        if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} already has blocks at this node")

@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from enum import Enum
 from typing import Any
+from weakref import ref
 
 import msgspec
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_group_id
-from kv_pool.core.holds import Hold
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, NodeName, RequestId, SequenceId
@@ -30,23 +31,35 @@ from kv_pool.storage.block_layout import BlockLayout
 
 _LEAVING = "it is being moved to another node"
 _ARRIVING = "it is being received from another node"
+_RESERVED = "arriving from another node"
 _decoder = msgspec.msgpack.Decoder(SubjectState)
 
 _Rows = list[list[KVCacheBlock]]
 
 
-@dataclass(frozen=True)
+class _State(Enum):
+    """FREEZING -> FROZEN -> ENDING -> OVER. FREEZING and ENDING last as long as the pool is being changed."""
+
+    FREEZING = "freezing"
+    FROZEN = "frozen"
+    ENDING = "ending"
+    OVER = "over"
+
+
+@dataclass
 class _Departure:
     """A subject that is being moved away.
 
     Attributes:
         rows: the departing blocks, by sequence and group.
-        tables: the detached block tables of each sequence; [] if its tables stay in the pool.
+        tables: the block tables of each sequence, detached while it is frozen; [] if this pool detaches none.
+        holds: one for each sequence while it is frozen; it owns the references of detached tables.
     """
 
     rows: dict[Any, _Rows]
     tables: dict[Any, list[BlockTable]]
     holds: list[Hold] = field(default_factory=list)
+    state: _State = _State.FREEZING
 
 
 class PoolSite:
@@ -105,8 +118,9 @@ class PoolSite:
         self._owner: SequenceOwner[Any] = NoOwner() if owner is None else owner
         self._selector = Selector(sequences, self._owner)
         self._frozen: dict[Subject, _Departure] = {}
-        # The remaining steps to complete or undo a call; `_recover` executes them after an interruption.
-        self._unfinished: list[Callable[[], object]] = []
+        # The reservation that a call changes now, or has changed when it was interrupted.
+        self._changing: Reservation | None = None
+        self.pool.holds.add_party(ref(self))
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -123,7 +137,7 @@ class PoolSite:
                 InvalidArgumentError: the subject does not exist here or cannot be migrated.
             StaleTransferError: a block was reused since it was named.
         """
-        self._recover()
+        self._check_whole()
         return self._selector.select(subject, for_move)
 
     def freeze(self, subject: Subject) -> None:
@@ -131,44 +145,50 @@ class PoolSite:
 
         Raises:
             FrozenSequenceError: the subject is already frozen. Nothing has changed.
+            Errors of the owner. Nothing has changed.
         """
-        self._recover()
+        self._check_whole()
         rows = self._selector.find_rows(subject)
         check_usable(self.sequences, rows)
-        if subject in self._frozen:  # a subject without blocks, twice
+        before = self._frozen.get(subject)
+        if before is not None and before.state is not _State.OVER:  # a subject without blocks, twice
             raise FrozenSequenceError("this subject, which has no blocks, is already being moved")
-        departure = _Departure(rows, {sequence_id: [] for sequence_id in rows})
-        undo = self._list_steps_to_stay(departure)
-        self._unfinished = undo
-        try:
-            for sequence_id in rows:
-                self.sequences.frozen[sequence_id] = _LEAVING
-                self._hold_departing(departure, sequence_id)
-            if isinstance(subject, SequenceSubject):
-                undo += self._list_notices(subject, self._owner.resume)
+        departure = _Departure(rows, {one: self.sequences.list_tables(one) for one in rows})
+        self._frozen[subject] = departure
+        self.pool.is_changing = True
+        for sequence_id, tables in departure.tables.items():
+            self.sequences.frozen[sequence_id] = _LEAVING
+            blocks = [
+                block for row in self.sequences.list_rows(sequence_id) for block in row if not block.is_null
+            ]
+            if tables:
+                self.sequences.detach(sequence_id, tables)
+                hold = self.pool.holds.adopt(blocks, _describe_departure(sequence_id))
+            else:
+                hold = self.pool.holds.open(blocks, _describe_departure(sequence_id))
+            departure.holds.append(hold)
+        departure.state = _State.FROZEN
+        self.pool.is_changing = False
+        if isinstance(subject, SequenceSubject):
+            try:
                 self._owner.suspend(self.sequences.as_id(subject.sequence_id))
-            self._frozen[subject] = departure  # no calls from here on, so no interruption
-            self._unfinished = []
-        except BaseException:
-            self._recover()
-            raise
+            except Exception:
+                self.thaw(subject)
+                raise
 
     def thaw(self, subject: Subject) -> None:
-        """Unfreeze a subject whose move has failed; it can be used as before."""
-        self._recover()
-        steps = self._list_steps_to_stay(self._frozen[subject])
-        self._complete([self._forget(subject), *steps, *self._list_notices(subject, self._owner.resume)])
+        """Unfreeze a subject whose move has failed; it can be used as before.
+
+        No-op if it is not frozen: its `freeze` was interrupted.
+        """
+        self._end(subject, None)
 
     def release(self, subject: Subject, target: NodeName) -> None:
-        """Drop the references to a subject that node `target` now has. Cached blocks stay cached."""
-        self._recover()
-        departure = self._frozen[subject]
-        steps: list[Callable[[], object]] = [partial(self._end_holds, departure)]
-        for sequence_id, rows in departure.rows.items():
-            steps.append(partial(self.sequences.free, sequence_id, rows))
-        steps.append(partial(self._unfreeze, departure.rows))
-        notices = self._list_notices(subject, self._owner.on_departed, target)
-        self._complete([self._forget(subject), *steps, *notices])
+        """Drop the references to a subject that node `target` now has. Cached blocks stay cached.
+
+        No-op if it is not frozen: it has been released.
+        """
+        self._end(subject, target)
 
     def list_frozen(self) -> list[Any]:
         """Return the sequences that are being moved away, oldest first. Do not schedule them.
@@ -176,21 +196,26 @@ class PoolSite:
         The pool refuses to free or extend them. If the scheduler restarts a frozen request from its first
         token, its old blocks are freed when the move has ended.
         """
-        self._recover()
-        return [sequence_id for departure in self._frozen.values() for sequence_id in departure.rows]
+        self._check_whole()
+        return [
+            sequence_id
+            for departure in self._frozen.values()
+            if departure.state is not _State.OVER
+            for sequence_id in departure.rows
+        ]
 
     # ---- the target ------------------------------------------------------------------------------
 
     def reserve(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Reservation:
         """Reserve one block for each offered block; a block that already has the content is touched instead.
 
-        On return the missing blocks may be written: their old content is flushed to the lower tiers.
+        A write lease on the missing blocks flushes their old content to the lower tiers.
 
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.
             InvalidArgumentError: this pool cannot receive the subject, for example because its id is in use.
         """
-        self._recover()
+        self._check_whole()
         decoded = self._decode(subject, offered, state)
         sequence_ids = self._list_arriving(subject, decoded)
         is_whole = isinstance(subject, SequenceSubject)
@@ -206,24 +231,17 @@ class PoolSite:
             )
         if is_whole:
             self._owner.expect(sequence_ids[0], len(offered), decoded.owner)
-        holds: list[Hold] = []
-        references: list[KVCacheBlock] = []
-        self._unfinished = [
-            partial(self._unfreeze, sequence_ids),
-            partial(self._drop_held_blocks, references, holds),
-        ]
-        try:
-            blocks = self._hold_blocks(found, references, holds)
-            self.pool.flush_evicted()  # the missing blocks will be overwritten
-            for sequence_id in sequence_ids:
-                self.sequences.frozen[sequence_id] = _ARRIVING
-            reservation = Reservation(
-                subject, offered, blocks, missing, holds[0], sequence_ids, decoded, arriving
-            )
-            self._unfinished = []  # no calls from here on, so no interruption
-        except BaseException:
-            self._recover()
-            raise
+        reservation = Reservation(subject, offered, [], missing, None, sequence_ids, decoded, arriving)
+        self._changing = reservation
+        self.pool.is_changing = True
+        for sequence_id in sequence_ids:
+            self.sequences.frozen[sequence_id] = _ARRIVING
+        self.sequences.add_references(present)
+        taken = iter(self.sequences.take(len(missing)))
+        reservation.blocks = [next(taken) if block is None else block for block in found]
+        reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
+        self._changing = None
+        self.pool.is_changing = False
         return reservation
 
     def insert(self, reservation: Reservation) -> None:
@@ -231,7 +249,9 @@ class PoolSite:
 
         The reservation keeps its references.
         """
+        self._check_whole()
         if self.pool.enable_caching:
+            self.pool.is_changing = True
             for position in reservation.missing:
                 insert_keys(
                     self.pool,
@@ -239,6 +259,7 @@ class PoolSite:
                     reservation.offered[position],
                     self._block_sizes.__getitem__,
                 )
+            self.pool.is_changing = False
 
     def adopt(self, reservation: Reservation) -> None:
         """Take over the subject: pass the reservation's references to its sequences, free the other blocks.
@@ -247,13 +268,83 @@ class PoolSite:
             InvalidArgumentError: the sequence was started here during the migration. Nothing has changed.
             Errors of the owner: the sequence has lost the blocks; inserted blocks stay cached.
         """
-        self._recover()
-        if reservation.hold.is_released:  # `_recover` has completed an interrupted call
+        self._check_whole()
+        if not reservation.is_ended:
+            self._join(reservation)
+        if reservation.joined and isinstance(reservation.subject, SequenceSubject):
+            [(sequence_id, rows)] = reservation.joined
+            try:
+                self._owner.on_arrived(sequence_id, reservation.state.owner)
+            except Exception:
+                self.pool.is_changing = True
+                self._changing = reservation
+                self.sequences.free(sequence_id, rows)
+                reservation.joined = []
+                self._changing = None
+                self.pool.is_changing = False
+                raise
+        reservation.joined = []
+
+    def release_reservation(self, reservation: Reservation) -> None:
+        """Drop the references of a reservation; the source keeps the subject. Inserted blocks stay cached."""
+        self._check_whole()
+        if not reservation.is_ended:
+            self._changing = reservation
+            self.pool.is_changing = True
+            self._unfreeze(reservation.sequence_ids)
+            self.pool.holds.end(reservation.get_hold(), HoldState.RELEASED)
+            self._changing = None
+            self.pool.is_changing = False
+
+    def count_free_blocks(self) -> int:
+        """Return the number of blocks that migrations could reserve now."""
+        return max(0, self.sequences.count_available(None))
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _end(self, subject: Subject, target: NodeName | None) -> None:
+        """End a departure and notify its owner. If this is interrupted, it can be called again."""
+        self._check_whole()
+        departure = self._frozen.get(subject)
+        if departure is None:
             return
+        if departure.state is not _State.OVER:
+            self._end_departure(departure, is_leaving=target is not None)
+        if isinstance(subject, SequenceSubject):
+            sequence_id = self.sequences.as_id(subject.sequence_id)
+            try:
+                if target is None:
+                    self._owner.resume(sequence_id)
+                else:
+                    self._owner.on_departed(sequence_id, target)
+            except Exception:
+                del self._frozen[subject]
+                raise
+        del self._frozen[subject]
+
+    def _end_departure(self, departure: _Departure, is_leaving: bool) -> None:
+        """Free the blocks of a departure, or make its sequences usable again."""
+        sequences, holds = self.sequences, self.pool.holds
+        departure.state = _State.ENDING
+        self.pool.is_changing = True
+        for hold, tables in zip(departure.holds, departure.tables.values(), strict=True):
+            if tables:
+                holds.hand_over(hold)
+            else:
+                holds.end(hold, HoldState.RELEASED)
+        for sequence_id, tables in departure.tables.items():
+            # A request that the scheduler has restarted has other tables by now.
+            if is_leaving or not sequences.attach(sequence_id, tables):
+                sequences.free(sequence_id, departure.rows[sequence_id])
+        self._unfreeze(departure.rows)
+        departure.state = _State.OVER
+        self.pool.is_changing = False
+
+    def _join(self, reservation: Reservation) -> None:
+        """Pass the references of a reservation to its sequences; free the blocks that join none."""
         joining: dict[Any, list[KVCacheBlock]] = {}
         unheld: list[KVCacheBlock] = []
-        is_whole = isinstance(reservation.subject, SequenceSubject)
-        if is_whole:
+        if isinstance(reservation.subject, SequenceSubject):
             joining[reservation.sequence_ids[0]] = reservation.blocks
         else:
             for block, holder in zip(
@@ -263,129 +354,70 @@ class PoolSite:
                     unheld.append(block)
                 else:
                     joining.setdefault(self.sequences.as_id(holder), []).append(block)
-        steps: list[Callable[[], object]] = []
+        joins: list[Callable[[], object]] = []
+        joined: list[tuple[Any, _Rows]] = []
         for sequence_id, blocks in joining.items():
             join, rows = self.sequences.make_join(sequence_id, blocks, reservation.arriving)
-            steps.append(join)
-            if is_whole:
-                steps.append(partial(self._notify_arrived, sequence_id, rows, reservation.state.owner))
-        self._complete(
-            [
-                partial(self._unfreeze, reservation.sequence_ids),
-                partial(self._hand_over, reservation.hold),
-                partial(self.pool.free_out_of, unheld[::-1]),
-                *steps,
-            ]
-        )
-
-    def release_reservation(self, reservation: Reservation) -> None:
-        """Drop the references of a reservation; the source keeps the subject. Inserted blocks stay cached."""
-        self._recover()
-        if not reservation.hold.is_released:
-            self._complete(
-                [partial(self._unfreeze, reservation.sequence_ids), partial(_release_all, [reservation.hold])]
-            )
-
-    def count_free_blocks(self) -> int:
-        """Return the number of blocks that migrations could reserve now."""
-        return max(0, self.sequences.count_available(None))
-
-    # ---- references and holds, together ----------------------------------------------------------
-
-    def _hold_departing(self, departure: _Departure, sequence_id: Any) -> None:
-        """Hold all blocks of a sequence. The hold takes over the references of detached tables."""
-        rows = self.sequences.list_rows(sequence_id)
-        blocks = [block for row in rows for block in row if not block.is_null]
-        reason = f"in sequence {sequence_id!r}, which is being moved to another node"
-        tables = departure.tables[sequence_id]
-        self.sequences.detach(sequence_id, tables)
-        if tables:
-            self.pool.holds.adopt(blocks, reason, departure.holds)
-        else:
-            self.pool.holds.open(blocks, reason, onto=departure.holds)
-
-    def _end_holds(self, departure: _Departure) -> None:
-        """Release the holds of a departure; detached tables get their references back."""
-        if any(departure.tables.values()):
-            for hold in departure.holds:
-                self._hand_over(hold)
-        else:
-            _release_all(departure.holds)
-
-    def _hold_blocks(
-        self, found: list[KVCacheBlock | None], references: list[KVCacheBlock], holds: list[Hold]
-    ) -> list[KVCacheBlock]:
-        """Hold each found block, and a new block for each position without one."""
-        self.sequences.touch_onto([block for block in found if block is not None], references)
-        num_found = len(references)
-        self.sequences.take_onto(references, found.count(None))
-        left = iter(references[num_found:])
-        blocks = [next(left) if block is None else block for block in found]
-        self.pool.holds.adopt(blocks.copy(), "arriving from another node", holds)
-        return blocks
-
-    def _drop_held_blocks(self, references: list[KVCacheBlock], holds: list[Hold]) -> None:
-        if holds:
-            _release_all(holds)
-        else:
-            self.pool.free_out_of(references)
-
-    def _hand_over(self, hold: Hold) -> None:
-        """End a hold and pass its references to tables or sequences."""
-        if not hold.is_released:
-            self.pool.holds.hand_over(hold, [])
-
-    def _list_steps_to_stay(self, departure: _Departure) -> list[Callable[[], object]]:
-        """Return the steps that release a departure's holds and make its sequences usable again."""
-        steps: list[Callable[[], object]] = [partial(self._end_holds, departure)]
-        for sequence_id, rows in departure.rows.items():
-            tables = departure.tables[sequence_id]
-            steps.append(partial(self.sequences.attach, sequence_id, tables, rows))
-        return [*steps, partial(self._unfreeze, departure.rows)]
-
-    # ---- steps, each of which may be repeated ----------------------------------------------------
-
-    def _complete(self, steps: list[Callable[[], object]]) -> None:
-        """Execute all steps, even after an interruption: the other node may have completed its part."""
-        try:
-            self._unfinished = steps
-            self._recover()
-        except BaseException:
-            self._recover()
-            raise
-
-    def _recover(self) -> None:
-        """Complete or undo an interrupted call. If interrupted itself, it can be called again."""
-        self.pool.holds.settle()
-        self.sequences.recover()
-        while self._unfinished:
-            try:
-                self._unfinished[0]()
-            except Exception:
-                del self._unfinished[0]  # an error of the owner is raised once
-                raise
-            del self._unfinished[0]  # no call in between: the owner is notified once
-
-    def _forget(self, subject: Subject) -> Callable[[], object]:
-        return partial(self._frozen.pop, subject, None)
+            joins.append(join)
+            joined.append((sequence_id, rows))
+        reservation.joined = joined
+        self._changing = reservation
+        self.pool.is_changing = True
+        self._unfreeze(reservation.sequence_ids)
+        self.pool.holds.hand_over(reservation.get_hold())
+        self.pool.drop_references(unheld[::-1])
+        for join in joins:
+            join()
+        self._changing = None
+        self.pool.is_changing = False
 
     def _unfreeze(self, sequence_ids: Iterable[Any]) -> None:
         for sequence_id in sequence_ids:
             self.sequences.frozen.pop(sequence_id, None)
 
-    def _list_notices(
-        self, subject: Subject, notify: Callable[..., object], *details: str
-    ) -> list[Callable[[], object]]:
-        if not isinstance(subject, SequenceSubject):
-            return []
-        return [partial(notify, self.sequences.as_id(subject.sequence_id), *details)]
+    # ---- interrupted calls -----------------------------------------------------------------------
 
-    def _notify_arrived(self, sequence_id: Any, rows: _Rows, state: bytes) -> None:
-        try:
-            self._owner.on_arrived(sequence_id, state)
-        except Exception:
-            self._unfinished.append(partial(self.sequences.free, sequence_id, rows))
-            raise
+    def _check_whole(self) -> None:
+        self.pool.holds.check_whole()
+
+    def begin_repair(self) -> None:
+        """Undo an interrupted change, before the pool counts its references again."""
+        for subject, departure in list(self._frozen.items()):
+            if departure.state is _State.FREEZING:
+                self._forget_holds(departure.holds)
+                for sequence_id, tables in departure.tables.items():
+                    self.sequences.attach(sequence_id, tables)
+                self._unfreeze(departure.rows)
+                del self._frozen[subject]
+            elif departure.state is _State.ENDING:
+                self._forget_holds(departure.holds)
+                departure.holds = []
+                for sequence_id, tables in departure.tables.items():
+                    self.sequences.frozen[sequence_id] = _LEAVING
+                    self.sequences.detach(sequence_id, tables)
+                    blocks = [
+                        block for row in departure.rows[sequence_id] for block in row if not block.is_null
+                    ]
+                    departure.holds.append(self.pool.holds.adopt(blocks, _describe_departure(sequence_id)))
+                departure.state = _State.FROZEN
+        reservation = self._changing
+        if reservation is not None:
+            for sequence_id, rows in reservation.joined:
+                self.sequences.forget(sequence_id, rows)
+            if reservation.hold is None:
+                self._unfreeze(reservation.sequence_ids)
+            else:
+                for sequence_id in reservation.sequence_ids:
+                    self.sequences.frozen[sequence_id] = _ARRIVING
+                self._forget_holds([reservation.hold])
+                reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
+            self._changing = None
+
+    def _forget_holds(self, holds: list[Hold]) -> None:
+        for hold in holds:
+            hold.forget()
+            if not hold.is_released:
+                self.pool.holds.end(hold, HoldState.RELEASED)
 
     # ---- checks and look-ups of an offer ---------------------------------------------------------
 
@@ -449,7 +481,5 @@ def _list_holders(state: SubjectState, blocks: Sequence[object]) -> Sequence[Seq
     return state.sequence_ids or [None] * len(blocks)
 
 
-def _release_all(holds: list[Hold]) -> None:
-    for hold in holds:
-        if not hold.is_released:
-            hold.release()
+def _describe_departure(sequence_id: Any) -> str:
+    return f"in sequence {sequence_id!r}, which is being moved to another node"

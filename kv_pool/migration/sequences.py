@@ -16,8 +16,7 @@ from kv_pool.storage.block_storage import BlockStorage
 class Sequences(Protocol):
     """The sequences or requests of one pool. Ids are of the pool's own type.
 
-    A list argument changes in the same step as the references or tables that it represents. A method that was
-    interrupted by an exception can be called again.
+    A site calls the methods that change references or tables while it has set the pool's `is_changing`.
 
     Attributes:
         kind: a description of the sequences. Whole sequences migrate only between pools of the same kind;
@@ -90,11 +89,11 @@ class Sequences(Protocol):
     def count_available(self, arriving: Any) -> int:
         """Return the number of blocks available to arriving sequences with this decoded state."""
 
-    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
-        """Add one reference to each block, and append the blocks to `onto`."""
+    def add_references(self, blocks: list[KVCacheBlock]) -> None:
+        """Add one reference to each block."""
 
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
-        """Append free blocks to `blocks`. Raises OutOfBlocksError with nothing changed."""
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take free blocks; at least this many are available."""
 
     def make_join(
         self, sequence_id: Any, blocks: list[KVCacheBlock], arriving: Any
@@ -110,14 +109,17 @@ class Sequences(Protocol):
 
     # ---- going -----------------------------------------------------------------------------------
 
-    def detach(self, sequence_id: Any, onto: list[BlockTable]) -> None:
-        """Detach the tables of a sequence and append them to `onto`; no-op if this pool does not detach."""
+    def list_tables(self, sequence_id: Any) -> list[BlockTable]:
+        """Return the tables that a move detaches from a sequence; [] if this pool detaches none."""
 
-    def attach(self, sequence_id: Any, tables: list[BlockTable], rows: list[list[KVCacheBlock]]) -> None:
-        """Restore detached tables; free the rows instead if the sequence was restarted."""
+    def detach(self, sequence_id: Any, tables: list[BlockTable]) -> None:
+        """Detach these tables from a sequence, unless they are detached. The caller owns the references."""
+
+    def attach(self, sequence_id: Any, tables: list[BlockTable]) -> bool:
+        """Attach these tables, unless they are attached. False if the sequence was restarted with others."""
 
     def free(self, sequence_id: Any, rows: list[list[KVCacheBlock]]) -> None:
-        """Remove blocks from a sequence, detached or not, and drop its references. Safe to repeat."""
+        """Remove blocks from a sequence, detached or not, and drop its references."""
 
-    def recover(self) -> None:
-        """Complete calls of the pool that were interrupted by an exception."""
+    def forget(self, sequence_id: Any, rows: list[list[KVCacheBlock]]) -> None:
+        """Remove blocks from a sequence, without references: a repair counts them again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -63,22 +63,34 @@ class SubjectState(msgspec.Struct, frozen=True, array_like=True):
     owner: bytes = b""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reservation:
     """A reservation at the target: one block per offered block, in order, with a reference on each.
 
     Attributes:
         missing: positions whose bytes must be read. The other blocks already have the content.
-        hold: keeps the blocks in place until `adopt` or `release_reservation`.
+        hold: keeps the blocks in place until `adopt` or `release_reservation`; None until it is open.
         sequence_ids: sequences that are frozen here until then.
         arriving: the result of the target's `Sequences.read_details`.
+        joined: the sequences that have received the blocks, with their rows, until their owner is notified.
     """
 
     subject: Subject
     offered: Sequence[OfferedBlock]
     blocks: list[KVCacheBlock]
     missing: list[int]
-    hold: Hold
+    hold: Hold | None
     sequence_ids: tuple[Any, ...]
     state: SubjectState
     arriving: Any
+    joined: list[tuple[Any, list[list[KVCacheBlock]]]] = field(default_factory=list)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the references were passed on or dropped."""
+        return self.get_hold().is_released
+
+    def get_hold(self) -> Hold:
+        """Return the hold, which is open or has ended."""
+        assert self.hold is not None
+        return self.hold

@@ -46,23 +46,6 @@ class TransferState(Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(eq=False)
-class Transfer:
-    """A prepared transfer. Only `SourceTransfers` changes it.
-
-    Attributes:
-        lease: None if the subject has no blocks.
-        positions: block id -> position in the offer.
-        deadline: of the lease, by the source's clock.
-    """
-
-    message: PrepareTransfer
-    selection: Selection
-    lease: Lease | None
-    positions: dict[BlockId, int]
-    deadline: float
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of an ended transfer.
@@ -77,6 +60,27 @@ class Outcome:
     new_ids: tuple[BlockId, ...] = ()
     reason: str = ""
     is_invalid: bool = False
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A prepared transfer. Only `SourceTransfers` changes it.
+
+    Attributes:
+        lease: None if the subject has no blocks.
+        is_offered: False while `prepare` runs, and if it was interrupted: the transfer then ends unused.
+        outcome: set when the transfer starts to end; if that is interrupted, a later call completes it.
+        positions: block id -> position in the offer.
+        deadline: of the lease, by the source's clock.
+    """
+
+    message: PrepareTransfer
+    selection: Selection
+    lease: Lease | None
+    positions: dict[BlockId, int]
+    deadline: float
+    is_offered: bool = False
+    outcome: Outcome | None = None
 
 
 class SourceTransfers:
@@ -190,19 +194,16 @@ class SourceTransfers:
             if message.transfer_id in self._acknowledged:
                 return Acknowledged()
             transfer = self._find(message.transfer_id)
-            is_invalid = self._has_invalid_content(transfer)
-            if is_invalid:
+            outcome = transfer.outcome
+            if outcome is None and self._has_invalid_content(transfer):
                 reason = "content was reported invalid"
-                self._end_unacknowledged(
-                    transfer, Outcome(TransferState.CANCELLED, reason=reason, is_invalid=True)
-                )
-            else:
-                if transfer.message.is_move:
-                    self._site.release(transfer.message.subject, transfer.message.target)
-                self._end(transfer, Outcome(TransferState.ACKNOWLEDGED, tuple(message.new_ids)))
+                outcome = Outcome(TransferState.CANCELLED, reason=reason, is_invalid=True)
+            elif outcome is None:
+                outcome = Outcome(TransferState.ACKNOWLEDGED, tuple(message.new_ids))
+            self._end(transfer, outcome)
         self._on_change(transfer)
-        if is_invalid:
-            raise self._make_invalid(message.transfer_id)
+        if outcome.state is not TransferState.ACKNOWLEDGED:
+            self._check_not_over(message.transfer_id)
         return Acknowledged()
 
     def cancel(self, message: CancelTransfer) -> Cancelled:
@@ -217,9 +218,10 @@ class SourceTransfers:
                         message.transfer_id, Outcome(TransferState.CANCELLED, reason=message.reason)
                     )
                 return Cancelled()
-            self._end_unacknowledged(transfer, Outcome(TransferState.CANCELLED, reason=message.reason))
+            outcome = transfer.outcome or Outcome(TransferState.CANCELLED, reason=message.reason)
+            self._end(transfer, outcome)
         self._on_change(transfer)
-        return Cancelled()
+        return Cancelled(outcome.state is TransferState.ACKNOWLEDGED)
 
     # ---- calls of this node ----------------------------------------------------------------------
 
@@ -279,7 +281,9 @@ class SourceTransfers:
 
     def _prepare(self, message: PrepareTransfer) -> tuple[Transfer, bool]:
         known = self._prepared.get(message.transfer_id)
-        if known is not None:
+        if known is not None and not known.is_offered:
+            self._end(known, Outcome(TransferState.CANCELLED, reason="its preparation was interrupted"))
+        elif known is not None:
             if known.message != message:
                 raise StaleTransferError(
                     f"transfer {message.transfer_id.hex()} already leases "
@@ -296,16 +300,18 @@ class SourceTransfers:
         if selection.blocks:
             holder = f"transfer {message.transfer_id.hex()} to {message.target}"
             lease = site.leases.acquire(selection.blocks, deadline, holder, LeaseKind.READ)
-        try:
-            if message.is_move:
-                site.freeze(message.subject)
-        except BaseException:
-            if lease is not None:
-                lease.release()
-            raise
         positions = {offered.block_id: position for position, offered in enumerate(selection.offered)}
         transfer = Transfer(message, selection, lease, positions, deadline)
         self._prepared[message.transfer_id] = transfer
+        try:
+            if message.is_move:
+                site.freeze(message.subject)
+        except Exception:
+            del self._prepared[message.transfer_id]
+            if lease is not None:
+                lease.release()
+            raise
+        transfer.is_offered = True
         return transfer, True
 
     def _find(self, transfer_id: TransferId) -> Transfer:
@@ -314,7 +320,7 @@ class SourceTransfers:
         if transfer is None:
             self._check_not_over(transfer_id)
             raise StaleTransferError(f"node {self._name!r} has no transfer {transfer_id.hex()}")
-        if self._is_overdue(transfer):
+        if transfer.outcome is None and self._is_overdue(transfer):
             raise StaleTransferError(
                 f"the lease of transfer {transfer_id.hex()} expired after {self._lease_s:g} s without "
                 "renewal; the source keeps its blocks"
@@ -344,20 +350,21 @@ class SourceTransfers:
     def _end_overdue(self) -> list[Transfer]:
         overdue = [transfer for transfer in self._prepared.values() if self._is_overdue(transfer)]
         for transfer in overdue:
-            self._end_unacknowledged(transfer, Outcome(TransferState.EXPIRED))
+            self._end(transfer, transfer.outcome or Outcome(TransferState.EXPIRED))
         return overdue
 
-    def _end_unacknowledged(self, transfer: Transfer, outcome: Outcome) -> None:
-        if transfer.message.is_move:
-            self._site.thaw(transfer.message.subject)
-        self._end(transfer, outcome)
-
     def _end(self, transfer: Transfer, outcome: Outcome) -> None:
-        transfer_id = transfer.message.transfer_id
-        del self._prepared[transfer_id]
+        """End a prepared transfer; it may be called again with the same outcome."""
+        transfer.outcome = outcome
+        message = transfer.message
+        if message.is_move and outcome.state is TransferState.ACKNOWLEDGED:
+            self._site.release(message.subject, message.target)
+        elif message.is_move:
+            self._site.thaw(message.subject)
+        self._remember(message.transfer_id, outcome)
         if transfer.lease is not None and transfer.lease.state is LeaseState.ACTIVE:
             transfer.lease.release()
-        self._remember(transfer_id, outcome)
+        del self._prepared[message.transfer_id]
 
     def _remember(self, transfer_id: TransferId, outcome: Outcome) -> None:
         is_acknowledged = outcome.state is TransferState.ACKNOWLEDGED

@@ -186,7 +186,7 @@ class Pull:
         """M2: reserve one block for each offered block; put those to be written under a write lease."""
         offer, site = self._get_offer(), self._site
         with site.lock:
-            reservation = site.reserve(self.subject, offer.blocks, offer.state)
+            reservation = self.reservation = site.reserve(self.subject, offer.blocks, offer.state)
             try:
                 if reservation.missing:
                     self.lease = site.leases.acquire(
@@ -195,10 +195,10 @@ class Pull:
                         f"transfer {self.transfer_id.hex()} from {self._get_source().name}",
                         LeaseKind.WRITE,
                     )
-            except BaseException:
+            except Exception:
+                self.reservation = None
                 site.release_reservation(reservation)
                 raise
-            self.reservation = reservation
         num_present = len(reservation.blocks) - len(reservation.missing)
         self.status.num_present_blocks = self.status.num_done_blocks = num_present
 
@@ -251,7 +251,7 @@ class Pull:
                     held = self._hold(reservation)
                     try:
                         self._site.adopt(reservation)
-                    except BaseException:
+                    except Exception:
                         if held is not None:
                             held.release()
                         raise

@@ -131,6 +131,7 @@ def run_replay(
         on_progress(Progress(share, num_requests, tally.token_hit_rate, manager.usage))
 
     def on_request() -> None:
+        check_policy(pool)
         if feed is not None:
             feed.publish(source)
         show_progress()
@@ -140,6 +141,7 @@ def run_replay(
         run_instantly(requests, driver, on_request, steps)
     else:
         trace_clock.run(requests, on_request, None if on_progress is None else show_progress)
+    check_policy(pool)
     if feed is not None:
         feed.publish(source)
     if report.refused_requests == report.requests:
@@ -157,6 +159,13 @@ def run_replay(
         report.settings["policy"] = policy.name
     report.provenance = make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
     return report
+
+
+def check_policy(pool: BlockPool) -> None:
+    """Raise the CachePolicyError of a cache policy that failed, for which the pool uses LRU since."""
+    host = pool.policy_host
+    if host is not None and host.failure is not None:
+        raise host.failure
 
 
 def _find_policy(settings: ReplaySettings, block_size: int) -> str | PolicyChoice | None:

@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -58,15 +59,14 @@ class WorkerProcesses(Executor):
         self._is_closed = False
 
     def __enter__(self) -> "WorkerProcesses":
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._kill)
             # In another thread, so that no signal handler interrupts the start of a worker.
             with ThreadPoolExecutor(1) as starter:
                 submit(starter, _NAME, self._start).result()
             for pipe in self._pipes:
                 self._threads.append(start_thread(_NAME, self._serve, pipe))
-        except BaseException:
-            self._kill()
-            raise
+            on_failure.pop_all()
         return self
 
     def __exit__(
@@ -194,6 +194,7 @@ def work(pipe: Connection) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
+    logging.getLogger("kv_pool.core.policy_runner").setLevel(logging.CRITICAL)  # the replay raises the error
     calls: SimpleQueue[_Call] = SimpleQueue()
     try:
         start_thread(_NAME, _receive, pipe, calls)

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from interrupting import interrupt_everywhere
 from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine
 
 from kv_pool import BlockPool, ControlError, InvalidBlockError, Request, UnknownSequenceError
@@ -254,30 +253,6 @@ def test_compaction_of_a_full_cache_exchanges_blocks():
     check(engine.pool)
 
 
-@pytest.mark.slow
-def test_interrupted_compaction_of_a_full_cache_keeps_all_bytes():
-    def make():
-        served = Served(num_blocks=13)
-        fill_cache(served.engine, 6)
-        return served
-
-    def look(served):
-        for name in served.engine.requests:
-            served.engine.check_bytes(name)
-        served.face.defragment()
-        for name in served.engine.requests:
-            served.engine.check_bytes(name)
-        assert served.face.get_statistics().used_blocks == 6
-        check(served.engine.pool)
-        for number in range(0, 6, 2):
-            served.engine.start(f"again {number}", make_prompt(number))
-            served.engine.check_bytes(f"again {number}")
-
-    num_moments, broken = interrupt_everywhere(make, lambda served: served.face.defragment(), look)
-    assert num_moments > 20
-    assert not broken, f"{len(broken)} of {num_moments}: {broken[:3]}"
-
-
 def test_held_blocks_keep_their_ids():
     served = Served(num_blocks=21)
     engine = served.engine
@@ -321,26 +296,6 @@ def test_pending_copies_survive_a_compaction():
     assert engine.read(engine.manager.get_block_ids("child")[1]) == engine.read(last)
     assert engine.read(last) == engine.make_bytes(written)
     check(engine.pool)
-
-
-def test_interrupted_compaction_keeps_all_bytes():
-    def make():
-        served = Served(num_blocks=17)
-        scatter(served.engine, 6)
-        return served
-
-    def look(served):
-        for name in served.engine.requests:
-            served.engine.check_bytes(name)
-        served.face.defragment()
-        for name in served.engine.requests:
-            served.engine.check_bytes(name)
-        assert served.face.get_statistics().used_blocks == 6
-        check(served.engine.pool)
-
-    num_moments, broken = interrupt_everywhere(make, lambda served: served.face.defragment(), look)
-    assert num_moments > 20
-    assert not broken
 
 
 # ---- refusals ----------------------------------------------------------------------------------------

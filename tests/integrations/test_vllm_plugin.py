@@ -429,22 +429,6 @@ def test_nothing_stays_replaced_if_a_reload_fails(made_up_vllm, failure, reason)
     ]
 
 
-def test_an_interrupted_reload_leaves_nothing_replaced(made_up_vllm):
-    module = textwrap.dedent(SECOND_SHARED.format(failure="raise KeyboardInterrupt"))
-    (made_up_vllm / "vllm/v1/second.py").write_text(module)
-    code = """
-        import vllm.v1.scheduler, vllm.v1.second
-        try:
-            register()
-        except KeyboardInterrupt:
-            interrupted = True
-        assert interrupted
-    """
-    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
-    assert not is_ours({name: owner for name, owner in seen.items() if "SecondPool" not in name})
-    assert logged == []
-
-
 def test_a_failed_swap_may_be_repeated(made_up_vllm):
     module = textwrap.dedent(SECOND_SHARED.format(failure="if not hasattr(sys, 'repaired'): raise OSError"))
     module += "class SecondPool(BlockPool): ...\n"

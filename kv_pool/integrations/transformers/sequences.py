@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -231,12 +231,10 @@ class PagedSequences:
         request.num_computed_tokens = 0
         try:
             has_moved = self._copy_to(request, target, request, num_tokens)
-        except BaseException:
+        finally:
             request.num_computed_tokens = num_tokens
-            raise
         if has_moved:
             self.manager.free(request)
-        request.num_computed_tokens = num_tokens
         return has_moved
 
     def make_site(
@@ -352,11 +350,10 @@ class PagedSequences:
         first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
         manager.block_pool.flush_evicted()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(manager.free, copy)
             copy_blocks(moves)
-        except BaseException:
-            manager.free(copy)
-            raise
+            on_failure.pop_all()
         target.note_computed(copy, num_tokens)
         return True
 

@@ -63,14 +63,14 @@ def swap_classes(replacements: Mapping[type, type]) -> int:
                 if new is cls:
                     raise LookupError(f"it does not define {cls.__name__} again")
             _rebind(new_of, _list_modules(), rebound)
-    except BaseException as error:
+    except Exception as error:
         for changed, name, old in reversed(rebound):
             setattr(changed, name, old)
         for changed, content in zip(derived_in, contents, strict=True):
             _restore(changed, content)
         old_of = {new: old for old, new in replacements.items()}
         _rebind(old_of, _list_modules_loaded_since(loaded, old_of), [])
-        if module is None or not isinstance(error, Exception):
+        if module is None:
             raise
         raise SwapError(
             f"{module.__name__} cannot be run again with the new classes ({type(error).__name__}: {error})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import ClassVar, TypeVar, cast
 
 import msgspec
@@ -90,13 +91,12 @@ class TcpBackend(TransferBackend):
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
         calls = RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)
         channel = calls.connect_bulk(self.name, self._connect_s)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(channel.close)
             ours = list_rows(self.storage)
             window = BlockWindow(self.storage, choose_rows(ours, theirs), count_piece_blocks(self.storage))
             channel.send(msgspec.msgpack.encode(Rows(ours)), time.monotonic() + self._connect_s)
-        except BaseException:
-            channel.close()
-            raise
+            on_failure.pop_all()
         return TcpReader(channel, self.storage, window, peer_name)
 
     def get_bulk_handler(self) -> Callable[[Channel, NodeName], None] | None:

@@ -168,10 +168,9 @@ def _run_all(
             else:
                 runs.add(job.key, ended)
             notify(CompareProgress(len(results), len(jobs), job.label, error))
-    except BaseException:
+    finally:
         for future in pending:
-            future.cancel()
-        raise
+            future.cancel()  # no-op after the end of its job
     return results
 
 
