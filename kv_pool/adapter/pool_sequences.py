@@ -131,14 +131,13 @@ class PoolSequences:
     def count_available(self, arriving: dict[SequenceId, int] | None) -> int:
         return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
 
-    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
-        self.pool.touch_onto(blocks, onto)
+    def add_references(self, blocks: list[KVCacheBlock]) -> None:
+        self.pool.add_references(blocks)
         if self._holdings.retention is not None:
             self._holdings.retention.note_taken(blocks)
 
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
-        if not self.pool.take_run_onto(blocks, num_blocks, avoids_retained=True):
-            self.pool.take_onto(blocks, num_blocks)
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        return self.pool.take_run(num_blocks, avoids_retained=True) or self.pool.take(num_blocks)
 
     def make_join(
         self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]
@@ -150,23 +149,24 @@ class PoolSequences:
 
     # ---- leaving ---------------------------------------------------------------------------------
 
-    def detach(self, sequence_id: SequenceId, onto: list[BlockTable]) -> None:
+    def list_tables(self, sequence_id: SequenceId) -> list[BlockTable]:
+        return []
+
+    def detach(self, sequence_id: SequenceId, tables: list[BlockTable]) -> None:
         pass
 
-    def attach(
-        self, sequence_id: SequenceId, tables: list[BlockTable], rows: list[list[KVCacheBlock]]
-    ) -> None:
-        pass
+    def attach(self, sequence_id: SequenceId, tables: list[BlockTable]) -> bool:
+        return True
 
     def free(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
-        if self._holdings.is_unfinished:
-            self._holdings.recover()
         holder = self._holdings.holders.get(sequence_id)
         if holder is not None:
             left = [block for row in rows for block in row if block in holder.blocks]
             if left:
                 self._holdings.drop(left, {holder: left})
 
-    def recover(self) -> None:
-        if self.pool.run_index.is_stale:
-            self.pool.rebuild_index()
+    def forget(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
+        holder = self._holdings.holders.get(sequence_id)
+        if holder is not None:
+            for block in [block for row in rows for block in row]:
+                self._holdings.part(holder, block)

@@ -47,8 +47,6 @@ class _Map:
     def __init__(self, pool: RunBlockPool) -> None:
         import numpy as np
 
-        if pool.run_index.is_stale:
-            pool.rebuild_index()
         pool.flush_evicted()
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
         immovable = np.zeros(len(ages), dtype=bool)
