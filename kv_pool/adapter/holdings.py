@@ -46,7 +46,7 @@ class Holdings:
         clock: Callable[[], float],
         device_id: int,
     ) -> None:
-        self._block_pool = block_pool
+        self.block_pool = block_pool
         self.retention: BlockRetention | None = None
         self._clock = clock
         self._device_id = device_id
@@ -111,7 +111,7 @@ class Holdings:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and no other sequence holds it; unpin it first"
                     )
-        pool = self._block_pool
+        pool = self.block_pool
         was_changing = pool.is_changing
         for holder, own in by_holder.items():
             if holder.priority != NORMAL or self.retention is not None:
@@ -155,7 +155,7 @@ class Holdings:
         Raises InvalidBlockError with nothing changed.
         """
         self.pins.unpin(blocks)
-        self._block_pool.is_changing = True
+        self.block_pool.is_changing = True
         for block in blocks:
             owners = [one for one in self.list_holders(block) if one.pins is not None and block in one.pins]
             num_named = sum(one.pins[block] for one in owners if one.pins is not None)
@@ -165,15 +165,15 @@ class Holdings:
                 own[block] -= 1
                 if not own[block]:
                     del own[block]
-        self._block_pool.is_changing = False
+        self.block_pool.is_changing = False
 
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
         cached: list[KVCacheBlock] = []
-        if holder.priority != NORMAL and self._block_pool.policy_host is None:
+        if holder.priority != NORMAL and self.block_pool.policy_host is None:
             cached = [block for block in blocks if block.block_hash is not None]
         retention = self.open_retention() if cached else self.retention
-        self._block_pool.is_changing = True
+        self.block_pool.is_changing = True
         if retention is not None and cached:
             retention.set_priority(cached, _RETENTION[holder.priority])
         if retention is None or not retention.is_active:
@@ -192,7 +192,7 @@ class Holdings:
     def open_retention(self) -> BlockRetention:
         """Return the retention of the pool; the first call creates it."""
         if self.retention is None:
-            self.retention = BlockRetention(self._block_pool, self._clock, self.pins.max_pinned_blocks)
+            self.retention = BlockRetention(self.block_pool, self._clock, self.pins.max_pinned_blocks)
         return self.retention
 
     def will_pin(self, holder: Holder, position: int, block: KVCacheBlock) -> bool:
@@ -292,10 +292,10 @@ class Holdings:
     def find_block(self, block_id: BlockId) -> KVCacheBlock:
         """Return the block, free or in use. Raises InvalidTypeError, InvalidBlockError for a bad id."""
         block_id = BlockId(as_int("block_id", block_id))
-        total_blocks = len(self._block_pool.blocks) - 1
+        total_blocks = len(self.block_pool.blocks) - 1
         if not 0 < block_id <= total_blocks:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
-        return self._block_pool.blocks[block_id]
+        return self.block_pool.blocks[block_id]
 
     def list_holders(self, block: KVCacheBlock) -> list[Holder]:
         """Return the sequences that hold a block, the one that has held it longest first."""
@@ -304,7 +304,7 @@ class Holdings:
 
     def find_held(self, block_ids: Sequence[BlockId]) -> list[KVCacheBlock]:
         """Return the blocks. Raises InvalidBlockError for a block that no sequence holds."""
-        blocks = self._block_pool.blocks
+        blocks = self.block_pool.blocks
         first_holders = self.first_holders
         num_blocks = len(blocks)
         found = []

@@ -94,8 +94,8 @@ def apply_moves(
             changed without a call of `on_moved`, see `RunBlockPool.epoch`.
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
-    checked = check_moves(pool, moves)
     pool.holds.check_whole()
+    checked = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if checked.exchanges and not scratch_ids:

@@ -53,13 +53,10 @@ def list_free(pool: PoolState) -> list[KVCacheBlock]:
     while block is not None and block not in found and block not in backwards:
         backwards[block] = None
         block = block.prev_free_block
-    order = [*found, *reversed(backwards)]
-    free = dict.fromkeys([block for block in order if block.ref_cnt == 0 and not block.is_null])
-    for block in pool.blocks:
-        if block.ref_cnt == 0 and not block.is_null:
-            free[block] = None
-    free.pop(queue.fake_free_list_head, None)
-    return list(free)
+    free = {block: None for block in pool.blocks if block.ref_cnt == 0 and not block.is_null}
+    # The queue may also link blocks that `add_blocks` was about to add.
+    order = [block for block in (*found, *reversed(backwards)) if block in free]
+    return list(dict.fromkeys(order + list(free)))
 
 
 def forget_all(pool: PoolState) -> None:
