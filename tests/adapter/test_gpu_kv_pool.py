@@ -362,7 +362,7 @@ CHANGING_CALLS = {
 
 
 @pytest.mark.parametrize("name", CHANGING_CALLS)
-def test_an_interrupted_pool_refuses_changes_until_it_is_repaired(name):
+def test_an_interrupted_pool_refuses_changes_until_repaired(name):
     """The clock raises as a signal handler would, after blocks were taken and before a sequence has them."""
 
     def read_clock():
