@@ -10,12 +10,14 @@ from kv_pool.adapter.holdings import as_new_id, as_sequence_id
 from kv_pool.adapter.prefixes import cache_prefix
 from kv_pool.core.arguments import as_int, as_ints, as_list_of
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     KVPoolError,
     PoolExhaustedError,
+    PoolInterruptedError,
     UnknownDeviceError,
 )
 from kv_pool.ids import BlockHash, BlockId, SequenceId
@@ -52,6 +54,8 @@ class PoolAllocating(PoolFreeing):
             CopyFailedError: copying blocks out of the way failed. No block has moved; sequences that were
                 already evicted stay evicted.
             Any exception of `on_evicted`: sequences that it was called for before are evicted.
+            PoolInterruptedError: an earlier call was interrupted: call `repair`. All calls that change the
+                pool raise it.
         Cost: O(num_blocks), under pressure O(blocks of the pool).
         """
         if self._number_allocation() % TIMED_EVERY:
@@ -66,8 +70,8 @@ class PoolAllocating(PoolFreeing):
         """Like `allocate`, but return a refusal as a result instead of raising it.
 
         Raises:
-            InvalidArgumentError, InvalidTypeError, exceptions of `on_evicted`: as `allocate`. Any other
-            `KVPoolError` is the result's `error`.
+            InvalidArgumentError, InvalidTypeError, PoolInterruptedError, exceptions of `on_evicted`: as
+            `allocate`. Any other `KVPoolError` is the result's `error`.
         Cost: as `allocate`; the first call, and those after a compaction, count the free runs of the pool.
         """
         started = self._clock()
@@ -75,7 +79,7 @@ class PoolAllocating(PoolFreeing):
         error = None
         try:
             ids = self.allocate(request)
-        except (InvalidArgumentError, InvalidTypeError):
+        except (InvalidArgumentError, InvalidTypeError, PoolInterruptedError):
             raise
         except KVPoolError as refusal:
             error = refusal
@@ -138,6 +142,7 @@ class PoolAllocating(PoolFreeing):
             child_id = as_new_id("child_id", child_id)
             if num_blocks is not None:
                 num_blocks = as_int("num_blocks", num_blocks)
+            self.block_pool.holds.check_whole()
             self.holdings.check_usable(child_id)
             if child_id in self._holders:
                 raise InvalidArgumentError(
@@ -204,6 +209,7 @@ class PoolAllocating(PoolFreeing):
             sequence_id = as_new_id("sequence_id", sequence_id)
             block_hashes = as_list_of("block_hashes", block_hashes, bytes)
             check_priority(priority)
+            self.block_pool.holds.check_whole()
             self.holdings.check_usable(sequence_id)
             if sequence_id in self._holders:
                 raise InvalidArgumentError(
@@ -226,15 +232,13 @@ class PoolAllocating(PoolFreeing):
         """Add one reference to each block and enter a new sequence that holds them; no-op without blocks."""
         if not blocks:
             return
-        try:
-            self.block_pool.touch_onto(blocks, self.holdings.arriving)
-            if self.holdings.retention is not None:
-                self.holdings.retention.note_taken(blocks)
-            self._hold(sequence, blocks)
-            self.holdings.settle()
-        except BaseException as error:
-            self._abort(error)
-            raise
+        pool = self.block_pool
+        pool.is_changing = True
+        pool.add_references(blocks)
+        if self.holdings.retention is not None:
+            self.holdings.retention.note_taken(blocks)
+        self._hold(sequence, blocks)
+        pool.is_changing = False
 
     def _allocate(self, request: BlockAllocationRequest) -> list[KVCacheBlock]:
         if self._migration_hook is None:
@@ -279,11 +283,12 @@ class PoolAllocating(PoolFreeing):
         try:
             for request in requests:
                 done.append(self._allocate_locked(request, tried))
-        except BaseException:
+        except Exception:
             for request, blocks in reversed(list(zip(requests, done, strict=False))):
+                self.block_pool.holds.check_whole()
                 if request.pinned:
                     self._pins.unpin(blocks)
-                self._release_blocks(blocks, {self._holders[request.sequence_id]: blocks})
+                self._drop(blocks, {self._holders[request.sequence_id]: blocks})
             raise
         finally:
             self._victims.together = _NONE
@@ -304,29 +309,27 @@ class PoolAllocating(PoolFreeing):
             )
         if request.pinned:
             self._pins.check_room(request.num_blocks)
-        try:
-            sequence = self._holders.get(sequence_id)
-            if sequence is None:
-                after = None
-                if self._evictions:
-                    self._evictions.begin(sequence_id)
-            else:
-                after = next(reversed(sequence.blocks))
-            taken = self.holdings.arriving
-            if self.holdings.retention is not None:
-                self.holdings.retention.expire()
-            self._take(request, after, tried)
-            if sequence is None:
-                sequence = Holder(sequence_id, request.priority, self._clock())
-            else:
-                sequence.priority = max(sequence.priority, request.priority)
-            self._hold(sequence, taken)
-            if request.pinned:
-                self._pins.pin(taken)
-            self.holdings.settle()
-        except BaseException as error:
-            self._abort(error)
-            raise
+        pool = self.block_pool
+        if pool.is_changing:
+            refuse_interrupted()
+        sequence = self._holders.get(sequence_id)
+        if sequence is None:
+            after = None
+            if self._evictions:
+                self._evictions.begin(sequence_id)
+        else:
+            after = next(reversed(sequence.blocks))
+        if self.holdings.retention is not None:
+            self.holdings.retention.expire()
+        taken = self._take(request, after, tried)
+        if sequence is None:
+            sequence = Holder(sequence_id, request.priority, self._clock())
+        else:
+            sequence.priority = max(sequence.priority, request.priority)
+        self._hold(sequence, taken)
+        if request.pinned:
+            self._pins.pin(taken)
+        pool.is_changing = False
         return taken
 
 

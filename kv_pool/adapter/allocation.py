@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from kv_pool.adapter.holdings import Holdings, as_new_id
+from kv_pool.adapter.holdings import as_new_id
 from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.ages import EMPTY
@@ -13,6 +13,7 @@ from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
 from kv_pool.ids import BlockId
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
@@ -42,14 +43,12 @@ class Allocation:
     def __init__(
         self,
         pool: RunBlockPool,
-        holdings: Holdings,
         victims: Victims,
         count_available: Callable[[int], int],
         copy: CopyBlocks,
         on_moved: Callable[[Relocation], object] | None,
     ) -> None:
         self._pool = pool
-        self._holdings = holdings
         self._victims = victims
         self._count_available = count_available
         self._copy = copy
@@ -58,8 +57,8 @@ class Allocation:
 
     def take(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, tried: Sequence[str] = ()
-    ) -> None:
-        """Take the blocks of a request and append them to `Holdings.arriving` in the same step.
+    ) -> list[KVCacheBlock]:
+        """Take the blocks of a request. `is_changing` of the pool is then set: the caller enters the blocks.
 
         Args:
             after: the last block of the request's sequence; ids directly after it are preferred.
@@ -69,29 +68,29 @@ class Allocation:
         """
         num_blocks = request.num_blocks
         contiguous = request.contiguous
-        if contiguous == "require" and num_blocks > 1:
-            self._take_required(request, after, list(tried))
-            return
+        wants_run = num_blocks > 1 and contiguous != "no"
+        if wants_run and contiguous == "require":
+            return self._take_required(request, after, list(tried))
+        if wants_run and contiguous != "prefer":
+            raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
         if num_blocks > self._count_available(request.priority):
             self._make_room(request, list(tried))
-        if num_blocks > 1 and contiguous != "no":
-            if contiguous != "prefer":
-                raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
-            if self._pool.policy_host is None and self._take_run(num_blocks, after, True):
-                return
-            max_moves = num_blocks if request.max_moves is None else request.max_moves
-            if self._pool.policy_host is None and self._make_run(num_blocks, max_moves, True):
-                return
-        if after is None:
-            self._pool.take_onto(self._holdings.arriving, num_blocks)
-        else:
-            self._pool.take_onto_after(self._holdings.arriving, after, num_blocks)
+        pool = self._pool
+        if wants_run and pool.policy_host is None:
+            run = self._take_run(num_blocks, after, True)
+            if run is None:
+                max_moves = num_blocks if request.max_moves is None else request.max_moves
+                run = self._make_run(num_blocks, max_moves, True)
+            if run is not None:
+                return run
+        pool.is_changing = True
+        return pool.take(num_blocks) if after is None else pool.take_after(after, num_blocks)
 
     # ---- runs ------------------------------------------------------------------------------------
 
     def _take_required(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, attempts: list[str]
-    ) -> None:
+    ) -> list[KVCacheBlock]:
         """Take a run: a free one, else one cleared by moves, else one cleared by evicting sequences."""
         num_blocks = request.num_blocks
         is_enough = num_blocks <= self._count_available(request.priority)
@@ -101,17 +100,22 @@ class Allocation:
         if is_enough:
             # Use a run that contains cached blocks of high priority only if there is no other.
             for avoids_retained in (True, False) if self._pool.eviction_order.has_retained else (False,):
-                if self._take_run(num_blocks, after, avoids_retained):
-                    return
-                if self._make_run(num_blocks, request.max_moves, avoids_retained):
-                    return
+                run = self._take_run(num_blocks, after, avoids_retained)
+                if run is None:
+                    run = self._make_run(num_blocks, request.max_moves, avoids_retained)
+                if run is not None:
+                    return run
             attempts.append(_NO_COMPACTION if self._on_moved is None else "compaction")
         self._evict_for_run(request, attempts)
-        if not self._take_run(num_blocks, after, False):
+        run = self._take_run(num_blocks, after, False)
+        if run is None:
             self._refuse(request, attempts)  # one search does not scan all of a large pool
+        return run
 
-    def _take_run(self, num_blocks: int, after: KVCacheBlock | None, avoids_retained: bool) -> bool:
-        """Take consecutive ids, preferably directly after `after`; return False, nothing changed, if none.
+    def _take_run(
+        self, num_blocks: int, after: KVCacheBlock | None, avoids_retained: bool
+    ) -> list[KVCacheBlock] | None:
+        """Take consecutive ids, preferably directly after `after`; return None, nothing changed, if none.
 
         Args:
             avoids_retained: do not take runs that contain cached blocks of high priority.
@@ -123,19 +127,29 @@ class Allocation:
         if after is not None and ages.startswith(empty, after.block_id + 1):
             first = after.block_id + 1
         elif pool.run_index.placement != "oldest":
-            return num_blocks <= pool.free_block_queue.num_free_blocks and pool.take_run_onto(
-                self._holdings.arriving, num_blocks, avoids_retained
-            )
+            return self._take_any_run(num_blocks, avoids_retained)
         elif num_blocks <= pool.free_block_queue.num_free_blocks:
             # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
             first = ages.find(empty, self._start, self._start + _MAX_SCAN)
         if first >= 0:
-            pool.take_listed_onto(self._holdings.arriving, list(pool.blocks[first : first + num_blocks]))
-            return True
+            return self._take_at(first, num_blocks)
         self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
-        return self._holds_content() and pool.take_run_onto(
-            self._holdings.arriving, num_blocks, avoids_retained
-        )
+        return self._take_any_run(num_blocks, avoids_retained) if self._holds_content() else None
+
+    def _take_any_run(self, num_blocks: int, avoids_retained: bool) -> list[KVCacheBlock] | None:
+        pool = self._pool
+        if num_blocks > pool.free_block_queue.num_free_blocks:
+            return None
+        pool.is_changing = True
+        run = pool.take_run(num_blocks, avoids_retained)
+        pool.is_changing = run is not None
+        return run
+
+    def _take_at(self, first: int, num_blocks: int) -> list[KVCacheBlock]:
+        run = list(self._pool.blocks[first : first + num_blocks])
+        self._pool.is_changing = True
+        take_listed(self._pool, run)
+        return run
 
     def _holds_content(self) -> bool:
         """Return whether free blocks may be cached or watched, so that a run need not be of empty blocks."""
@@ -146,24 +160,24 @@ class Allocation:
             or (len(pool.blocks) > _MAX_SCAN)
         )
 
-    def _make_run(self, num_blocks: int, max_moves: int | None, avoids_retained: bool) -> bool:
-        """Move blocks out of a run and take it; return False, nothing changed, if that exceeds `max_moves`.
+    def _make_run(
+        self, num_blocks: int, max_moves: int | None, avoids_retained: bool
+    ) -> list[KVCacheBlock] | None:
+        """Move blocks out of a run and take it; return None, nothing changed, if that exceeds `max_moves`.
 
         Args:
             avoids_retained: evict no cached block of high priority; move it like a block in use.
         """
         pool = self._pool
         if self._on_moved is None:
-            return False
+            return None
         clearance = plan.plan_clear_run(
             pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves
         )
         if clearance is None:
-            return False
+            return None
         compaction.apply_moves(pool, clearance.moves, self._copy, on_moved=self._on_moved)
-        first = clearance.first_block_id
-        pool.take_listed_onto(self._holdings.arriving, list(pool.blocks[first : first + num_blocks]))
-        return True
+        return self._take_at(clearance.first_block_id, num_blocks)
 
     def _may_clear(self, num_blocks: int) -> bool:
         """Return whether moves could clear a run if enough blocks were free.

@@ -1,7 +1,7 @@
 """`Evictions`: evicted sequences, until their owners are notified."""
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
 
 from kv_pool.errors import EvictedSequenceError
 from kv_pool.ids import BlockId, BlockMove, SequenceId
@@ -73,6 +73,14 @@ class Evictions:
         self._unnotified.clear()
         self._by_sequence.clear()
         return taken
+
+    def repair(self, holders: Collection[SequenceId]) -> None:
+        """Forget the evictions of sequences that hold blocks, and count the guarded ids again."""
+        for sequence_id in self.list_sequences():
+            if sequence_id in holders:
+                self.forget(sequence_id)
+        counts = Counter(block_id for block_ids in self._unnotified.values() for block_id in block_ids)
+        self._num_owners = dict(counts)
 
     def list_sequences(self) -> list[SequenceId]:
         """Return the ids of the evicted sequences, the oldest eviction first."""

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 
 from kv_pool.adapter.allocation import check_priority
-from kv_pool.adapter.holder import Holder
 from kv_pool.adapter.holdings import as_sequence_id
 from kv_pool.adapter.queries import PoolQueries
 from kv_pool.core.arguments import as_count, as_list
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import EvictedSequenceError
 from kv_pool.ids import BlockId, SequenceId
 from kv_pool.metrics.latency import TIMED_EVERY
@@ -36,7 +34,9 @@ class PoolFreeing(PoolQueries):
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
-                self._release_blocks(*self.holdings.find_drops(block_ids, sequence_id))
+                drops = self.holdings.find_drops(block_ids, sequence_id)
+                self.block_pool.holds.check_whole()
+                self._drop(*drops)
         finally:
             if started_ns:
                 self._freeing_latency.note(perf_counter_ns() - started_ns)
@@ -60,6 +60,7 @@ class PoolFreeing(PoolQueries):
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
+                self.block_pool.holds.check_whole()
                 try:
                     sequence = self.holdings.find_usable(sequence_id)
                 except EvictedSequenceError:
@@ -67,7 +68,7 @@ class PoolFreeing(PoolQueries):
                     raise
                 num_free = self.block_pool.get_num_free_blocks()
                 blocks = list(sequence.blocks)
-                self._release_blocks(blocks, {sequence: blocks})
+                self._drop(blocks, {sequence: blocks})
                 return self.block_pool.get_num_free_blocks() - num_free
         finally:
             if started_ns:
@@ -80,7 +81,8 @@ class PoolFreeing(PoolQueries):
         notifies their owners. Returns [] with nothing changed if evicting all candidates would not suffice.
         """
         num_blocks = as_count("num_blocks", num_blocks)
-        with self.lock, self._aborting:
+        with self.lock:
+            self.block_pool.holds.check_whole()
             return self._victims.evict(self._victims.choose(URGENT, None, num_blocks) or [])
 
     def take_evictions(self) -> list[Eviction]:
@@ -134,8 +136,8 @@ class PoolFreeing(PoolQueries):
         with self.lock:
             blocks, holder = self.holdings.find_named(block_ids, sequence_id)
             self.holdings.check_not_frozen(blocks)
-            with self._aborting:
-                self.holdings.pin(blocks, holder)
+            self.block_pool.holds.check_whole()
+            self.holdings.pin(blocks, holder)
 
     def unpin(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         """Remove one pin from each block.
@@ -146,19 +148,7 @@ class PoolFreeing(PoolQueries):
             InvalidBlockError: a block does not exist, has fewer pins, or is not held by that sequence.
             EvictedSequenceError: as `free`. In all cases nothing has changed.
         """
-        with self.lock, self._aborting:
-            self.holdings.unpin(*self.holdings.find_named(block_ids, sequence_id))
-
-    # ---- internals, called with the lock held ----------------------------------------------------
-
-    def _release_blocks(
-        self, blocks: list[KVCacheBlock], by_holder: dict[Holder, list[KVCacheBlock]]
-    ) -> None:
-        """Release blocks of the sequences that hold them, all or none."""
-        if self.lock.is_unfinished:  # a batch whose last request was interrupted
-            self._recover_late()
-        try:
-            self._drop(blocks, by_holder)
-        except BaseException as error:
-            self._abort(error)
-            raise
+        with self.lock:
+            named = self.holdings.find_named(block_ids, sequence_id)
+            self.block_pool.holds.check_whole()
+            self.holdings.unpin(*named)

@@ -14,7 +14,6 @@ from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
     InvalidBlockError,
-    KVPoolError,
     PinnedBlockError,
     UnknownSequenceError,
 )
@@ -47,7 +46,7 @@ class Holdings:
         clock: Callable[[], float],
         device_id: int,
     ) -> None:
-        self._block_pool = block_pool
+        self.block_pool = block_pool
         self.retention: BlockRetention | None = None
         self._clock = clock
         self._device_id = device_id
@@ -59,19 +58,9 @@ class Holdings:
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.frozen: dict[SequenceId, str] = {}
         self.evictions = Evictions()
-        # State that an interrupted call leaves for `recover`: references that are counted but not yet settled
-        # in a sequence, and that sequence; references to release, and the sequences that held them.
-        self.arriving: list[KVCacheBlock] = []
-        self._joining: Holder | None = None
-        self._leaving: list[KVCacheBlock] = []
-        self._drops: dict[Holder, list[KVCacheBlock]] = {}
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Enter the sequence as a holder of `arriving` blocks, whose references are already counted.
-
-        `settle` completes this. If the caller is interrupted before that, `recover` undoes it.
-        """
-        self._joining = holder
+        """Enter the sequence as a holder of blocks with references, as part of a larger call."""
         first_holders = self.first_holders
         added = dict.fromkeys(blocks, holder)
         later_holders = self.later_holders
@@ -91,12 +80,9 @@ class Holdings:
         self.note_access(holder)
 
     def hold_arrived(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Enter the sequence as a holder of migrated blocks. Idempotent: call it again after an interrupt."""
-        for block in blocks:
-            self._part(holder, block)
+        """Enter the sequence as a holder of migrated blocks, as part of a larger call."""
         self.evictions.forget(holder.sequence_id)
         self.hold(holder, blocks)
-        self.settle()
 
     def note_access(self, holder: Holder) -> None:
         """Mark the sequence as the most recently used: move it to the end of `holders`."""
@@ -107,11 +93,6 @@ class Holdings:
         holders[holder.sequence_id] = holder
         holder.last_access_time = now
         self.order.note_access(holder)
-
-    def settle(self) -> None:
-        """Complete `hold`: the arriving blocks belong to their sequence now."""
-        self.arriving = []
-        self._joining = None
 
     def drop(self, blocks: list[KVCacheBlock], by_holder: dict[Holder, list[KVCacheBlock]]) -> None:
         """Release blocks of the sequences that hold them.
@@ -130,23 +111,18 @@ class Holdings:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and no other sequence holds it; unpin it first"
                     )
+        pool = self.block_pool
+        was_changing = pool.is_changing
         for holder, own in by_holder.items():
             if holder.priority != NORMAL or self.retention is not None:
                 self._claim(holder, own)
+        pool.is_changing = True
         # Tail first, so that the head of a prefix stays cached longest.
-        leaving = blocks[::-1]
-        self._drops = by_holder
-        self._leaving = leaving
-        try:
-            self._block_pool.free_out_of(leaving)
-        except KVPoolError:
-            self._drops = {}
-            self._leaving = []
-            raise
+        pool.drop_references(blocks[::-1])
         for holder, own in by_holder.items():
             if later_holders:
                 for block in own:
-                    self._part(holder, block)
+                    self.part(holder, block)
                 continue
             held = holder.blocks
             for block in own:
@@ -156,7 +132,7 @@ class Holdings:
                 self.order.remove(holder)
             else:
                 self.order.note_change(holder)
-        self._drops = {}
+        pool.is_changing = was_changing
 
     def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
         """Add one pin to each block, in the name of a sequence that holds them, if one is given.
@@ -164,11 +140,13 @@ class Holdings:
         A block's pins in the name of a sequence end when the sequence releases the block.
         Raises PinLimitError with nothing changed.
         """
-        self.pins.pin(blocks)
+        own: dict[KVCacheBlock, int] = {}
         if holder is not None:
-            own = {} if holder.pins is None else holder.pins
+            own |= holder.pins or {}
             for block in blocks:
                 own[block] = own.get(block, 0) + 1
+        self.pins.pin(blocks)
+        if holder is not None:
             holder.pins = own
 
     def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
@@ -177,6 +155,7 @@ class Holdings:
         Raises InvalidBlockError with nothing changed.
         """
         self.pins.unpin(blocks)
+        self.block_pool.is_changing = True
         for block in blocks:
             owners = [one for one in self.list_holders(block) if one.pins is not None and block in one.pins]
             num_named = sum(one.pins[block] for one in owners if one.pins is not None)
@@ -186,14 +165,17 @@ class Holdings:
                 own[block] -= 1
                 if not own[block]:
                     del own[block]
+        self.block_pool.is_changing = False
 
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
-        if holder.priority != NORMAL and self._block_pool.policy_host is None:
+        cached: list[KVCacheBlock] = []
+        if holder.priority != NORMAL and self.block_pool.policy_host is None:
             cached = [block for block in blocks if block.block_hash is not None]
-            if cached:
-                self.open_retention().set_priority(cached, _RETENTION[holder.priority])
-        retention = self.retention
+        retention = self.open_retention() if cached else self.retention
+        self.block_pool.is_changing = True
+        if retention is not None and cached:
+            retention.set_priority(cached, _RETENTION[holder.priority])
         if retention is None or not retention.is_active:
             return
         request_id = RequestId(str(holder.sequence_id))
@@ -210,7 +192,7 @@ class Holdings:
     def open_retention(self) -> BlockRetention:
         """Return the retention of the pool; the first call creates it."""
         if self.retention is None:
-            self.retention = BlockRetention(self._block_pool, self._clock, self.pins.max_pinned_blocks)
+            self.retention = BlockRetention(self.block_pool, self._clock, self.pins.max_pinned_blocks)
         return self.retention
 
     def will_pin(self, holder: Holder, position: int, block: KVCacheBlock) -> bool:
@@ -219,58 +201,60 @@ class Holdings:
             RequestId(str(holder.sequence_id)), GroupId(0), position, block
         )
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether an interrupted call needs `recover`."""
-        return bool(self.arriving or self._drops or self._leaving) or self._joining is not None
-
-    def recover(self) -> None:
-        """Complete an interrupted `drop` and undo a `hold` that is not settled.
-
-        Idempotent: call it again if it is itself interrupted.
-        """
-        joining = self._joining
-        if joining is not None:
-            for block in self.arriving:
-                self._part(joining, block)
-            if joining.blocks and self.holders.get(joining.sequence_id) is not joining:
-                self.holders[joining.sequence_id] = joining
-        self.pins.recover([block for block in self.arriving if block not in self.first_holders])
-        self._joining = None
-        self._block_pool.free_out_of(self.arriving)
-        self._block_pool.free_out_of(self._leaving)
-        for holder, blocks in self._drops.items():
-            for block in blocks:
-                self._part(holder, block)
-        self._drops = {}
-        for sequence_id in self.evictions.list_sequences():
-            if sequence_id in self.holders:
-                self.evictions.forget(sequence_id)
-        self.order.rebuild(self.holders.values())
-
-    def _part(self, holder: Holder, block: KVCacheBlock) -> None:
-        """Remove a sequence from a block's holders. Idempotent: completes a partial removal."""
+    def part(self, holder: Holder, block: KVCacheBlock) -> None:
+        """Remove a sequence from a block's holders, as part of a larger call."""
         holder.blocks.pop(block, None)
         if holder.pins:
-            num_pins = min(holder.pins.pop(block, 0), self.pins.counts.get(block, 0))
+            num_pins = holder.pins.pop(block, 0)
             if num_pins:
                 self.pins.unpin([block] * num_pins)
-        if not holder.blocks and self.holders.get(holder.sequence_id) is holder:
-            del self.holders[holder.sequence_id]
+        if not holder.blocks:
+            self.holders.pop(holder.sequence_id, None)
             self.order.remove(holder)
-        elif holder.blocks:
+        else:
             self.order.note_change(holder)
         later = self.later_holders.get(block)
         if self.first_holders.get(block) is holder:
             if later:
-                self.first_holders[block] = later[0]
-                del later[0]
+                self.first_holders[block] = later.pop(0)
             else:
                 del self.first_holders[block]
         elif later and holder in later:
             later.remove(holder)
         if later is not None and not later:
-            self.later_holders.pop(block, None)
+            del self.later_holders[block]
+
+    def repair(self) -> list[KVCacheBlock]:
+        """Make all records agree with the blocks of each sequence, before the pool counts references again.
+
+        Returns:
+            The blocks of all sequences, each once for each sequence.
+        """
+        holders_of: dict[KVCacheBlock, list[Holder]] = {}
+        for holder in list(self.holders.values()):
+            if not holder.blocks:
+                del self.holders[holder.sequence_id]
+            for block in holder.blocks:
+                holders_of.setdefault(block, []).append(holder)
+        for block, holders in holders_of.items():
+            known = [holder for holder in self.list_holders(block) if holder in holders]
+            holders[:] = dict.fromkeys(known + holders)  # the longest holder stays first
+        first_holders = {block: holders[0] for block, holders in holders_of.items()}
+        later_holders = {block: holders[1:] for block, holders in holders_of.items() if len(holders) > 1}
+        self.first_holders, self.later_holders = first_holders, later_holders
+        self.pins.repair(first_holders)
+        num_left = dict(self.pins.counts)
+        for holder in self.holders.values():
+            own: dict[KVCacheBlock, int] = {}
+            for block, count in (holder.pins or {}).items():
+                num_own = min(count, num_left.get(block, 0)) if block in holder.blocks else 0
+                if num_own:
+                    own[block] = num_own
+                    num_left[block] -= num_own
+            holder.pins = own
+        self.evictions.repair(self.holders)
+        self.order.rebuild(self.holders.values())
+        return [block for holder in self.holders.values() for block in holder.blocks]
 
     def check_usable(self, sequence_id: SequenceId) -> None:
         """Raise FrozenSequenceError if a migration has frozen the sequence."""
@@ -308,10 +292,10 @@ class Holdings:
     def find_block(self, block_id: BlockId) -> KVCacheBlock:
         """Return the block, free or in use. Raises InvalidTypeError, InvalidBlockError for a bad id."""
         block_id = BlockId(as_int("block_id", block_id))
-        total_blocks = len(self._block_pool.blocks) - 1
+        total_blocks = len(self.block_pool.blocks) - 1
         if not 0 < block_id <= total_blocks:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
-        return self._block_pool.blocks[block_id]
+        return self.block_pool.blocks[block_id]
 
     def list_holders(self, block: KVCacheBlock) -> list[Holder]:
         """Return the sequences that hold a block, the one that has held it longest first."""
@@ -320,7 +304,7 @@ class Holdings:
 
     def find_held(self, block_ids: Sequence[BlockId]) -> list[KVCacheBlock]:
         """Return the blocks. Raises InvalidBlockError for a block that no sequence holds."""
-        blocks = self._block_pool.blocks
+        blocks = self.block_pool.blocks
         first_holders = self.first_holders
         num_blocks = len(blocks)
         found = []

@@ -6,9 +6,8 @@
     A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
     A5  every pinned block is held by a sequence and by the pins' hold; at most `max_pinned_blocks` are
         pinned;  a block has no more pins in the names of sequences than pins, and these sequences hold it
-    A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
-    A7  no references wait to be entered or released
-    A8  no evicted sequence is in `holders`
+    A6  a storage has at least as many blocks as the block pool
+    A7  no evicted sequence is in `holders`
 
 They hold whenever no method of the pool is running. Never compiled: for tests and for development.
 """
@@ -25,7 +24,7 @@ from kv_pool.ids import SequenceId
 
 
 def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
-    """Verify the invariants of the block pool and A1 to A8. O(number of blocks). Raises CorruptedPoolError.
+    """Verify the invariants of the block pool and A1 to A7. O(number of blocks). Raises CorruptedPoolError.
 
     Args:
         others: blocks referenced by neither sequences nor holds, such as by a caller of `block_pool`; once
@@ -39,7 +38,7 @@ def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
 
 
 def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
-    """A1, A2, A3, A7 and A8. Returns the sequences that hold each block."""
+    """A1, A2, A3 and A7. Returns the sequences that hold each block."""
     holdings = pool.holdings
     found: dict[KVCacheBlock, list[Holder]] = {}
     for sequence_id, holder in holdings.holders.items():
@@ -53,7 +52,7 @@ def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
                 raise CorruptedPoolError(f"A3: sequence {sequence_id} holds {block!r}")
     for sequence_id in holdings.evictions.list_sequences():
         if sequence_id in holdings.holders:
-            raise CorruptedPoolError(f"A8: sequence {sequence_id} was evicted and holds blocks")
+            raise CorruptedPoolError(f"A7: sequence {sequence_id} was evicted and holds blocks")
     for block in {*found, *holdings.first_holders, *holdings.later_holders}:
         booked = [*holdings.later_holders.get(block, ())]
         if block in holdings.later_holders and not booked:
@@ -65,8 +64,6 @@ def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
                 f"A2: block {block.block_id} has the holders {_list_ids(booked)} and is among the blocks of "
                 f"{_list_ids(found.get(block, []))}"
             )
-    if holdings.arriving:
-        raise CorruptedPoolError(f"A7: {len(holdings.arriving)} references wait to be entered")
     return found
 
 
@@ -106,8 +103,6 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
                     f"A5: block {block.block_id} has pins of sequence {holder.sequence_id} that do not exist"
                 )
     num_blocks = pool.block_pool.num_gpu_blocks
-    if num_blocks != pool.total_blocks + 1:
-        raise CorruptedPoolError(f"A6: {pool.total_blocks} blocks over a block pool of {num_blocks}")
     if pool.storage is not None and pool.storage.num_blocks < num_blocks:
         raise CorruptedPoolError(f"A6: a storage of {pool.storage.num_blocks} blocks for {num_blocks}")
 

@@ -14,6 +14,7 @@ from kv_pool.protocol import NORMAL
 if TYPE_CHECKING:
     from kv_pool.migration.migrator import Migrator
     from kv_pool.migration.pool_site import PoolSite
+    from kv_pool.migration.site import Reservation
     from kv_pool.migration.subjects import Subject
 
 
@@ -25,6 +26,7 @@ class MigrationRoutes:
         self._site: PoolSite | None = None
         self._peers: dict[int, MigrationRoutes] = {}
         self._nodes: dict[int, tuple[Migrator, NodeName]] = {}
+        self._moves: list[_Move] = []  # those that have not ended: a pool of theirs was interrupted
 
     def connect(self, peer: MigrationRoutes) -> None:
         """Connect to the pool of these routes. See `GPUKVPool.connect`."""
@@ -89,11 +91,33 @@ class MigrationRoutes:
 
     def _move_to_peer(self, subject: Subject, device_id: int) -> tuple[list[BlockId], list[BlockId]]:
         peer = self._peers[device_id]
-        # Always in this order, so that two migrations cannot deadlock.
+        with self._lock_both(peer):
+            move = _Move(self.open_site(), peer.open_site(), subject, NodeName(f"device {device_id}"))
+            self._moves.append(move)
+            try:
+                return move.run()
+            finally:
+                self._end_moves()
+
+    def repair(self) -> None:
+        """End the moves from and to this pool that were interrupted, as far as both pools are whole."""
+        for peer in self._peers.values():
+            with self._lock_both(peer):
+                self._end_moves()
+                peer._end_moves()
+
+    def _end_moves(self) -> None:
+        for move in self._moves.copy():
+            if move.is_whole():
+                move.end()
+                self._moves.remove(move)
+
+    def _lock_both(self, peer: MigrationRoutes) -> ExitStack:
+        """Lock both pools, always in the same order, so that two migrations cannot deadlock."""
         with ExitStack() as locks:
             for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
                 locks.enter_context(pool.lock)
-            return move_subject(self.open_site(), peer.open_site(), subject, NodeName(f"device {device_id}"))
+            return locks.pop_all()
 
     def open_site(self) -> PoolSite:
         """Return the site that migrates blocks within this process; the first call creates it."""
@@ -110,30 +134,52 @@ class MigrationRoutes:
         )
 
 
-def move_subject(
-    source: PoolSite, target: PoolSite, subject: Subject, target_name: NodeName
-) -> tuple[list[BlockId], list[BlockId]]:
-    """Move blocks between two pools of this process. The caller holds both locks.
+class _Move:
+    """A move of blocks between two pools of this process. The caller holds both locks."""
 
-    Returns:
-        The block ids at the source and at the target.
-    Raises:
-        As `GPUKVPool.migrate_blocks`.
-    """
-    selection = source.select(subject, for_move=True)
-    old_ids = [block.block_id for block in selection.blocks]
-    reservation = target.reserve(subject, selection.offered, selection.state)
-    new_ids = [block.block_id for block in reservation.blocks]
-    try:
+    def __init__(self, source: PoolSite, target: PoolSite, subject: Subject, target_name: NodeName) -> None:
+        self.source = source
+        self.target = target
+        self.subject = subject
+        self.target_name = target_name
+        self._reservation: Reservation | None = None
+        self._is_undone = False
+
+    def is_whole(self) -> bool:
+        """Return False if a call of one of the pools was interrupted."""
+        return not (self.source.pool.is_changing or self.target.pool.is_changing)
+
+    def run(self) -> tuple[list[BlockId], list[BlockId]]:
+        """Copy the blocks and pass them to the target. `end` does the rest, whether this raises or not.
+
+        Returns:
+            The block ids at the source and at the target.
+        Raises:
+            As `GPUKVPool.migrate_blocks`.
+        """
+        source, target = self.source, self.target
+        selection = source.select(self.subject, for_move=True)
+        old_ids = [block.block_id for block in selection.blocks]
+        reservation = target.reserve(self.subject, selection.offered, selection.state)
+        self._reservation = reservation
+        new_ids = [block.block_id for block in reservation.blocks]
         moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
         source.storage.copy_to(target.storage, moves)
         # The old blocks may be reused as soon as this returns, by work on other streams.
         target.storage.synchronize()
-    except BaseException:
-        target.release_reservation(reservation)
-        raise
-    source.freeze(subject)
-    target.insert(reservation)
-    target.adopt(reservation)
-    source.release(subject, target_name)
-    return old_ids, new_ids
+        source.freeze(self.subject)
+        target.insert(reservation)
+        target.adopt(reservation)
+        return old_ids, new_ids
+
+    def end(self) -> None:
+        """Release the subject at the source if the target has adopted it, else undo the move. Repeatable."""
+        reservation = self._reservation
+        if reservation is None:
+            return
+        if reservation.is_ended and not self._is_undone:
+            self.source.release(self.subject, self.target_name)
+        else:
+            self._is_undone = True
+            self.target.release_reservation(reservation)
+            self.source.thaw(self.subject)

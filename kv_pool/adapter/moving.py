@@ -7,7 +7,7 @@ from kv_pool.adapter.allocating import PoolAllocating
 from kv_pool.adapter.holdings import as_sequence_id
 from kv_pool.contiguous import compaction
 from kv_pool.core.arguments import as_int, as_ints
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError, KVPoolError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError, KVPoolError, PoolInterruptedError
 from kv_pool.ids import BlockId, NodeName, SequenceId
 from kv_pool.protocol import MigrationResult
 
@@ -44,7 +44,8 @@ class PoolMoving(PoolAllocating):
             CopyFailedError: a batch of moves failed, see `compaction.apply_moves`. Sequences keep their
                 bytes; cached blocks that were being exchanged may be evicted.
         """
-        with self.lock, self._aborting:
+        with self.lock:
+            self.block_pool.holds.check_whole()
             return compaction.compact(
                 self.block_pool,
                 self._copy_moves,
@@ -69,9 +70,7 @@ class PoolMoving(PoolAllocating):
                     f"the storage has blocks 0 to {self.storage.num_blocks - 1}; with {num_blocks} more the "
                     f"pool would have 1 to {self.total_blocks + num_blocks}"
                 )
-            with self._aborting:
-                self.block_pool.grow(num_blocks)
-                self._set_size(len(self.block_pool.blocks) - 1)
+            self.block_pool.grow(num_blocks)
 
     def shrink(self, num_blocks: int) -> None:
         """Remove the `num_blocks` highest ids; blocks in use there move to lower ids. O(blocks of the pool).
@@ -93,9 +92,8 @@ class PoolMoving(PoolAllocating):
                     f"{num_blocks} of {self.total_blocks} blocks cannot be removed; at least "
                     f"{max(1, self.reserved_blocks)} must be left"
                 )
-            with self._aborting:
-                compaction.shrink(self.block_pool, num_blocks, self._copy_moves, on_moved=self._note_moved)
-                self._set_size(num_left)
+            self.block_pool.holds.check_whole()
+            compaction.shrink(self.block_pool, num_blocks, self._copy_moves, on_moved=self._note_moved)
 
     # ---- migration -------------------------------------------------------------------------------
 
@@ -161,11 +159,15 @@ class PoolMoving(PoolAllocating):
         return self._routes.count_free()
 
     def try_migrate_blocks(self, block_ids: Sequence[BlockId], target_device_id: int) -> MigrationResult:
-        """Like `migrate_blocks`, but return any `KVPoolError` except InvalidTypeError as a result."""
+        """Like `migrate_blocks`, but return a `KVPoolError` as a result.
+
+        Raises:
+            InvalidTypeError, PoolInterruptedError: as `migrate_blocks`.
+        """
         started = self._clock()
         try:
             migrated = self.migrate_blocks(block_ids, target_device_id)
-        except InvalidTypeError:
+        except (InvalidTypeError, PoolInterruptedError):
             raise
         except KVPoolError as error:
             return MigrationResult(False, migration_time=(self._clock() - started) * 1000, error=error)

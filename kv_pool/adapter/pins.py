@@ -1,6 +1,6 @@
 """`Pins`: the blocks pinned by the user, with counts and a limit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
@@ -12,15 +12,16 @@ class Pins:
 
     Attributes:
         counts: number of pins by block; pinned blocks only.
-        hold: holds each pinned block. After an interrupt `recover` makes it agree with `counts`.
+        hold: holds each pinned block.
         unpinned: blocks that lost their last pin; `AccessOrder` takes them out.
 
     Args:
-        max_pinned_blocks: how many blocks may be pinned at once; a block pinned twice counts once.
+        limit: how many blocks may be pinned at once, None for all; a block pinned twice counts once.
     """
 
-    def __init__(self, block_pool: BlockPoolCore, max_pinned_blocks: int) -> None:
-        self.max_pinned_blocks = max_pinned_blocks
+    def __init__(self, block_pool: BlockPoolCore, limit: int | None) -> None:
+        self.limit = limit
+        self._pool = block_pool
         self.counts: dict[KVCacheBlock, int] = {}
         self.hold = block_pool.holds.open([], "pinned")
         self.unpinned: dict[KVCacheBlock, None] = {}
@@ -30,6 +31,11 @@ class Pins:
 
     def __contains__(self, block: KVCacheBlock) -> bool:
         return block in self.counts
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """How many blocks may be pinned at once."""
+        return len(self._pool.blocks) - 1 if self.limit is None else self.limit
 
     def check_room(self, num_blocks: int) -> None:
         """Raise PinLimitError unless `num_blocks` more may be pinned."""
@@ -46,8 +52,12 @@ class Pins:
         for block in blocks:
             after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
         self.check_room(len(after) - len(counts.keys() & after.keys()))
-        self.hold.add(after)
+        pool = self._pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        pool.holds.take_references(self.hold, [block for block in after if block not in counts])
         counts |= after
+        pool.is_changing = was_changing
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove one pin from each block.
@@ -63,18 +73,20 @@ class Pins:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
             left[block] = count
         unpinned = [block for block, count in left.items() if not count]
-        counts |= left  # in one step; `recover` does the rest after an interrupt
+        pool = self._pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        counts |= left
         for block in unpinned:
             del counts[block]
             self.unpinned[block] = None
-        self.hold.remove(unpinned)
+        pool.holds.drop_references(self.hold, unpinned)
+        pool.is_changing = was_changing
 
-    def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
-        """Complete or undo an interrupted call, and drop the pins of blocks that no sequence holds."""
-        for block in [*unheld, *(block for block, count in self.counts.items() if not count)]:
-            self.counts.pop(block, None)
-        self.hold.remove([block for block in self.hold.blocks if block not in self.counts])
-        self.hold.add(self.counts)
+    def repair(self, held: Collection[KVCacheBlock]) -> None:
+        """Keep the pins of these blocks, before the pool counts its references again."""
+        self.counts = {block: count for block, count in self.counts.items() if count and block in held}
+        self.hold.forget(self.counts)
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self.counts) and not self.counts.keys().isdisjoint(blocks)

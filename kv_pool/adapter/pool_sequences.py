@@ -169,4 +169,4 @@ class PoolSequences:
         holder = self._holdings.holders.get(sequence_id)
         if holder is not None:
             for block in [block for row in rows for block in row]:
-                self._holdings._part(holder, block)
+                self._holdings.part(holder, block)

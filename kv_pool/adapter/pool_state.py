@@ -1,4 +1,4 @@
-"""`GPUPoolState`: the parts of a `GPUKVPool`, and the recovery of its interrupted calls."""
+"""`GPUPoolState`: the parts of a `GPUKVPool`, and the repair after an interrupted call."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,12 +8,12 @@ from kv_pool.adapter.allocation import Allocation, check_priority
 from kv_pool.adapter.holdings import Holdings
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
-from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
+from kv_pool.adapter.pool_lock import PoolLock
 from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_count, as_int
-from kv_pool.errors import InvalidArgumentError, KVPoolError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, BlockMove, SequenceId
 from kv_pool.metrics.latency import LatencyWindow
 from kv_pool.protocol import NORMAL, BlockAllocationRequest, KVPoolProtocol
@@ -76,7 +76,6 @@ class GPUPoolState(KVPoolProtocol):
             raise InvalidArgumentError(
                 f"the storage has blocks 0 to {storage.num_blocks - 1}, the pool 1 to {total_blocks}"
             )
-        self.total_blocks = total_blocks
         self.block_size = block_size
         self.device_id = device_id
         self.block_bytes = block_bytes if storage is None else storage.block_bytes
@@ -98,15 +97,12 @@ class GPUPoolState(KVPoolProtocol):
         self._on_moved = on_moved
         self._migration_hook = migration_hook
         self._clock = clock
-        self.lock = RecoveringLock(self._recover_late)  # reentrant, so that callbacks may query the pool
-        self._aborting = Aborting(self._abort)
-        self._pins = Pins(self.block_pool, total_blocks if max_pinned_blocks is None else max_pinned_blocks)
-        self._may_pin_all = max_pinned_blocks is None
+        self.lock = PoolLock()  # reentrant, so that callbacks may query the pool
+        self._pins = Pins(self.block_pool, max_pinned_blocks)
         self.holdings = Holdings(self.block_pool, self._pins, clock, device_id)
         self._victims = Victims(self.holdings, eviction_policy, on_evicted)
         self._take = Allocation(
             self.block_pool,
-            self.holdings,
             self._victims,
             self.count_available,
             self._copy_moves,
@@ -127,6 +123,28 @@ class GPUPoolState(KVPoolProtocol):
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
+    @property
+    def total_blocks(self) -> int:
+        """The number of blocks, without the null block."""
+        return len(self.block_pool.blocks) - 1
+
+    def repair(self) -> None:
+        """Make the pool whole after a call that was interrupted. May be called again if it is interrupted.
+
+        Every sequence keeps its blocks and pins; blocks of the interrupted call may be among them. All blocks
+        that neither a sequence nor a hold has become free, and the prefix cache is empty: one
+        `AllBlocksCleared`. If a compaction was interrupted, ids may have changed: read `blocks_of`.
+
+        Do not hold the lock of a connected pool. Cost: O(blocks of the pool).
+        """
+        with self.lock:
+            self.block_pool.is_changing = True
+            self.block_pool.holds.begin_repair()  # sites of migrations may remove blocks from sequences
+            self.block_pool.repair(self.holdings.repair())
+            if self.holdings.retention is not None:
+                self.holdings.retention.recount()
+        self._routes.repair()
+
     def get_free_blocks(self) -> int:
         """Return how many blocks are free, including the reserve and cached blocks that are not in use."""
         self._expire_claims()
@@ -145,34 +163,6 @@ class GPUPoolState(KVPoolProtocol):
         return self._clock()
 
     # ---- internals, called with the lock held unless stated otherwise ----------------------------
-
-    def _abort(self, error: BaseException) -> None:
-        """Complete or undo a call that raised. If this is interrupted, the next call does it."""
-        self.lock.is_unfinished = True
-        self._recover(error)
-
-    def _recover(self, error: BaseException) -> None:
-        """Make holdings and references consistent again after a call that raised.
-
-        A refusal has changed nothing. A signal handler may raise anywhere: this frees references that are not
-        recorded yet, or not any more.
-        """
-        if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
-            self.lock.is_unfinished = False
-            return
-        self.block_pool.rebuild_index()
-        self.holdings.recover()
-        self._set_size(len(self.block_pool.blocks) - 1)
-        self.lock.is_unfinished = False
-
-    def _recover_late(self) -> None:
-        """Finish the recovery of an interrupted call whose `_recover` was itself interrupted."""
-        self._recover(InterruptedError())
-
-    def _set_size(self, total_blocks: int) -> None:
-        self.total_blocks = total_blocks
-        if self._may_pin_all:
-            self._pins.max_pinned_blocks = total_blocks
 
     def _expire_claims(self) -> None:
         """Handle expired timers of the retention: blocks whose retention pins expired become free."""

@@ -42,6 +42,7 @@ class PoolQueries(GPUPoolState):
             UnknownSequenceError: the sequence holds no blocks.
         """
         with self.lock:
+            self.block_pool.holds.check_whole()
             self.holdings.note_access(self.holdings.find(sequence_id))
 
     def get_block_info(self, block_id: BlockId) -> BlockInfo:

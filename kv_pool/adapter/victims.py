@@ -158,17 +158,20 @@ class Victims:
         Returns:
             The ids of the evicted sequences.
         """
+        pool = self._holdings.block_pool
         for holder in victims:
             block_ids = [block.block_id for block in holder.blocks]
             if self._on_evicted is not None:
                 self._on_evicted(holder.sequence_id, block_ids)
             blocks = list(holder.blocks)
+            pool.is_changing = True
             self._holdings.evictions.note(
                 Eviction(holder.sequence_id, tuple(block_ids), for_sequence_id),
                 is_notified=self._on_evicted is not None or for_sequence_id == NO_SEQUENCE,
             )
             self._holdings.drop(blocks, {holder: blocks})
             self.num_evicted += 1
+            pool.is_changing = False
         return [holder.sequence_id for holder in victims]
 
 

@@ -38,7 +38,7 @@ class BlockCopying:
     def __init__(
         self, pool: RunBlockPool, checked: CheckedMoves, copy: CopyBlocks, scratch_ids: Sequence[BlockId]
     ) -> None:
-        self.done: list[BlockMove] = []
+        self.done: list[tuple[BlockId, BlockId]] = []
         self.endangered: list[KVCacheBlock] = []
         self._blocks = pool.blocks
         self._checked = checked

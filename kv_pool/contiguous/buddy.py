@@ -70,7 +70,6 @@ class BuddySystem:
         changed = self._changed
         if not changed:
             return
-        self._is_stale = True  # in case an exception interrupts this
         position: i64 = 0
         while position < len(changed):
             first: i64 = changed[position]
@@ -79,11 +78,9 @@ class BuddySystem:
             self._free_some(ages, first, end)
             position += 2
         changed.clear()
-        self._is_stale = False
 
     def _make_all(self, ages: bytearray) -> None:
         num_all = len(ages)
-        self._is_stale = True
         self._changed.clear()
         self._order_at = bytearray(num_all)
         self.counts = [0] * num_all.bit_length()

@@ -12,6 +12,8 @@ from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.evicting import evict_invalid
+from kv_pool.core.id_swap import swap_ids
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, BlockMove
 
@@ -73,8 +75,7 @@ def apply_moves(
 
     Args:
         copy: called with all moves except exchanges, then with the copies of exchanges, see `BlockCopying`.
-        on_moved: called with the relocation if a block moved, even if a signal handler raises just after the
-            ids have changed.
+        on_moved: called with the relocation if a block moved.
         scratch_ids: ids that `copy` accepts as sources and targets and whose content is not needed between
             calls; as many exchanges are copied at a time. For a storage pass `BlockStorage.scratch_ids`; the
             default is the null block's slot.
@@ -86,11 +87,14 @@ def apply_moves(
             there are exchanges. Nothing has changed.
         InvalidBlockError: C2, C3: a source without content, a target in use, or a null, held or unknown
             block. Nothing has changed.
-        Any exception of `copy` or a signal handler: blocks in use keep their bytes. Without exchanges no id
-            has changed, and cached targets are evicted. With exchanges, moves completed by then have changed
-            ids, and cached blocks of incomplete exchanges are evicted.
+        Any exception of `copy`: blocks in use keep their bytes. Without exchanges no id has changed, and
+            cached targets are evicted. With exchanges, moves completed by then have changed ids, and cached
+            blocks of incomplete exchanges are evicted.
+        An exception of a signal handler: repair the pool. Blocks in use keep their bytes; ids may have
+            changed without a call of `on_moved`, see `RunBlockPool.epoch`.
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
+    pool.holds.check_whole()
     checked = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
@@ -98,59 +102,36 @@ def apply_moves(
         raise InvalidArgumentError(
             f"{len(checked.exchanges)} exchanges need a scratch slot; pass one in scratch_ids"
         )
-    if checked.overwritten:
-        pool.evict_blocks(checked.overwritten)
-    made = _Relocating(pool, moves, BlockCopying(pool, checked, copy, scratch_ids), on_moved)
+    copying = BlockCopying(pool, checked, copy, scratch_ids)
+    pool.is_changing = True
+    pool.copied = copying.done
+    pool.copied_at = pool.epoch
+    evict_invalid(pool, [pool.blocks[block_id] for block_id in checked.overwritten])
     try:
-        made.copying.run()
-        made.change_ids()
-    except BaseException:
-        try:
-            made.settle()
-        except BaseException:
-            made.settle()
-            raise
+        copying.run()
+    except Exception:
+        evict_invalid(pool, copying.endangered)
+        moved = set(chain.from_iterable(copying.done))
+        _change_ids(pool, copying.done, [move for move in moves if move[0] in moved], on_moved)
         raise
-    return made.relocation
+    return _change_ids(pool, copying.done, list(moves), on_moved)
 
 
-class _Relocating:
-    """Moves that are being applied. After an interrupt, blocks that were copied still get their new ids."""
-
-    def __init__(
-        self,
-        pool: RunBlockPool,
-        moves: Sequence[BlockMove],
-        copying: BlockCopying,
-        on_moved: Callable[[Relocation], object] | None,
-    ) -> None:
-        self.pool = pool
-        self.copying = copying
-        self.relocation = Relocation(pool.epoch + 1, list(moves), pool.num_gpu_blocks)
-        self._epoch = pool.epoch
-        self._on_moved = on_moved
-        self._is_noted = False
-
-    def change_ids(self) -> None:
-        """Exchange the ids of the blocks whose bytes are copied, and call `on_moved`."""
-        if self.copying.done and self.pool.epoch == self._epoch:
-            self.pool.swap_block_ids(self.copying.done)
-        if self.pool.epoch != self._epoch and not self._is_noted:
-            self._is_noted = True
-            if self._on_moved is not None:
-                self._on_moved(self.relocation)
-
-    def settle(self) -> None:
-        """After an interrupt or failure, do `change_ids` for the copied moves. Idempotent."""
-        self.pool.rebuild_index()  # completes an interrupted exchange of ids
-        if self.copying.endangered:
-            self.pool.evict_blocks([block.block_id for block in self.copying.endangered])
-            self.copying.endangered = []
-        if not self._is_noted:
-            moved = set(chain.from_iterable(self.copying.done))
-            moves = [move for move in self.relocation.moves if move[0] in moved]
-            self.relocation = Relocation(self.relocation.epoch, moves, self.relocation.num_blocks)
-        self.change_ids()
+def _change_ids(
+    pool: RunBlockPool,
+    copied: list[tuple[BlockId, BlockId]],
+    moves: list[BlockMove],
+    on_moved: Callable[[Relocation], object] | None,
+) -> Relocation:
+    """Exchange the ids of the blocks whose bytes are copied, which ends the change; then call `on_moved`."""
+    if copied:
+        swap_ids(pool, copied)
+    pool.copied = []
+    pool.is_changing = False
+    relocation = Relocation(pool.epoch, moves, pool.num_gpu_blocks)
+    if moves and on_moved is not None:
+        on_moved(relocation)
+    return relocation
 
 
 def pack(

@@ -1,6 +1,6 @@
 """`RunPoolCore`: a block pool that takes its blocks in runs of consecutive ids. Use `RunBlockPool`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 from mypy_extensions import mypyc_attr
@@ -69,6 +69,9 @@ class RunPoolCore(BlockPoolCore):
         self.early_share: float = early_share
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)
         self.free_index = self.run_index
+        # Moves of a compaction whose bytes have arrived, and the epoch in which their ids are the old ones.
+        self.copied: list[tuple[BlockId, BlockId]] = []
+        self.copied_at: int = -1
         self.rebuild_index()
         if policy is not None:
             self.open_policy(policy)
@@ -76,6 +79,17 @@ class RunPoolCore(BlockPoolCore):
     def rebuild_index(self) -> None:
         """Rebuild the index from the free queue, such as after a direct change of the queue. O(blocks)."""
         self.run_index.rebuild_from(self)
+
+    def repair(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+        """See `BlockPool.repair`. Blocks of an interrupted compaction get the ids where their bytes are."""
+        if self.copied_at == self.epoch:
+            moved = list(self.blocks)
+            for source, target in self.copied:
+                moved[source], moved[target] = moved[target], moved[source]
+            exchanged = tuple(moved)
+            self.blocks = exchanged  # no call from here on, so no interruption
+            self.epoch += 1
+        super().repair(blocks)
 
     # ---- taking ----------------------------------------------------------------------------------
 

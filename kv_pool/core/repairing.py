@@ -3,6 +3,7 @@
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.pool_state import PoolState
+from kv_pool.core.resizing import set_blocks
 from kv_pool.core.taking import notify_watchers
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockId
@@ -29,6 +30,9 @@ def repair_pool(pool: PoolState, referenced: list[KVCacheBlock]) -> None:
         block.prev_free_block = None
         block.next_free_block = None
     pool.eviction_order.relink(free)
+    set_blocks(pool, pool.blocks)
+    if pool._policy_host is not None:
+        pool._policy_host.note_resized()
     forget_all(pool)
     if pool.free_index is not None:
         pool.free_index.rebuild_from(pool)

@@ -16,6 +16,7 @@ from kv_pool import (
     UnknownDeviceError,
     UnknownSequenceError,
 )
+from kv_pool.errors import PoolInterruptedError
 
 
 def test_all_blocks_can_be_allocated_and_freed():
@@ -338,3 +339,50 @@ def test_a_second_pin_does_not_count_towards_the_limit():
         pool.unpin(ids)
     assert pool.num_pinned_blocks == 2
     check(pool)
+
+
+CHANGING_CALLS = {
+    "allocate": lambda pool: take(pool, 3, 1),
+    "try_allocate": lambda pool: pool.try_allocate(BlockAllocationRequest(1, 3)),
+    "allocate_many": lambda pool: pool.allocate_many([BlockAllocationRequest(1, 3)]),
+    "fork": lambda pool: pool.fork(1, 3),
+    "cache_prefix": lambda pool: pool.cache_prefix(1, [b"hash"]),
+    "claim_prefix": lambda pool: pool.claim_prefix(3, [b"hash"]),
+    "free": lambda pool: pool.free([1]),
+    "free_many": lambda pool: pool.free_many([[1], [2]]),
+    "free_sequence": lambda pool: pool.free_sequence(1),
+    "evict": lambda pool: pool.evict(1),
+    "pin": lambda pool: pool.pin([1]),
+    "unpin": lambda pool: pool.unpin([3]),
+    "note_access": lambda pool: pool.note_access(1),
+    "defragment": lambda pool: pool.defragment(),
+    "grow": lambda pool: pool.grow(1),
+    "shrink": lambda pool: pool.shrink(1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING_CALLS)
+def test_an_interrupted_pool_refuses_changes_until_repaired(name):
+    """The clock raises as a signal handler would, after blocks were taken and before a sequence has them."""
+
+    def read_clock():
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return 1.0
+
+    is_interrupted = False
+    pool = make(clock=read_clock)
+    take(pool, 1, 3)
+    pool.pin([3], 1)
+    is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        take(pool, 2, 2)
+    is_interrupted = False
+    with pytest.raises(PoolInterruptedError, match="Call repair"):
+        CHANGING_CALLS[name](pool)
+    assert pool.blocks_of(1) == [1, 2, 3]
+    pool.repair()
+    check(pool)
+    assert draw(pool) == "111......."
+    assert pool.get_block_info(3).is_pinned
+    assert take(pool, 2, 7) == [4, 5, 6, 7, 8, 9, 10]

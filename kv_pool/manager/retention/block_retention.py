@@ -307,10 +307,10 @@ class BlockRetention:
         if not isinstance(priority, int):
             priority = as_int("priority", priority)
         claim = self._directives.make_claim(RetentionDirective(priority=priority))
-        self._check_whole()
+        was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
         self._placed.add(blocks, claim.alone)
-        self.block_pool.is_changing = False
+        self.block_pool.is_changing = was_changing
 
     # ---- for the manager ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""`RecoveringLock`: reentrant, fair enough, and free after any interrupt."""
+"""`PoolLock`: reentrant, fair enough, and free after any interrupt."""
 
 import os
 import random
@@ -10,12 +10,8 @@ import pytest
 from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
 
 from kv_pool import BlockAllocationRequest, ForkedPoolError, GPUKVPool
-from kv_pool.adapter import recovering_lock
-from kv_pool.adapter.recovering_lock import RecoveringLock
-
-
-def make_lock():
-    return RecoveringLock(recover=lambda: None)
+from kv_pool.adapter import pool_lock
+from kv_pool.adapter.pool_lock import PoolLock
 
 
 def is_free(lock):
@@ -40,11 +36,11 @@ def run_together(works):
         assert not thread.is_alive(), "deadlock"
 
 
-class HeldLock(RecoveringLock):
+class HeldLock(PoolLock):
     """A lock held by another thread until `let_go`, which may be interrupted and repeated: it is in C."""
 
     def __init__(self):
-        super().__init__(recover=lambda: None)
+        super().__init__()
         self.end = threading.Lock()
         self.end.acquire()
         self.held = threading.Lock()
@@ -90,7 +86,7 @@ def check_interrupts(make, call):
 
 @pytest.mark.parametrize("call", [enter, enter_twice])
 def test_an_interrupt_leaves_the_lock_free(call):
-    check_interrupts(make_lock, call)
+    check_interrupts(PoolLock, call)
 
 
 def test_the_check_detects_a_lock_left_held():
@@ -103,7 +99,7 @@ def test_the_check_detects_a_lock_left_held():
 
 
 def test_an_interrupted_inner_entry_keeps_the_outer_one():
-    lock = make_lock()
+    lock = PoolLock()
 
     def check(lock):
         assert not is_free(lock)
@@ -115,7 +111,7 @@ def test_an_interrupted_inner_entry_keeps_the_outer_one():
     assert is_free(lock)
 
 
-@pytest.mark.parametrize("num_failures", [0, 2, recovering_lock._NUM_TRIES])
+@pytest.mark.parametrize("num_failures", [0, 2, pool_lock._NUM_TRIES])
 def test_an_interrupt_while_waiting_leaves_the_lock_free(num_failures, monkeypatch):
     """The holder releases after a number of tries; after the last one the thread blocks or is about to."""
     locks = []
@@ -132,10 +128,10 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(num_failures, monkeypat
         num_pauses += 1
         if num_pauses > num_failures:
             locks[-1].let_go()
-        elif num_pauses == recovering_lock._NUM_TRIES:
+        elif num_pauses == pool_lock._NUM_TRIES:
             locks[-1].begin_to_let_go()
 
-    monkeypatch.setattr(recovering_lock, "sleep", pause)
+    monkeypatch.setattr(pool_lock, "sleep", pause)
 
     def check(lock):
         lock.let_go()
@@ -146,62 +142,10 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(num_failures, monkeypat
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
 
 
-@pytest.mark.parametrize("is_inner", [False, True])
-def test_an_interrupted_recovery_is_repeated(is_inner):
-    class Recovered(RecoveringLock):
-        def __init__(self):
-            super().__init__(self.complete)
-            self.is_unfinished = True
-
-        def complete(self):
-            assert self._is_owned()
-            self.steps = len("some steps")
-            self.is_unfinished = False
-
-    def enter_as_asked(lock):
-        if is_inner:
-            lock.is_unfinished = False
-            with lock:
-                lock.is_unfinished = True
-                enter(lock)
-        else:
-            enter(lock)
-
-    def check(lock):
-        check_free(lock)
-        enter(lock)
-        assert not lock.is_unfinished
-        check_free(lock)
-
-    tried, broken = interrupt_everywhere(Recovered, enter_as_asked, check)
-    assert tried > 0
-    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
-
-
-def test_a_recovery_that_raises_lets_the_next_thread_try():
-    calls = []
-
-    def recover():
-        calls.append(threading.get_ident())
-        if len(calls) == 1:
-            raise MemoryError
-        lock.is_unfinished = False
-
-    lock = RecoveringLock(recover)
-    lock.is_unfinished = True
-    with pytest.raises(MemoryError), lock:
-        pass
-    assert is_free(lock)
-    assert lock.is_unfinished
-    run_together([lambda: enter(lock)])
-    assert len(set(calls)) == 2
-    assert not lock.is_unfinished
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_signals_at_random_times_leave_the_lock_free(seed):
     """Another thread keeps taking the lock, so that most entries wait."""
-    lock = make_lock()
+    lock = PoolLock()
     ended = threading.Event()
 
     def compete():
@@ -225,7 +169,7 @@ def test_signals_at_random_times_leave_the_lock_free(seed):
 
 def test_one_thread_at_a_time_and_no_starvation():
     """Each of eight threads continues until all have held the lock 50 times."""
-    lock = make_lock()
+    lock = PoolLock()
     turns = dict.fromkeys(range(8), 0)
     inside = []
     ended = threading.Event()
@@ -253,10 +197,10 @@ def test_a_thread_blocks_after_many_tries_and_gets_the_lock(monkeypatch):
 
     def pause(seconds):
         pauses.append(seconds)
-        if len(pauses) == recovering_lock._NUM_TRIES:
+        if len(pauses) == pool_lock._NUM_TRIES:
             last_try.set()
 
-    monkeypatch.setattr(recovering_lock, "sleep", pause)
+    monkeypatch.setattr(pool_lock, "sleep", pause)
     lock = HeldLock()
     waiting = threading.Thread(target=enter, args=(lock,), daemon=True)
     waiting.start()
@@ -265,7 +209,7 @@ def test_a_thread_blocks_after_many_tries_and_gets_the_lock(monkeypatch):
     lock.let_go()
     waiting.join(timeout=120)
     assert not waiting.is_alive(), "deadlock"
-    assert len(pauses) == recovering_lock._NUM_TRIES
+    assert len(pauses) == pool_lock._NUM_TRIES
     assert sum(pauses) == pytest.approx(0.01275)
     assert is_free(lock)
 
