@@ -7,9 +7,7 @@ from interrupting import interrupt_at
 from kv_pool import COMPILED, PoolInterruptedError
 
 CASES = [
-    case
-    for part in (pools, managers, compaction, adapter, swap, tiers, migration)
-    for case in part.CASES
+    case for part in (pools, managers, compaction, adapter, swap, tiers, migration) for case in part.CASES
 ]
 
 

@@ -1,4 +1,4 @@
-"""Memory runs out in the middle of a call: the pool is whole, or the next call refuses until it is repaired."""
+"""Memory runs out in the middle of a call: the pool is whole, or refuses the next call until a repair."""
 
 import random
 

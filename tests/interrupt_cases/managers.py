@@ -100,7 +100,7 @@ class Subject:
         known = [one for one in self.requests if self.manager.holds_blocks(one.request_id)]
         for request in known:
             for before, after in zip(self.before[request.request_id], self.list_ids(request), strict=True):
-                kept = [block_id for block_id in after[: len(before)]]
+                kept = after[: len(before)]
                 assert all(new in (old, 0) for old, new in zip(before, kept, strict=False)), (
                     "blocks were exchanged"
                 )
