@@ -79,7 +79,7 @@ MANAGER = (
     "prefix_caching",
     "prefix_hit",
     "queries",
-    "recovery",
+    "repairing",
     "request_tables",
     "requests/request_checks",
     "retention/block_retention",

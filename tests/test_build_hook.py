@@ -87,7 +87,7 @@ def test_build_without_a_c_compiler_is_plain_and_says_so(tmp_path):
 def test_modules_with_one_last_name_are_in_different_files(tmp_path):
     """Each library has a function `PyInit_` with the last part of the module's name, which must be unique."""
     names = [f"kv_pool.core.part{number}" for number in range(20)]
-    names += ["kv_pool.core.recovery", "kv_pool.manager.recovery"]
+    names += ["kv_pool.core.repairing", "kv_pool.manager.repairing"]
     shims = [SimpleNamespace(name=name, sources=[f"{name.replace('.', '/')}.c"]) for name in names]
     groups = runpy.run_path(str(HOOK))["group_shims"](tmp_path, shims)
     assert sorted(shim.name for group in groups for shim in group) == sorted(names)

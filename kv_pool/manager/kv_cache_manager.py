@@ -544,7 +544,7 @@ class KVCacheManager(ManagerQueries):
     # ---- after an interrupted call -----------------------------------------------------------------
 
     def repair(self) -> None:
-        """Make manager and pool whole after a call that was interrupted. May itself be interrupted and repeated.
+        """Make manager and pool whole after an interrupted call. May itself be interrupted and repeated.
 
         Every request keeps its blocks. Blocks that belong to no request, swap, transfer or hold become free,
         and the prefix cache is empty: one `AllBlocksCleared`. Claims of retention, pins included, end with
