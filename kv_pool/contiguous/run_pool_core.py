@@ -122,6 +122,7 @@ class RunPoolCore(BlockPoolCore):
             fragment = index.find_fragment()
             if fragment:
                 chosen.append(self.blocks[fragment])
+                index.note_range_taken(fragment, fragment + 1)
         is_taken = len(chosen) == num_blocks and self._take_chosen(chosen, was_changing)
         if chosen and not is_taken:
             self.rebuild_index()  # a caller has changed the queue itself
@@ -129,7 +130,7 @@ class RunPoolCore(BlockPoolCore):
         return chosen if is_taken else take_first(self, num_blocks)
 
     def _take_chosen(self, chosen: list[KVCacheBlock], was_changing: bool) -> bool:
-        """Take the blocks that the index has chosen. Return False if they are not all in the free queue."""
+        """Take blocks that the index has chosen and marked. Return False if they are not all in the queue."""
         for block in chosen:
             if block.ref_cnt != 0 or block.next_free_block is None:
                 return False
@@ -139,7 +140,8 @@ class RunPoolCore(BlockPoolCore):
             self.is_changing = was_changing
             notify_watchers_off_queue(self, chosen)
             self.is_changing = True
-        take_listed(self, chosen)
+            self.run_index.note_taken(chosen, self.block_owner)
+        take_listed(self, chosen, is_noted=True)
         return True
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
@@ -203,6 +205,7 @@ class RunPoolCore(BlockPoolCore):
                 chosen = None
                 break
             chosen = list(self.blocks[first : first + num_blocks])
+            index.note_range_taken(first, first + num_blocks)
             if self._take_chosen(chosen, was_changing):
                 break
             self.rebuild_index()  # a caller has changed the queue itself

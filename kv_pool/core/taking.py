@@ -50,9 +50,11 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     Bare blocks are accepted if they are null, in use or in the pool's queue: O(free blocks) for the last.
     """
     owner = pool.block_owner
-    max_references = MAX_REFERENCES - len(listed)
+    max_references: i64 = MAX_REFERENCES - len(listed)
     try:
         for block in listed:
+            if block.owner is owner and 0 < block.ref_cnt <= max_references:
+                continue
             is_free = block.ref_cnt == 0 and not block.is_null
             if block.owner is not owner:
                 check_ours(block, owner, "touch()")
@@ -87,8 +89,12 @@ def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
     return taken
 
 
-def take_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Take these distinct free blocks, wherever they are in the queue."""
+def take_listed(pool: PoolState, listed: list[KVCacheBlock], is_noted: bool = False) -> None:
+    """Take these distinct free blocks, wherever they are in the queue.
+
+    Args:
+        is_noted: the pool's index counts them as in use already.
+    """
     was_changing = pool.is_changing
     if pool.reuse_watchers or pool.lower_tiers is not None:
         notify_before(pool, listed)
@@ -96,13 +102,13 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     queue = pool.free_block_queue
     for block in listed:
         queue.remove(block)
-    mark_taken(pool, listed)
+    mark_taken(pool, listed, is_noted)
     if pool._policy_host is not None:
         pool._policy_host.note_taken(listed)
     pool.is_changing = was_changing
 
 
-def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
+def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = False) -> None:
     """Give blocks that have left the queue their first reference, and evict their content."""
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     for block in taken:
@@ -117,7 +123,7 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
             any_cached = True
     if any_cached and pool.enable_caching:
         evict_all(pool, taken)
-    if pool.free_index is not None:
+    if pool.free_index is not None and not is_noted:
         pool.free_index.note_taken(taken, pool.block_owner)
     observer = pool.metrics_collector
     if observer is not None:
