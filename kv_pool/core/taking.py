@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from mypy_extensions import i64
+
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict_all
