@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from mypy_extensions import i64
+from mypy_extensions import i32
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
@@ -52,7 +52,7 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     Bare blocks are accepted if they are null, in use or in the pool's queue: O(free blocks) for the last.
     """
     owner = pool.block_owner
-    max_references: i64 = MAX_REFERENCES - len(listed)
+    max_references: i32 = MAX_REFERENCES - len(listed)
     try:
         for block in listed:
             if block.owner is owner and 0 < block.ref_cnt <= max_references:
