@@ -140,8 +140,7 @@ class RunPoolCore(BlockPoolCore):
             self.is_changing = was_changing
             notify_watchers_off_queue(self, chosen)
             self.is_changing = True
-            self.run_index.note_taken(chosen, self.block_owner)
-        take_listed(self, chosen, is_noted=True)
+        take_listed(self, chosen, is_noted=not self.reuse_watchers)
         return True
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:

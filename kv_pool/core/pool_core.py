@@ -584,7 +584,8 @@ class BlockPoolCore(PoolState):
             )
             return False
         if self.reuse_watchers:
-            notify_watchers(self, [block for block in self.blocks if block.block_id in self.reuse_watchers])
+            watched = [block_id for block_id in self.reuse_watchers if block_id < self.num_gpu_blocks]
+            notify_watchers(self, [self.blocks[block_id] for block_id in watched])
         self.is_changing = True
         forget_all(self)
         self.reuse_watchers.clear()  # those of bare blocks

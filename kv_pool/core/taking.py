@@ -6,8 +6,9 @@ from mypy_extensions import i32
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
-from kv_pool.core.evicting import evict_all
+from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.ids import BlockId
@@ -119,20 +120,28 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = Fals
                 f"block {block.block_id} was in the free queue with ref_cnt {block.ref_cnt}; only touch() "
                 "may reference a free block. Call repair()"
             )
-        block.ref_cnt = 1
         block.generation += 1
         if block.key is not None:
             any_cached = True
-    if any_cached and pool.enable_caching:
-        evict_all(pool, taken)
+    if pool.metrics_collector is not None:
+        mark_observed(pool, taken, pool.metrics_collector)
+    else:
+        for block in taken:
+            block.ref_cnt = 1
+        if any_cached and pool.enable_caching:
+            evict_all(pool, taken)
     if pool.free_index is not None and not is_noted:
         pool.free_index.note_taken(taken, pool.block_owner)
-    observer = pool.metrics_collector
-    if observer is not None:
-        for block in taken:
-            if pool.enable_caching:
-                observer.on_block_evicted(block)
-            observer.on_block_allocated(block)
+
+
+def mark_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
+    """Evict and reference blocks one by one, in the order of calls that the observer expects."""
+    for block in taken:
+        if pool.enable_caching:
+            observer.on_block_evicted(block)
+            evict(pool, block)
+        block.ref_cnt = 1
+        observer.on_block_allocated(block)
 
 
 def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = True) -> None:

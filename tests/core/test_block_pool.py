@@ -637,9 +637,9 @@ def test_the_observer_sees_evictions_before_allocations():
     pool.free_blocks([taken[0], taken[0], taken[1]])
     assert pool.reset_prefix_cache()
     assert notes.lines == [
-        "evicted 1 ref_cnt 1",
+        "evicted 1 ref_cnt 0",
         "allocated 1",
-        "evicted 2 ref_cnt 1",
+        "evicted 2 ref_cnt 0",
         "allocated 2",
         "accessed 1",
         "evicted 3 ref_cnt 0",

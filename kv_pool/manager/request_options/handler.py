@@ -204,7 +204,7 @@ class RequestOptionsHandler:
         if changes:
             try:
                 report.changed_blocks = retention.change_directives(request, changes)
-            except BaseException:
+            except Exception:
                 retention.set_directives(request.request_id, [])
                 raise
         if options.end_session is not None:
