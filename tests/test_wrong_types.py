@@ -94,6 +94,7 @@ class Things:
             "unpin_blocks": {"blocks": spare, "on_reuse": print},
             "is_block_writable": {"block": spare[0]},
             "evict_blocks": {"block_ids": [1]},
+            "repair": {"blocks": held},
             "swap_block_ids": {"pairs": [(1, 2)]},
             "hold": {"blocks": held, "reason": "read by a test", "movable": False, "until": 1e12},
             "explain_holds": {"block_id": 1},

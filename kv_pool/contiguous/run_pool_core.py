@@ -134,13 +134,14 @@ class RunPoolCore(BlockPoolCore):
         for block in chosen:
             if block.ref_cnt != 0 or block.next_free_block is None:
                 return False
-        if self.reuse_watchers:
+        has_watchers = len(self.reuse_watchers) > 0
+        if has_watchers:
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(chosen, self.block_owner, num_free, self.enable_caching, False)
             self.is_changing = was_changing
             notify_watchers_off_queue(self, chosen)
             self.is_changing = True
-        take_listed(self, chosen, is_noted=not self.reuse_watchers)
+        take_listed(self, chosen, is_noted=not has_watchers)
         return True
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:

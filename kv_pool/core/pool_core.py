@@ -26,6 +26,7 @@ from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.freeing import free_listed, unpin_listed
+from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes
@@ -585,7 +586,12 @@ class BlockPoolCore(PoolState):
             return False
         if self.reuse_watchers:
             watched = [block_id for block_id in self.reuse_watchers if block_id < self.num_gpu_blocks]
-            notify_watchers(self, [self.blocks[block_id] for block_id in watched])
+            cache = self.cached_block_hash_to_block
+            self.cached_block_hash_to_block = BlockHashToBlockMap()  # a watcher finds no block, as in vLLM
+            try:
+                notify_watchers(self, [self.blocks[block_id] for block_id in watched])
+            finally:
+                self.cached_block_hash_to_block = cache
         self.is_changing = True
         forget_all(self)
         self.reuse_watchers.clear()  # those of bare blocks
