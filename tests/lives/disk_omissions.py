@@ -20,8 +20,8 @@ def wipe_no_file(original):
 def write_no_header(original):
     """The block is only in the process's index."""
 
-    def write(files, slot, key, row, use):
-        original(files, slot, key, row, use)
+    def write(files, slot, *args):
+        original(files, slot, *args)
         files.wipe(slot)
 
     return write

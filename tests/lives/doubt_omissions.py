@@ -42,7 +42,7 @@ def extend_no_lease(original):
 
 
 def stay_frozen(original):
-    return lambda transfers, transfer, outcome: transfers._end(transfer, outcome)
+    return lambda site, subject: None
 
 
 def keep_lease(original):
@@ -100,7 +100,7 @@ DOUBT_OMISSIONS = [
     ),
     Omission("a renewal extends no lease", "adapter", SOURCE, "SourceTransfers._extend", extend_no_lease),
     Omission(
-        "a sequence stays frozen", "manager", SOURCE, "SourceTransfers._end_unacknowledged", stay_frozen
+        "a sequence stays frozen", "manager", "kv_pool.migration.pool_site", "PoolSite.thaw", stay_frozen
     ),
     Omission("a lease outlives its transfer", "adapter", SOURCE, "SourceTransfers._end", keep_lease),
     Omission(

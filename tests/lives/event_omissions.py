@@ -9,19 +9,11 @@ EVENTS = "kv_pool.tiers.tier_events"
 
 
 def announce_no_eviction(original):
-    def announce_removed(pool):
-        pool._unannounced = []
-
-    return announce_removed
+    return lambda pool, keys: None
 
 
 def announce_part_of_an_eviction(original):
-    def announce_removed(pool):
-        if len(pool._unannounced) > 1:
-            del pool._unannounced[-1]
-        original(pool)
-
-    return announce_removed
+    return lambda pool, keys: original(pool, keys[:-1] if len(keys) > 1 else keys)
 
 
 def announce_nothing(original):

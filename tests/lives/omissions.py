@@ -76,41 +76,28 @@ def held_twice(start):
     return make
 
 
-def not_added(start):
+def not_taken(start):
     """Blocks added to a hold with this reason are not held."""
 
     def make(original):
-        def add(hold, blocks):
+        def take_references(book, hold, blocks):
             if not hold.reason.startswith(start):
-                original(hold, blocks)
+                original(book, hold, blocks)
 
-        return add
+        return take_references
 
     return make
 
 
-def not_removed(start):
-    """Blocks stay in a hold with this reason."""
-
-    def make(original):
-        def remove(hold, blocks):
-            if not hold.reason.startswith(start):
-                original(hold, blocks)
-
-        return remove
-
-    return make
-
-
-def not_released(start):
+def not_ended(start):
     """A hold with this reason stays in the book."""
 
     def make(original):
-        def release(hold):
+        def end(book, hold, state):
             if not hold.reason.startswith(start):
-                original(hold)
+                original(book, hold, state)
 
-        return release
+        return end
 
     return make
 
@@ -119,10 +106,8 @@ def not_adopted(start):
     """A hold with this reason does not take over the references that it is given."""
 
     def make(original):
-        def adopt(book, references, reason, onto):
-            if reason.startswith(start):
-                references.clear()
-            return original(book, references, reason, onto)
+        def adopt(book, references, reason):
+            return original(book, [] if reason.startswith(start) else references, reason)
 
         return adopt
 
@@ -146,10 +131,10 @@ def adopted_for_no_time(start):
     """A hold with this reason drops its references as soon as it has taken them over."""
 
     def make(original):
-        def adopt(book, references, reason, onto):
-            hold = original(book, references, reason, onto)
+        def adopt(book, references, reason):
+            hold = original(book, references, reason)
             if reason.startswith(start):
-                hold.remove(hold.blocks)
+                book.drop_references(hold, hold.blocks)
             return hold
 
         return adopt
@@ -161,9 +146,8 @@ def not_handed_over(start):
     """A hold with this reason keeps its references when a table gets them."""
 
     def make(original):
-        def hand_over(book, hold, onto):
-            if not hold.reason.startswith(start):
-                original(book, hold, onto)
+        def hand_over(book, hold):
+            return hold.blocks if hold.reason.startswith(start) else original(book, hold)
 
         return hand_over
 
@@ -281,24 +265,30 @@ def free_unwatched(original):
 def call_no_watchers(original):
     """The watchers of reused blocks are forgotten."""
 
-    def notify_watchers_of(pool, blocks):
+    def notify_watchers(pool, blocks):
         for block in blocks:
             pool.reuse_watchers.pop(block.block_id, None)
 
-    return notify_watchers_of
+    return notify_watchers
 
 
 OMISSIONS = [
-    Omission("a reader's blocks are not held", "adapter", HOLDS, "BlockHolds.open", not_held("leased to a")),
+    Omission(
+        "a reader's blocks are not held",
+        "adapter",
+        HOLDS,
+        "BlockHolds.take_references",
+        not_taken("leased to a"),
+    ),
     Omission(
         "a writer's blocks are not held",
         "manager",
         HOLDS,
-        "BlockHolds.open",
-        not_held("leased to the load"),
+        "BlockHolds.take_references",
+        not_taken("leased to the load"),
     ),
     Omission(
-        "a lease's hold is forgotten", "manager", HOLDS, "Hold.release", not_released("leased to a reader")
+        "a lease's hold is forgotten", "manager", HOLDS, "BlockHolds.end", not_ended("leased to a reader")
     ),
     Omission("a lease to write expires", "manager", LEASES, "BlockLeases.expire", expire_writers),
     Omission("a lease is released twice", "adapter", LEASES, "BlockLeases.release", release_twice),
@@ -349,7 +339,9 @@ OMISSIONS = [
         "BlockPoolCore.flush_evicted",
         store_nothing,
     ),
-    Omission("an adapter's pins hold nothing", "adapter", HOLDS, "Hold.add", not_added("pinned")),
+    Omission(
+        "an adapter's pins hold nothing", "adapter", HOLDS, "BlockHolds.take_references", not_taken("pinned")
+    ),
     Omission(
         "a retention's pin is not noted",
         "manager",
@@ -385,7 +377,7 @@ OMISSIONS = [
         "a reuse watcher is not called",
         "manager",
         "kv_pool.core.taking",
-        "notify_watchers_of",
+        "notify_watchers",
         call_no_watchers,
     ),
 ]
