@@ -388,14 +388,14 @@ class KVCacheManager(ManagerQueries):
     ) -> int:
         """Evict all that requests of an adapter, a salt or a session have cached, in the lower tiers, too.
 
-        For an adapter that is loaded again with other weights, or data to be deleted. Running requests of
-        these owners keep their blocks; what they compute from now on is not cached.
+        For an adapter that is loaded again with other weights, or data to be deleted. Of several arguments,
+        all must match. Running requests of these owners keep their blocks; what they compute from now on is
+        not cached.
 
         Args:
             adapter: the adapter's name, whatever its path, id and version.
             cache_salt: of the whole request, or of a region: then the blocks from there on.
             session_id: blocks that the session shares with others are evicted, too.
-            Of several arguments, all must match.
         Returns:
             The number of blocks of the pool that are evicted.
         Raises:
