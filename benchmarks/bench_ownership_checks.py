@@ -63,7 +63,7 @@ NUM_CHECKS = {
     "touch_onto": 2,
     "free_all": 1,
     "unpin_all": 2,
-    "group_by_pool": 2,
+    "group_by_pool": 3,
     "evict_blocks": 1,
     "cache_full_blocks": 4,
     "cache_partial_block": 2,
