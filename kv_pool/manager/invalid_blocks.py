@@ -77,11 +77,13 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
                 num_valid = 0
             for table, group in zip(holder.tables, state._groups, strict=True):
                 table.num_valid_tokens = min(num_valid, table.num_valid_tokens)
-                table.is_forked = True
                 table.num_cached_blocks = min(table.num_cached_blocks, holder.num_valid // group.block_size)
-            state._has_forks = True
         if holder.tables[0].num_valid_tokens < ALL_TOKENS:
+            # Also if an earlier report or eviction has found it: now the request goes back, and writes again.
             num_valid_tokens[holder.request_id] = holder.tables[0].num_valid_tokens
+            for table in holder.tables:
+                table.is_forked = True
+            state._has_forks = True
     if pool.lower_tiers is not None:
         keys = spread.list_tier_keys()
         if keys:

@@ -281,6 +281,24 @@ def test_further_reports_never_name_more_valid_tokens():
     assert manager.report_invalid_blocks([table[3]]).num_valid_tokens == {"a": 12}
 
 
+def test_a_request_named_again_replaces_what_it_shares():
+    manager = make(20)
+    parent = start(manager, "parent", range(18))
+    child = Request("child", range(18), HASHER)
+    child.num_computed_tokens = 18
+    manager.fork(parent, child)
+    manager.evict_blocks([2])
+    for request in (parent, child):  # they go on nevertheless
+        request.append_output_token_ids([60, 61])
+        assert manager.allocate_slots(request, 2) is not None
+        request.num_computed_tokens += 2
+    child.num_computed_tokens = manager.report_invalid_blocks([manager.get_block_ids("parent")[4]])[0]["child"]
+    assert child.num_computed_tokens == 4
+    assert manager.allocate_slots(child, 16) is not None
+    shared = set(manager.get_block_ids("parent")) & set(manager.get_block_ids("child"))
+    assert shared == {1}
+
+
 def test_a_request_caches_nothing_after_evict_blocks():
     manager = make(30)
     request = start(manager, "a", range(18))
