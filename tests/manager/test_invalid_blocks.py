@@ -292,7 +292,8 @@ def test_a_request_named_again_replaces_what_it_shares():
         request.append_output_token_ids([60, 61])
         assert manager.allocate_slots(request, 2) is not None
         request.num_computed_tokens += 2
-    child.num_computed_tokens = manager.report_invalid_blocks([manager.get_block_ids("parent")[4]])[0]["child"]
+    report = manager.report_invalid_blocks([manager.get_block_ids("parent")[4]])
+    child.num_computed_tokens = report.num_valid_tokens["child"]
     assert child.num_computed_tokens == 4
     assert manager.allocate_slots(child, 16) is not None
     shared = set(manager.get_block_ids("parent")) & set(manager.get_block_ids("child"))
