@@ -491,6 +491,14 @@ class RandomScheduler:
                 is_hit = not num_new and not any(one is sequence and n for one, _, n in self.to_write)
                 if block.block_hash is not None and not is_hit:
                     self.unwritten.add(block.block_id)
+                for one, num_hit, num_external in self.to_write:
+                    num_loaded = num_hit + num_external
+                    if one is sequence and num_external and num_loaded % spec.block_size == 0:
+                        loaded = self.manager.get_table(sequence.name, group_id).blocks[
+                            num_loaded // spec.block_size - 1
+                        ]
+                        if loaded.block_hash is not None:
+                            self.unwritten.add(loaded.block_id)
 
     # ---- running ---------------------------------------------------------------------------------
 
