@@ -23,8 +23,11 @@ class Node:
         self.engine.start("running", [*range(4), 50, 51, 52, 53])
         self.site = self.engine.site
 
-    def list_pools(self):
-        return [self.engine.pool]
+    def is_interrupted(self):
+        return self.engine.pool.is_changing
+
+    def close(self):
+        pass
 
     def call_next(self):
         self.site.list_frozen()
