@@ -9,15 +9,6 @@ from kv_pool import COMPILED, PoolInterruptedError
 CASES = [
     case for part in (pools, managers, compaction, adapter, swap, tiers, migration) for case in part.CASES
 ]
-OPEN = {
-    "GPUKVPool.migrate_blocks": "interrupted after its last change, it can end as neither done nor undone",
-}
-PARAMETERS = [
-    pytest.param(
-        case, id=case.name, marks=[pytest.mark.xfail(reason=OPEN[case.name])] if case.name in OPEN else []
-    )
-    for case in CASES
-]
 
 
 def find_broken(case, interrupts_repair, slowness):
@@ -50,7 +41,7 @@ def find_broken(case, interrupts_repair, slowness):
 
 @pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
 @pytest.mark.parametrize("interrupts_repair", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_interrupted_call_is_refused_until_a_repair(case, interrupts_repair):
     num_points, broken = find_broken(case, interrupts_repair, 8 if interrupts_repair else 20)
     assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"
@@ -59,7 +50,7 @@ def test_an_interrupted_call_is_refused_until_a_repair(case, interrupts_repair):
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_call_is_interrupted_at_more_points(case):
     num_points, broken = find_broken(case, False, 100)
     assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"

@@ -97,7 +97,11 @@ class MigrationRoutes:
             try:
                 return move.run()
             finally:
-                self._end_moves()
+                try:
+                    self._end_moves()
+                except BaseException:
+                    move.mark_interrupted()
+                    raise
 
     def repair(self) -> None:
         """End the moves from and to this pool that were interrupted, as far as both pools are whole."""
@@ -148,6 +152,11 @@ class _Move:
     def is_whole(self) -> bool:
         """Return False if a call of one of the pools was interrupted."""
         return not (self.source.pool.is_changing or self.target.pool.is_changing)
+
+    def mark_interrupted(self) -> None:
+        """Let both pools refuse calls until `repair`, since the move is neither done nor undone."""
+        self.source.pool.is_changing = True
+        self.target.pool.is_changing = True
 
     def run(self) -> tuple[list[BlockId], list[BlockId]]:
         """Copy the blocks and pass them to the target. `end` does the rest, whether this raises or not.
