@@ -11,9 +11,10 @@ from kv_pool.ids import BlockId
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class FreeIndex:
-    """What a pool notes about its free blocks for a subclass that searches them: `PoolState.free_index`.
+    """An index of a pool's free blocks: `PoolState.free_index`.
 
-    The pool calls these methods as part of each change. Blocks of other owners are skipped.
+    The pool calls these methods as part of each change; a subclass of the pool searches the index. Blocks of
+    other owners are skipped.
     """
 
     def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:

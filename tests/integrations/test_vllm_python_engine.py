@@ -1,4 +1,4 @@
-"""What `LLM(...)` and its engine process log of wrong settings and options (marker `vllm`)."""
+"""`LLM(...)` and its engine process log wrong settings and options (marker `vllm`)."""
 
 import pytest
 from integrations.vllm_process import list_lines, run_program

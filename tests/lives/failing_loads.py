@@ -247,7 +247,7 @@ class FailingLife:
         action()
         self.engine.run()
         if any(block.generation != generation for block, (_, generation) in self.bad.items()):
-            self.is_lost = True  # nobody can report a block by its id once it is reused
+            self.is_lost = True  # after its reuse a block's id names other content
             self.tally["lost"] += 1
             return
         self.check()
