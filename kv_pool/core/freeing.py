@@ -16,45 +16,54 @@ def free_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     """Implement `BlockPool.free_blocks`."""
     was_changing = pool.is_changing
     pool.is_changing = True
-    foreign = count_down(pool, listed, was_changing)
-    link_free(pool, listed)
+    num_freed, foreign = count_down(pool, listed, was_changing)
+    if num_freed > 0:
+        link_free(pool, listed)
     if pool.free_index is not None:
         num_free = pool.free_block_queue.num_free_blocks
         pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
     if pool._band_policy is not None:
         pool._band_policy.place(listed)
     pool.is_changing = was_changing
-    for other, theirs in foreign:
-        other.free_blocks(theirs)
+    if foreign is not None:
+        for other, theirs in foreign:
+            other.free_blocks(theirs)
 
 
 def count_down(
     pool: PoolState, listed: list[KVCacheBlock], was_changing: bool
-) -> list[tuple[Any, list[KVCacheBlock]]]:
+) -> tuple[i64, list[tuple[Any, list[KVCacheBlock]]] | None]:
     """Drop one reference of each block of the pool; those of null blocks do not count.
 
     Returns:
-        The blocks of other pools, with their pools. Their references do not change.
+        The number of blocks without references, and the blocks of other pools with their pools, whose
+        references do not change; None for none.
     Raises:
         As `free_blocks`. Nothing has changed.
     """
     owner = pool.block_owner
     num_done: i64 = 0
-    foreign: list[KVCacheBlock] = []
+    num_freed: i64 = 0
+    foreign: list[KVCacheBlock] | None = None
     try:
         for block in listed:
             if block.owner is owner or block.owner is None:
                 if not block.is_null:
-                    if block.ref_cnt < 1 and block.owner is owner:
+                    left = block.ref_cnt - 1
+                    if left < 0 and block.owner is owner:
                         raise InvalidBlockError(
                             f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
                             "Was it freed twice?"
                         )
-                    block.ref_cnt -= 1
+                    block.ref_cnt = left
+                    if left == 0:
+                        num_freed += 1
             elif not block.is_null:
+                if foreign is None:
+                    foreign = []
                 foreign.append(block)
             num_done += 1
-        return group_by_pool(pool, foreign) if foreign else []
+        return num_freed, None if foreign is None else group_by_pool(pool, foreign)
     except Exception as error:
         for block in listed[:num_done]:
             if not block.is_null and (block.owner is owner or block.owner is None):

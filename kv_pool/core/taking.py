@@ -120,22 +120,22 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = Fals
                 f"block {block.block_id} was in the free queue with ref_cnt {block.ref_cnt}; only touch() "
                 "may reference a free block. Call repair()"
             )
+        block.ref_cnt = 1
         block.generation += 1
         if block.key is not None:
             any_cached = True
     if pool.metrics_collector is not None:
-        mark_observed(pool, taken, pool.metrics_collector)
-    else:
-        for block in taken:
-            block.ref_cnt = 1
-        if any_cached and pool.enable_caching:
-            evict_all(pool, taken)
+        evict_observed(pool, taken, pool.metrics_collector)
+    elif any_cached and pool.enable_caching:
+        evict_all(pool, taken)
     if pool.free_index is not None and not is_noted:
         pool.free_index.note_taken(taken, pool.block_owner)
 
 
-def mark_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
+def evict_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
     """Evict and reference blocks one by one, in the order of calls that the observer expects."""
+    for block in taken:
+        block.ref_cnt = 0
     for block in taken:
         if pool.enable_caching:
             observer.on_block_evicted(block)
