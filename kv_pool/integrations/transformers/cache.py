@@ -86,13 +86,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """A cache with keys and values in the pool's blocks, for `past_key_values` of an unmodified model.
+    """A cache with keys and values in the pool's blocks: the argument `cache` of an unmodified model.
 
     With `generate`, for one request or several of equal length:
 
         sequences.admit(request)                                 # a cached prefix is not computed again
         output = model.generate(torch.tensor([request.all_token_ids]),
-                                past_key_values=PagedCache(sequences, [request]))
+                                cache=PagedCache(sequences, [request]))
         request.append_output_token_ids(output[0, request.num_prompt_tokens:].tolist())
         sequences.note_computed(request, request.num_computed_tokens)    # caches the generated tokens
 
@@ -113,7 +113,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     With beam search, whose beams share blocks:
 
         cache = PagedCache(sequences, [request], num_beams=4)
-        output = model.generate(torch.tensor([request.all_token_ids]), past_key_values=cache, num_beams=4)
+        output = model.generate(torch.tensor([request.all_token_ids]), cache=cache, num_beams=4)
         cache.free()
     """
 
@@ -146,7 +146,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         Returns:
             input_ids, position_ids: (num_rows, width), int64; short rows are padded with their last token.
             attention_mask: (num_rows, 1, width, longest row), the storage's dtype: 0 for visible tokens.
-            past_key_values: this cache; also paged_cache if attention reads the blocks.
+            cache: this cache; also paged_cache if attention reads the blocks.
         Raises:
             InvalidArgumentError: the cache has no `num_new_tokens`, or a row has fewer tokens.
         """
@@ -176,7 +176,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             "input_ids": torch.tensor(input_ids, device=storage.device),
             "position_ids": position_ids,
             "attention_mask": mask.masked_fill(unseen, torch.finfo(dtype).min),
-            "past_key_values": self,
+            "cache": self,
         }
         return inputs if self.gathers else {**inputs, "paged_cache": self}
 

@@ -87,7 +87,7 @@ class PagedSequences:
 
         sequences = PagedSequences(KVCacheManager(pool), allocate_storage(model, pool.num_gpu_blocks, 16))
         sequences.admit(request)
-        model.generate(token_ids, past_key_values=PagedCache(sequences, [request]))
+        model.generate(token_ids, cache=PagedCache(sequences, [request]))
 
     Args:
         manager: the manager of the pool.

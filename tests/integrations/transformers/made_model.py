@@ -54,7 +54,7 @@ def generate_dense(prompt, num_tokens):
 @torch.no_grad()
 def find_dense_kv(token_ids):
     """Return [(key, value)] per layer of all these tokens, each (num_tokens, num_kv_heads, head_size)."""
-    layers = make_model()(torch.tensor([token_ids])).past_key_values.layers
+    layers = make_model()(torch.tensor([token_ids])).cache.layers
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in layers]
 
 

@@ -17,7 +17,7 @@ def search(prompts, num_tokens, cache=None, **options):
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=num_tokens,
-        past_key_values=cache,
+        cache=cache,
         return_dict_in_generate=True,
         output_scores=True,
         **options,

@@ -59,7 +59,7 @@ def generate(sequences, name, prompt):
     output = make_model().generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        past_key_values=PagedCache(sequences, [request]),
+        cache=PagedCache(sequences, [request]),
         max_new_tokens=NUM_TOKENS,
     )
     generated = output[0, len(prompt) :].tolist()
