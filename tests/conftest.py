@@ -6,6 +6,9 @@ import importlib.util
 import os
 import signal
 import warnings
+from collections import defaultdict
+
+import pytest
 
 import kv_pool
 
@@ -108,7 +111,28 @@ NEEDS = {
 """A test with one of these marks is skipped if its requirement is missing."""
 
 
+SEED_NAMES = ("seed", "first_seed")
+
+
+def leave_seeds_to_the_night(items):
+    """Mark as slow all but the first third of the seeds of a random test, at least one."""
+    seeds = defaultdict(dict)
+    drawn = []
+    for item in items:
+        for name in SEED_NAMES:
+            if hasattr(item, "callspec") and name in item.callspec.params:
+                seed = item.callspec.params[name]
+                seeds[item.function][seed] = None
+                drawn.append((item, seed))
+    kept = {function: list(found)[: max(1, len(found) // 3)] for function, found in seeds.items()}
+    for item, seed in drawn:
+        if seed not in kept[item.function]:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
+    leave_seeds_to_the_night(items)
     for mark, is_here in NEEDS.items():
         marked = [item for item in items if item.get_closest_marker(mark) is not None]
         if marked and not is_here():

@@ -43,7 +43,7 @@ def find_broken(case, interrupts_repair, slowness):
 @pytest.mark.parametrize("interrupts_repair", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_interrupted_call_is_refused_until_a_repair(case, interrupts_repair):
-    num_points, broken = find_broken(case, interrupts_repair, 8 if interrupts_repair else 20)
+    num_points, broken = find_broken(case, interrupts_repair, 4 if interrupts_repair else 10)
     assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"
     assert num_points
 

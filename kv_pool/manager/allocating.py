@@ -1,4 +1,4 @@
-"""The changes that `allocate_slots` makes to a request's block tables."""
+"""`make_room`: what `allocate_slots` does for a `Step`, under any manager's interface."""
 
 from collections.abc import Sequence
 
@@ -11,25 +11,57 @@ from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
-from kv_pool.manager.superseding import release_superseded
+
+
+def make_room(
+    state: ManagerState, request: SchedulableRequest, step: Step
+) -> tuple[Sequence[KVCacheBlock], ...] | None:
+    """Give the request the blocks of its step, if they fit, and cache the full ones.
+
+    Returns:
+        For each group, the blocks for the new tokens; None if the step does not fit: nothing has changed,
+        except that blocks which left a window are released.
+    """
+    pool = state.block_pool
+    tables = step.tables
+    ends: list[int] | None = None
+    if state._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
+        step.caches = False  # what it computes from invalid content
+    if pool.enable_caching and step.caches:
+        ends = state._caching.find_ends(request, tables, step.num_prefix, step.num_scheduled)
+    needs = state._needs
+    num_free = state.get_num_free_blocks()
+    if step.num_sequence:
+        num_surplus = needs.count_surplus(tables, step.num_sequence)
+        if needs.count_full_sequence(step, step.num_sequence) > num_free - step.num_left + num_surplus:
+            return None
+    if tables is not None and state._forgets:
+        free_skipped_blocks(state, step.request_id, tables, step.num_final)
+        num_free = state.get_num_free_blocks()
+    need = needs.count(step)
+    num_kept = step.num_left + step.num_reserved
+    if num_kept:
+        num_kept = max(0, num_kept - needs.count_surplus(tables, step.num_scheduled))
+    if need > num_free - num_kept:
+        return None
+    if len(state._caching.unwritten) > 0 and state._caching.is_unwritten(step.prefix_blocks):
+        return None
+    if tables is not None and not need and ends is None and not state._has_forks and state._rules is None:
+        return state._no_blocks
+    return allocate(state, request, step, ends, need)
 
 
 def allocate(
-    state: ManagerState,
-    request: SchedulableRequest,
-    step: Step,
-    junction: int,
-    full: list[int] | None,
-    need: int,
+    state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None, need: int
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
 
     Args:
-        junction: see `CachedPrefix`; for a request without blocks.
-        full: the result of `PrefixCaching.count_full`.
+        ends: the result of `PrefixCaching.find_ends`.
         need: the result of `SlotNeeds.count`.
     """
     pool = state.block_pool
@@ -45,9 +77,6 @@ def allocate(
     if is_new:
         # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
         start_tables(state, request, tables, step)
-        if junction:
-            for table in tables:
-                table.junction = junction
         if retention is not None and retention.is_active:
             retention.note_admitted(request)
         num_external = step.num_before - step.num_computed - step.num_prefix
@@ -62,9 +91,9 @@ def allocate(
         note_encoder(state, request, tables)
     if state._rules is not None:
         state._rules.note_step(request, tables, step)
-    if full is not None:
+    if ends is not None:
         num_loaded = step.num_before if num_external else 0
-        state._caching.cache(request, tables, full, step.num_scheduled, False, num_loaded)
+        state._caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
         if state._rules is not None and state._rules.chains is not None:
             release_superseded(state, state._rules.chains)
     if is_new:
@@ -75,6 +104,17 @@ def allocate(
     return added
 
 
+def cache_written(
+    state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int
+) -> None:
+    """Cache the full blocks of the first `num_tokens` tokens, whose content is there."""
+    ends = state._caching.find_ends(request, tables, 0, num_tokens)
+    if ends is not None:
+        state.block_pool.is_changing = True
+        state._caching.cache(request, tables, ends, num_tokens, is_written=True)
+        state.block_pool.is_changing = False
+
+
 def start_tables(
     state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step
 ) -> None:
@@ -83,6 +123,7 @@ def start_tables(
     for group in state._groups:
         table = BlockTable()
         table.request = request
+        table.junction = step.junction
         table.num_hits = 0
         tables.append(table)
         used = step.prefix_blocks[group.group_id]
@@ -325,3 +366,18 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 # Cached by a request that held it, too, and has left; this one was truncated within it.
                 evict_invalid(pool, [block])
         table.is_forked = False
+
+
+def release_superseded(state: ManagerState, chains: StateChains) -> None:
+    """Evict the superseded states; their blocks are reused first. Blocks in use or retained stay cached."""
+    pool = state.block_pool
+    superseded = chains.superseded
+    while len(superseded) > 0:
+        old = superseded[-1]
+        block = old.block
+        if old.is_cached and block.ref_cnt == 0 and block.retention_id == 0:
+            # With a reference the block leaves the queue; without content it returns to the front.
+            pool.add_references([block])
+            evict_invalid(pool, [block])
+            pool.drop_references([block])
+        superseded.pop()

@@ -15,34 +15,33 @@ from kv_pool.core.arguments import (
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
+from kv_pool.core.block_checks import check_ours, refuse_interrupted
 from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockId, BlockMove
+from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import allocate, free_skipped_blocks
+from kv_pool.manager.allocating import cache_written, free_skipped_blocks, make_room
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.cached_prefix import CachedPrefix, find_common_hit
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
+from kv_pool.manager.manager_state import ManagerState, find_tables
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_rules import PrefixRules
-from kv_pool.manager.queries import ManagerQueries
-from kv_pool.manager.repairing import repair_manager
-from kv_pool.manager.request_tables import find_tables
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step_checks import read_step
+from kv_pool.manager.step_checks import read_limits, read_step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class KVCacheManager(ManagerQueries):
+class KVCacheManager(ManagerState):
     """The block tables of requests over one pool, for one KV cache group or several.
 
         >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
@@ -132,6 +131,61 @@ class KVCacheManager(ManagerQueries):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(self)
 
+    # ---- looking -----------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool's blocks that are in use, 0 to 1."""
+        num_blocks = self.block_pool.num_gpu_blocks - 1
+        return 1.0 - self.get_num_free_blocks() / num_blocks if num_blocks else 0.0
+
+    def get_computed_blocks(
+        self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None = None
+    ) -> CachedPrefix:
+        """Find the longest cached prefix that all groups have; it may be empty. Changes nothing.
+
+        Args:
+            max_num_tokens: maximum length of the prefix. Default: all tokens but the last. The logits of the
+                last token are needed, so its whole block is recomputed. A caller that needs no logits passes
+                `request.num_tokens`.
+        Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for other
+            groups.
+        """
+        request_id = get_request_id("request", request)
+        num_tokens = junction = 0
+        blocks: list[list[KVCacheBlock]]
+        caching = self._caching
+        if not self.block_pool.enable_caching or (
+            caching.has_encoder and not caching.covers_encoder(request)
+        ):
+            blocks = [[] for _ in self._groups]
+        else:
+            num_known = request.num_tokens
+            limit = num_known - 1
+            if max_num_tokens is not None:
+                limit = as_count("max_num_tokens", max_num_tokens)
+            hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
+            if len(hashes) * self.block_pool.hash_block_size > num_known:
+                self._caching.raise_wrong_block_size(request, len(hashes))
+            if self._rules is not None:
+                listed = hashes if isinstance(hashes, list) else list(hashes)
+                blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
+            else:
+                blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
+        return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
+
+    def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
+        """Return the numbers of tokens, ascending, at which steps of the prompt must end to cache its states.
+
+        A `MambaSpec` group has a state at the end of a step only. `PrefixRules` select two states per request
+        or, with a `retention_interval` other than 0, more. Without rules and without states: [].
+        """
+        get_request_id("request", request)
+        check_type("cached_prefix", cached_prefix, CachedPrefix)
+        if self._rules is None:
+            return []
+        return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
+
     # ---- allocating ------------------------------------------------------------------------------
 
     def can_allocate(
@@ -153,40 +207,29 @@ class KVCacheManager(ManagerQueries):
         are pinned without a deadline stay pinned, see `explain_fit`. Changes nothing. Raises the errors of
         `allocate_slots`.
         """
-        if not isinstance(num_in_flight_tokens, int):
-            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
+            self, request, num_new_tokens, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
+        )
+        read_limits(
             self,
+            step,
             request,
-            num_new_tokens,
-            cached_prefix,
-            num_lookahead_tokens,
-            num_external_computed_tokens,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
             num_in_flight_tokens,
         )
-        if self._plans_checkpoints and self._rules is not None:
-            step.prefill_end = self._rules.find_prefill_end(request)
-        tables = step.tables
-        num_sequence = request.num_tokens if full_sequence_must_fit else 0
-        num_available = self.get_num_free_blocks()
-        if tables is None and self._tables:
-            num_available -= self.watermark_blocks
-        if not num_sequence or self._needs.count_full_sequence(step, num_sequence) <= num_available:
-            if tables is not None:
-                num_final = step.num_before - num_in_flight_tokens
-                num_available += self._needs.count_to_forget(step.request_id, tables, num_final)
-            fits = self._needs.count(step) <= num_available - reserved_blocks
+        needs = self._needs
+        num_available = self.get_num_free_blocks() - step.num_left
+        if not step.num_sequence or needs.count_full_sequence(step, step.num_sequence) <= num_available:
+            num_available += needs.count_to_forget(step)
+            fits = needs.count(step) <= num_available - step.num_reserved
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
         num_usable = self.block_pool.num_gpu_blocks - 1
         if self.retention is not None:
-            own = self._needs.list_own_blocks(step)
-            num_usable -= len(self._list_lasting_pins(step.request_id, own))
-        fits_alone = self._needs.fits_alone(num_usable, step, num_sequence, reserved_blocks)
-        return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
+            num_usable -= len(self._list_lasting_pins(step.request_id, needs.list_own_blocks(step)))
+        return AllocStatus.LATER if needs.fits_alone(num_usable, step) else AllocStatus.NEVER
 
     def allocate_slots(
         self,
@@ -241,51 +284,91 @@ class KVCacheManager(ManagerQueries):
             refuse_interrupted()
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
-        if not isinstance(num_in_flight_tokens, int):
-            num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
         step = read_step(
+            self, request, num_new_tokens, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
+        )
+        read_limits(
             self,
+            step,
             request,
-            num_new_tokens,
-            cached_prefix,
-            num_lookahead_tokens,
-            num_external_computed_tokens,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
             num_in_flight_tokens,
         )
-        if self._plans_checkpoints and self._rules is not None:
-            step.prefill_end = self._rules.find_prefill_end(request)
-        tables = step.tables
-        is_new = tables is None
-        full: list[int] | None = None
-        if self._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
-            delay_cache_blocks = True  # what it computes from invalid content is not cached
-        if self.block_pool.enable_caching and not delay_cache_blocks:
-            full = self._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
+        step.caches = not delay_cache_blocks
+        return make_room(self, request, step)
 
-        free_queue = self.block_pool.free_block_queue
-        num_available = free_queue.num_free_blocks if self.retention is None else self.get_num_free_blocks()
-        num_left = self.watermark_blocks if is_new and self._tables else 0
-        if full_sequence_must_fit:
-            need = self._needs.count_full_sequence(step, request.num_tokens)
-            if need > num_available - num_left:
-                return None
-        if self._forgets and tables is not None:
-            num_final = step.num_before - num_in_flight_tokens
-            free_skipped_blocks(self, step.request_id, tables, num_final)
-            num_available = self.get_num_free_blocks()
-        need = self._needs.count(step)
-        if need > num_available - num_left - reserved_blocks:
-            return None
-        if len(self._caching.unwritten) > 0 and self._caching.is_unwritten(step.prefix_blocks):
-            return None
+    def fits_alone(
+        self,
+        num_tokens: SupportsIndex,
+        *,
+        num_encoder_tokens: int = 0,
+        cached_prefix: CachedPrefix | None = None,
+    ) -> bool:
+        """Return True if a request of `num_tokens` tokens in total can be completed, if necessary alone.
 
-        if not (is_new or need or full or self._has_forks or self._plans_checkpoints):
-            return self._no_blocks
-        junction = 0 if cached_prefix is None else cached_prefix.junction
-        return allocate(self, request, step, junction, full, need)
+        If False, reject the request on arrival, or it waits forever; `explain_fit` says why. A window needs
+        few blocks if steps are short, hence `max_in_flight_tokens`; without it, one step for all tokens is
+        assumed.
+
+        Args:
+            cached_prefix: the result of `get_computed_blocks`. Blocks that are pinned without a deadline are
+                not available, except those of this prefix.
+        """
+        return not self.explain_fit(
+            num_tokens, num_encoder_tokens=num_encoder_tokens, cached_prefix=cached_prefix
+        )
+
+    def explain_fit(
+        self,
+        num_tokens: SupportsIndex,
+        *,
+        num_encoder_tokens: int = 0,
+        cached_prefix: CachedPrefix | None = None,
+    ) -> str:
+        """Return why a request does not fit alone, with the pins that are in its way; "" if `fits_alone`."""
+        num_most = self.count_max_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
+        num_blocks = self.block_pool.num_gpu_blocks - 1
+        own: list[KVCacheBlock] = []
+        request_id: RequestId | None = None
+        if cached_prefix is not None:
+            check_type("cached_prefix", cached_prefix, CachedPrefix)
+            request_id = cached_prefix.request_id
+            for blocks in cached_prefix.blocks:
+                own += blocks
+        pinned = self._list_lasting_pins(request_id, own)
+        if num_most <= num_blocks - len(pinned):
+            return ""
+        why = f"a request of {num_tokens} tokens takes up to {num_most} of {num_blocks} blocks"
+        if pinned:
+            ids = sorted([block.block_id for block in pinned])
+            listed = ", ".join([str(block_id) for block_id in ids[:16]]) + (", ..." if len(ids) > 16 else "")
+            why += (
+                f"; {len(ids)} are pinned without a deadline ({listed}); unpin some with "
+                "BlockRetention.change_directives(), or reject the request"
+            )
+        return why
+
+    def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""
+        if not isinstance(num_encoder_tokens, int):
+            num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+        num_all = as_int("num_tokens", num_tokens)
+        if num_all < 0 or num_encoder_tokens < 0:
+            raise InvalidArgumentError(
+                f"num_tokens is {num_all}, num_encoder_tokens {num_encoder_tokens}; they count tokens, 0 "
+                "or more"
+            )
+        return self._needs.count_max_blocks(num_all, num_encoder_tokens)
+
+    def _list_lasting_pins(
+        self, request_id: RequestId | None, own_blocks: Iterable[KVCacheBlock]
+    ) -> set[KVCacheBlock]:
+        """Return the blocks that pins without a deadline keep from a request, except those of its own."""
+        if self.retention is None or not self.retention.num_pins:
+            return set()
+        return self.retention.list_lasting_pins(request_id).difference(own_blocks)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.
@@ -364,12 +447,7 @@ class KVCacheManager(ManagerQueries):
                     f"not {num_computed_tokens}; call allocate_slots() first"
                 )
         if self.block_pool.enable_caching:
-            num_computed_tokens = min(num_computed_tokens, tables[0].num_valid_tokens)
-            full = self._caching.count_full(request, tables, 0, num_computed_tokens)
-            if full is not None:
-                self.block_pool.is_changing = True
-                self._caching.cache(request, tables, full, num_computed_tokens, is_written=True)
-                self.block_pool.is_changing = False
+            cache_written(self, request, tables, min(num_computed_tokens, tables[0].num_valid_tokens))
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Evict these blocks, whose content is invalid, and all that was computed from them.
@@ -541,6 +619,102 @@ class KVCacheManager(ManagerQueries):
         request_id = get_request_id("request", request)
         free_tables(self, request_id, find_tables(self, request_id))
 
+    # ---- whole tables, for swaps and migrations ----------------------------------------------------
+
+    def holds_blocks(self, request_id: RequestId) -> bool:
+        """Return True if the request has a block table."""
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        return request_id in self._tables
+
+    def list_request_ids(self) -> list[RequestId]:
+        """Return the ids of the requests that hold blocks, in the order in which they got them."""
+        return list(self._tables)
+
+    def get_table(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> BlockTable:
+        """Return the request's live block table, which only the manager may change.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks, or there is no such group.
+        """
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        if not isinstance(group_id, int):
+            group_id = as_int("group_id", group_id)
+        tables = find_tables(self, request_id)
+        if not 0 <= group_id < len(tables):
+            raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
+        return tables[group_id]
+
+    def get_block_ids(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> list[BlockId]:
+        """Return the request's block ids in token order; 0 for an entry without a block.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks, or there is no such group.
+        """
+        return self.get_table(request_id, group_id).list_ids()
+
+    def pop_tables(self, request_id: RequestId) -> list[BlockTable]:
+        """Detach the request's tables, one per group, and return them. The caller now owns the references.
+
+        Put them back, or free their blocks and call `forget_tables`.
+        Copies into some of the blocks may be pending; call `copies.check_made` before reading their bytes.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks.
+        """
+        check_type("request_id", request_id, str)
+        tables = find_tables(self, request_id)
+        self.detached_tables[request_id] = tables
+        del self._tables[request_id]
+        return tables.copy()
+
+    def forget_tables(self, request_id: RequestId) -> None:
+        """Forget the detached tables of a request, whose blocks are freed. No-op if there are none."""
+        check_type("request_id", request_id, str)
+        self.detached_tables.pop(request_id, None)
+
+    def put_tables(self, request_id: RequestId, tables: list[BlockTable]) -> None:
+        """Attach tables with referenced blocks to a request without tables: the inverse of `pop_tables`.
+
+        Raises:
+            InvalidArgumentError: the request has blocks, or the number of tables differs from that of groups.
+        """
+        check_type("request_id", request_id, str)
+        put = as_list_of("tables", tables, BlockTable).copy()
+        if request_id in self._tables:
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already")
+        if len(put) != len(self._groups):
+            raise InvalidArgumentError(f"{len(put)} tables for {len(self._groups)} groups")
+        self._has_forks = self._has_forks or any(table.is_forked for table in put)
+        self.detached_tables.pop(request_id, None)
+        self._tables[request_id] = put
+
+    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks for tables that are not attached yet; blocks that a retention keeps may be among them.
+
+        Raises:
+            OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
+        """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        if self.retention is not None:
+            self.retention.expire()
+        return self.block_pool.get_new_blocks(num_blocks)
+
+    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks that are in no table. The first block is reused first.
+
+        Raises:
+            InvalidBlockError: a block is free, or of another pool. Nothing has changed.
+        """
+        check_type("blocks", blocks, list)
+        for block in as_list_of("blocks", blocks, KVCacheBlock):
+            check_ours(block, self.block_pool.block_owner, "KVCacheManager.free_blocks()")
+        if len(self.copies):
+            self.copies.drop(blocks)
+        self.block_pool.free_blocks(blocks)
+
     # ---- after an interrupted call -----------------------------------------------------------------
 
     def repair(self) -> None:
@@ -553,4 +727,25 @@ class KVCacheManager(ManagerQueries):
 
         Cost: O(blocks of the pool).
         """
-        repair_manager(self)
+        pool = self.block_pool
+        pool.is_changing = True
+        for host in self.list_hosts():
+            host.host_pool.is_changing = True
+        pool.holds.begin_repair()  # open plans may put tables back
+        self.copies.repair()
+        for tables in (*self._tables.values(), *self.detached_tables.values()):
+            for table, group in zip(tables, self._groups, strict=True):
+                # The request's next step caches again what it computes, after the content that it has.
+                table.num_cached_blocks = 0
+                if group.forgets:
+                    num_blocks = len(table.blocks)
+                    table.num_null_blocks = next(
+                        (place for place, block in enumerate(table.blocks) if not block.is_null), num_blocks
+                    )
+        self._caching.begin_step()
+        if self.retention is not None:
+            self.retention.recount()
+        for host in self.list_hosts():
+            host.repair_host()
+        # Last, since it clears the flag.
+        pool.repair([block for tables in self._tables.values() for table in tables for block in table.blocks])

@@ -1,8 +1,8 @@
 """`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -17,13 +17,31 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.host_blocks import HostBlocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
+
+
+class HostBlocks(Protocol):
+    """A pool in host memory with copies of a manager's blocks, such as that of a `BlockSwapper`."""
+
+    @property
+    def host_pool(self) -> BlockPoolCore: ...
+
+    def is_idle(self) -> bool:
+        """Return True if no request has blocks there."""
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, of either pool, whose content is invalid."""
+
+    def reset_host(self) -> None:
+        """Evict every prefix there, after the device's pool was reset."""
+
+    def repair_host(self) -> None:
+        """Make the pool there whole, after the manager's own was repaired."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -104,6 +122,12 @@ class ManagerState:
         if retention is not None:
             self.attach_retention(retention)
 
+    def get_num_free_blocks(self) -> int:
+        """Return the number of free blocks of the pool, including those that a retention keeps."""
+        if self.retention is not None and self.retention.holds_blocks:
+            self.retention.expire()  # expired pins free their blocks
+        return self.block_pool.free_block_queue.num_free_blocks
+
     def add_host(self, host: Callable[[], HostBlocks | None]) -> None:
         """Add a weak reference to a pool in host memory whose content follows that of the device."""
         self._hosts = [one for one in self._hosts if one() is not None]
@@ -130,3 +154,14 @@ class ManagerState:
         retention.attach(block_sizes, self._tables)
         self._needs.retention = retention
         self.retention = retention
+
+
+def find_tables(state: ManagerState, request_id: RequestId) -> list[BlockTable]:
+    """Return the request's tables. Raise InvalidArgumentError if it has none."""
+    tables = state._tables.get(request_id)
+    if tables is None:
+        raise InvalidArgumentError(
+            f"request {request_id!r} has no blocks: "
+            f"{state.detached_requests.get(request_id, 'never allocated, or freed already')}"
+        )
+    return tables

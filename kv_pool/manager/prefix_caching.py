@@ -68,19 +68,19 @@ class PrefixCaching:
         """Return True if a request with this prefix must wait for the next step."""
         return any(bool(blocks) and blocks[-1] in self.unwritten for blocks in prefix_blocks)
 
-    def count_full(
+    def find_ends(
         self,
         request: SchedulableRequest,
         tables: list[BlockTable] | None,
         num_prefix_tokens: int,
         num_tokens: int,
     ) -> list[int] | None:
-        """Count the full blocks among the first `num_tokens` tokens that can serve a hit. Changes nothing.
+        """Find what `cache` caches of the first `num_tokens` tokens. Changes nothing.
 
         Args:
             tables: None for a request without blocks; its hits are the first `num_prefix_tokens` tokens.
         Returns:
-            For each group, the number of leading blocks that `cache` caches; None if all of them are already.
+            For each group, the tokens up to which `cache` caches blocks; None if all of them are already.
         Raises:
             InvalidArgumentError, InvalidTypeError: the request lacks the hashes of these blocks, a new one
                 lacks a hash for a full block of its known tokens, or an event could not name its keys.
@@ -128,7 +128,7 @@ class PrefixCaching:
                 check_announceable(request)
             if ends is None:
                 ends = [0] * len(self._groups)
-            ends[group.group_id] = end
+            ends[group.group_id] = end * block_size
         if tables is None:
             num_known = request.num_tokens
             num_hashes = len(request.block_hashes)
@@ -152,7 +152,7 @@ class PrefixCaching:
         Part of a larger call, which has set `is_changing`.
 
         Args:
-            ends: the result of `count_full`.
+            ends: the result of `find_ends`.
             num_written: tokens after the step, including speculative ones in blocks that are not full.
             is_written: whether the content is there already, not only after the coming step.
             num_loaded: tokens with the external ones, whose state a connector writes before the step; 0 for
@@ -160,7 +160,8 @@ class PrefixCaching:
         """
         for group in self._groups:
             table = tables[group.group_id]
-            first, end = table.num_cached_blocks, ends[group.group_id]
+            first = table.num_cached_blocks
+            end = ends[group.group_id] // group.block_size
             if end <= first:
                 continue
             mask = None if group.is_downward_closed else group.make_mask(first, end, num_written)

@@ -18,8 +18,8 @@ from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_caching import PrefixCaching
+from kv_pool.manager.prefix_rules import RuleDetails
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.rule_details import RuleDetails
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -36,6 +36,8 @@ class RuleCaching(PrefixCaching):
 
     Attributes:
         unwritten: keys of states whose content exists only after the coming step.
+        allows_missing_hashes: whether a request may lack hashes, as vLLM's may: blocks without one are not
+            cached.
         offers_states: whether newly cached states are listed, for an engine that copies them elsewhere.
         state_offers: request, group, block and tokens of each such state.
     """
@@ -65,6 +67,7 @@ class RuleCaching(PrefixCaching):
         self._tail_groups: list[BlockGroup] = [
             group for group in groups if group.is_cacheable and group.is_downward_closed and group.stride > 1
         ]
+        self.allows_missing_hashes: bool = False
         self.offers_states: bool = False
         self.state_offers: list[tuple[RequestId, GroupId, KVCacheBlock, int]] = []
 
@@ -78,34 +81,22 @@ class RuleCaching(PrefixCaching):
     def note_unwritten(self, block: KVCacheBlock) -> None:
         self.unwritten.add(block.key)
 
-    def count_full(
+    def find_ends(
         self,
         request: SchedulableRequest,
         tables: list[BlockTable] | None,
         num_prefix_tokens: int,
         num_tokens: int,
     ) -> list[int] | None:
-        """For each group, return the number of tokens that `cache` may cache; None if it has nothing to do.
-
-        Args and errors as for `PrefixCaching.count_full`.
-        """
+        """As `PrefixCaching.find_ends`; None if no group has anything to cache."""
         num_known = request.num_tokens
-        num_hashes = len(request.block_hashes)
-        unit = self._pool.hash_block_size
-        if num_hashes * unit > num_known or (
-            tables is None and num_known - self._pool.num_hash_lookahead_tokens - num_hashes * unit >= unit
-        ):
-            self.raise_wrong_block_size(request, num_hashes)
-        return self.count_limits(request, tables, min(num_tokens, num_known))
-
-    def count_limits(
-        self, request: SchedulableRequest, tables: list[BlockTable] | None, num_tokens: int
-    ) -> list[int] | None:
-        """As `count_full`, for a request that may lack hashes: `cache` omits the blocks without one.
-
-        Args:
-            num_tokens: known tokens after the step.
-        """
+        num_tokens = min(num_tokens, num_known)
+        if not self.allows_missing_hashes:
+            num_hashes = len(request.block_hashes)
+            unit = self._pool.hash_block_size
+            num_unhashed = num_known - self._pool.num_hash_lookahead_tokens - num_hashes * unit
+            if num_hashes * unit > num_known or (tables is None and num_unhashed >= unit):
+                self.raise_wrong_block_size(request, num_hashes)
         num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         limits = [0] * len(self._groups)
         is_any = False

@@ -3,7 +3,6 @@
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.ids import RequestId
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -25,6 +24,7 @@ class SlotNeeds:
 
     Attributes:
         retention: blocks that it keeps count as free.
+        discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class SlotNeeds:
         self._max_in_flight_tokens: int = max_in_flight_tokens
         self._copies: BlockCopies = copies
         self.retention: BlockRetention | None = None
+        self.discounts_states: bool = False
         self._has_rules: bool = has_rules
         self._plans_checkpoints: bool = plans_checkpoints
 
@@ -158,11 +159,9 @@ class SlotNeeds:
         num_tokens = self._limit(num_tokens)
         return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
 
-    def fits_alone(self, num_usable: int, step: Step, num_sequence_tokens: int, reserved_blocks: int) -> bool:
+    def fits_alone(self, num_usable: int, step: Step) -> bool:
         """Return True if a pool of `num_usable` blocks would suffice if no other request held any.
 
-        Args:
-            num_sequence_tokens: tokens that need slots in the end, if the whole sequence must fit; else 0.
         Cost: O(blocks of the request).
         """
         num_passed = 0
@@ -173,9 +172,9 @@ class SlotNeeds:
                     if not block.is_null:
                         num_usable -= 1
                         num_passed += position < end
-        if num_sequence_tokens and self.count_full_sequence(step, num_sequence_tokens, True) > num_usable:
+        if step.num_sequence and self.count_full_sequence(step, step.num_sequence, True) > num_usable:
             return False
-        return self.count(step, True) <= num_usable + num_passed - reserved_blocks
+        return self.count(step, True) <= num_usable + num_passed - step.num_reserved
 
     def list_own_blocks(self, step: Step) -> list[KVCacheBlock]:
         """Return the blocks in the request's tables, or those of its prefix that it keeps."""
@@ -188,20 +187,40 @@ class SlotNeeds:
                 own += step.prefix_blocks[group.group_id][num_skipped // group.block_size :]
         return own
 
-    def count_to_forget(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> int:
+    def count_to_forget(self, step: Step) -> int:
         """Count the blocks that become free if blocks which no later token attends to are released."""
+        tables = step.tables
+        if tables is None:
+            return 0
         retention = self.retention
         num_free = 0
         for group in self._groups:
             table = tables[group.group_id]
-            end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(table.blocks))
+            end = min(group.count_skipped_tokens(step.num_final) // group.block_size, len(table.blocks))
             for position in range(table.num_null_blocks, end):
                 block = table.blocks[position]
                 if block.ref_cnt == 1 and not (
-                    retention is not None and retention.will_pin(request_id, group.group_id, position, block)
+                    retention is not None
+                    and retention.will_pin(step.request_id, group.group_id, position, block)
                 ):
                     num_free += 1
         return num_free
+
+    def count_surplus(self, tables: list[BlockTable] | None, num_tokens: int) -> int:
+        """Return the state blocks that rejected drafts have left beyond those of `num_tokens` tokens.
+
+        0 unless `discounts_states`: vLLM then subtracts them from the blocks to leave free.
+        """
+        num_surplus = 0
+        if tables is None or not self.discounts_states:
+            return 0
+        for group in self._groups:
+            if isinstance(group, MambaGroup):
+                table = tables[group.group_id]
+                num_blocks = group.count_table_blocks(num_tokens) + group.num_speculative_blocks
+                if table.copy_position < 0:
+                    num_surplus += max(0, len(table.blocks) - num_blocks)
+        return num_surplus
 
     def list_shared(
         self, table: BlockTable, group: BlockGroup, num_computed: int, num_blocks: int

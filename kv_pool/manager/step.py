@@ -25,17 +25,29 @@ class Step:
         num_prefix: tokens of the prefix alone.
         num_lookahead: slots after `num_scheduled`, for speculative tokens.
         num_encoder_tokens: slots for cross-attention.
+        num_final: tokens that are computed for good; blocks before their window are released.
+        num_sequence: tokens of the whole request, if all of them must fit now; else 0.
+        num_left: blocks to leave free for running requests.
+        num_reserved: further blocks to leave free, except by the whole sequence.
+        caches: whether the full blocks of known tokens are cached at once.
+        junction: see `CachedPrefix`; for a request without blocks.
         prefill_end: tokens at which a state may be saved in the middle of the step: see
             `MambaGroup.plan_checkpoint`.
     """
 
     __slots__ = (
+        "caches",
+        "junction",
         "num_before",
         "num_computed",
         "num_encoder_tokens",
+        "num_final",
+        "num_left",
         "num_lookahead",
         "num_prefix",
+        "num_reserved",
         "num_scheduled",
+        "num_sequence",
         "prefill_end",
         "prefix_blocks",
         "request_id",
@@ -52,7 +64,6 @@ class Step:
         num_before: int,
         num_scheduled: int,
         num_lookahead: int,
-        num_encoder_tokens: int,
     ) -> None:
         self.request_id: RequestId = request_id
         self.tables: list[BlockTable] | None = tables
@@ -62,5 +73,11 @@ class Step:
         self.num_before: int = num_before
         self.num_scheduled: int = num_scheduled
         self.num_lookahead: int = num_lookahead
-        self.num_encoder_tokens: int = num_encoder_tokens
+        self.num_encoder_tokens: int = 0
+        self.num_final: int = num_before
+        self.num_sequence: int = 0
+        self.num_left: int = 0
+        self.num_reserved: int = 0
+        self.caches: bool = True
+        self.junction: int = 0
         self.prefill_end: i64 = 0

@@ -1,4 +1,4 @@
-"""`read_step`: check the arguments of `allocate_slots` and `can_allocate`, and build a `Step`."""
+"""`read_step`, `read_limits`: check the arguments of `allocate_slots` and `can_allocate` for a `Step`."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -10,9 +10,8 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.cached_prefix import CachedPrefix, check_still_cached
 from kv_pool.manager.manager_state import ManagerState
-from kv_pool.manager.prefix_hit import check_still_cached
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.step import Step
@@ -25,22 +24,12 @@ def read_step(
     cached_prefix: CachedPrefix | None,
     num_lookahead_tokens: int,
     num_external_computed_tokens: int,
-    num_encoder_tokens: int,
-    full_sequence_must_fit: bool,
-    reserved_blocks: int,
-    num_in_flight_tokens: int,
 ) -> Step:
-    """Check the arguments and return the step. Raises what `allocate_slots` documents; changes nothing."""
+    """Check the tokens and return their step. Raises what `allocate_slots` documents; changes nothing."""
     found = getattr(request, "request_id", None)
     request_id = RequestId(found) if isinstance(found, str) else get_request_id("request", request)
     tables = state._tables.get(request_id)
     num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
-    if not isinstance(num_encoder_tokens, int):
-        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-    if not isinstance(reserved_blocks, int):
-        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
-    if not isinstance(full_sequence_must_fit, bool):
-        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
     if not isinstance(num_lookahead_tokens, int):
         num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
     if not isinstance(num_external_computed_tokens, int):
@@ -49,11 +38,6 @@ def read_step(
         raise InvalidArgumentError(
             f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
             f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
-        )
-    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
-            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
         )
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
@@ -109,7 +93,7 @@ def read_step(
     if state.max_model_len and num_scheduled + num_lookahead_tokens > state.max_model_len:
         num_scheduled = min(num_scheduled, state.max_model_len)
         num_lookahead_tokens = state.max_model_len - num_scheduled
-    return Step(
+    step = Step(
         request_id,
         tables,
         prefix_blocks,
@@ -118,8 +102,44 @@ def read_step(
         num_before,
         num_scheduled,
         num_lookahead_tokens,
-        num_encoder_tokens,
     )
+    if cached_prefix is not None:
+        step.junction = cached_prefix.junction
+    if state._plans_checkpoints and state._rules is not None:
+        step.prefill_end = state._rules.find_prefill_end(request)
+    return step
+
+
+def read_limits(
+    state: ManagerState,
+    step: Step,
+    request: SchedulableRequest,
+    num_encoder_tokens: int,
+    full_sequence_must_fit: bool,
+    reserved_blocks: int,
+    num_in_flight_tokens: int,
+) -> None:
+    """Check what the step must leave free and keep, and note it in the step."""
+    if not isinstance(num_encoder_tokens, int):
+        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+    if not isinstance(full_sequence_must_fit, bool):
+        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
+    if not isinstance(reserved_blocks, int):
+        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
+    if not isinstance(num_in_flight_tokens, int):
+        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
+    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
+            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
+        )
+    step.num_encoder_tokens = num_encoder_tokens
+    step.num_reserved = reserved_blocks
+    step.num_final -= num_in_flight_tokens
+    if full_sequence_must_fit:
+        step.num_sequence = request.num_tokens
+    if step.tables is None and state._tables:
+        step.num_left = state.watermark_blocks
 
 
 def check_same_content(

@@ -74,6 +74,7 @@ def test_sweep_json_is_printed_if_the_disk_is_full(folder):
     assert [report["num_blocks"] for report in json.loads(done.stdout)] == [50]
 
 
+@pytest.mark.slow
 def test_second_sweep_does_not_overwrite_the_first_curve(folder):
     for name in ("sweep.png", "sweep-2.png", "sweep-3.png"):
         done = kv_pool_command("sweep", "trace.jsonl", *SIZES, cwd=folder)

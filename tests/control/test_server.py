@@ -532,6 +532,7 @@ def test_error_of_a_callback_does_not_stop_the_server(path):
         assert client.get_statistics().total_blocks == 10
 
 
+@pytest.mark.slow
 def test_many_clients_query_while_threads_allocate(path):
     pool = make(200, run_length=4)
     is_over = threading.Event()

@@ -25,8 +25,8 @@ from kv_pool.core import invariants
 
 NUM_HASHES = 6
 STEPS_PER_RUN = 50
-NUM_RUNS = 600
-MIN_STEPS = 10_000
+NUM_RUNS = 200
+MIN_STEPS = 4_000
 
 block_counts = st.integers(0, 5)
 numbers = st.integers(0, NUM_HASHES - 1)

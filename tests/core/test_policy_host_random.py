@@ -15,7 +15,7 @@ from kv_pool.core import invariants
 from kv_pool.core.cache_policy import STAY, CachePolicy
 from kv_pool.core.policy_names import list_policies
 
-NUM_STEPS = 300
+NUM_STEPS = 100
 SALT = 0
 
 

@@ -61,10 +61,11 @@ def list_numbers(text):
     return re.findall(r"\d[\d,]*\.?\d*(?<!,)", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "here"),
     [
-        pytest.param(command, here, id=command, marks=[pytest.mark.slow] if is_slow(command) else [])
+        pytest.param(command, here, id=command)
         for command, here in CLAIMS
         if not {"TRACE", "FILE", "BLOCKS"}.intersection(command.split())
     ],
@@ -131,6 +132,7 @@ def test_conventions_on_the_bundled_trace():
             )
 
 
+@pytest.mark.slow
 def test_python_analyses_print_what_is_shown():
     guide = PAGE.partition("### Two analyses in Python")[2]
     code = "".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))

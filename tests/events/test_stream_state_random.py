@@ -159,7 +159,7 @@ def one_by_one(events):
     return told
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(events, max_size=6), max_size=8), st.booleans(), st.booleans())
 def test_random_events_match_a_slow_model(batches, dense, coalesce):
     state = StreamState(dense=dense, coalesce_removals=coalesce)

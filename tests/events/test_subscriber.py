@@ -461,6 +461,7 @@ def test_fast_publisher_costs_a_new_subscriber_one_snapshot():
             assert subscriber.get_statistics().counts.num_snapshots == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
 def test_mirror_matches_the_pool_after_drops_and_restarts(first_sequence):
     """A subscriber with a small queue and a publisher are killed and restarted."""

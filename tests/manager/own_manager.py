@@ -9,8 +9,7 @@ from kv_pool.core import invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups import kv_cache_spec
 from kv_pool.manager.invariants import check_copies, check_references
-from kv_pool.manager.prefix_rules import PrefixRules
-from kv_pool.manager.rule_details import RuleDetails
+from kv_pool.manager.prefix_rules import PrefixRules, RuleDetails
 
 SPECS = {
     "full": kv_cache_spec.FullAttentionSpec,

@@ -196,7 +196,10 @@ def check_pasts(model, num_blocks, watermark, pasts):
 
 everything = pytest.mark.parametrize(
     ("model", "num_blocks", "watermark"),
-    list(itertools.product(MODELS.values(), [2, 3, 4, 5], [0.0, 0.4])),
+    [
+        pytest.param(MODELS[name], num_blocks, watermark, marks=[pytest.mark.slow] if num_blocks == 5 else [])
+        for name, num_blocks, watermark in itertools.product(MODELS, [2, 3, 4, 5], [0.0, 0.4])
+    ],
     ids=["-".join(map(str, case)) for case in itertools.product(MODELS, [2, 3, 4, 5], [0.0, 0.4])],
 )
 

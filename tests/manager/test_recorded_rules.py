@@ -100,6 +100,7 @@ def test_the_recording_is_from_vllm_0_33_and_has_every_setting():
     assert len(counts) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [{"interval": None}, {"eagle": []}, {"junctions": False}, {"prefill_ahead": 0}], ids=str
 )

@@ -5,7 +5,7 @@ from manager.table_drawing import draw, make_manager, make_request, start, stop,
 from manager.test_prefix_rules import FULL, STATE, WINDOW, count_hits, step
 
 from kv_pool import InvalidTypeError, PrefixRules
-from kv_pool.manager.rule_details import RuleDetails
+from kv_pool.manager.prefix_rules import RuleDetails
 
 
 def make(*groups, hash_block_size=4, num_blocks=40, rules=None, **details):

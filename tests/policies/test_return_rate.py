@@ -32,6 +32,7 @@ def make_scans(path, seconds):
     return write_trace(path, records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.0, 0.0])
 def test_scans_do_not_displace_what_returns(tmp_path, seconds):
     """A round of the known prompts has 240 blocks: LRU never hits. Time may also stand still."""

@@ -17,7 +17,8 @@ REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"
 COUNTS = ("requests", "refused_requests", "blocks_looked_up", "blocks_hit", "tokens_in", "tokens_hit")
 RATES = ("block_hit_rate", "token_hit_rate", "mean_request_token_hit_rate")
 # These cases take seconds each in plain Python. Others are marked slow (default convention) or nightly.
-QUICK_AGENTIC = {("full_blocks_cap", "1000"), ("full_blocks_cap", "10000")}
+QUICK = {(convention, capacity) for convention in CONVENTIONS for capacity in ("1000", "unlimited")}
+QUICK_AGENTIC = {("full_blocks_cap", "1000")}
 
 
 def list_cases(trace, quick=None):
@@ -45,7 +46,7 @@ def test_reference_covers_every_convention():
     }
 
 
-@pytest.mark.parametrize(("convention", "capacity"), list_cases("mooncake_conversation"))
+@pytest.mark.parametrize(("convention", "capacity"), list_cases("mooncake_conversation", QUICK))
 def test_mooncake_trace_gives_the_reference_counts(convention, capacity):
     num_blocks = 200_000 if capacity == "unlimited" else int(capacity)
     report = run_replay(ReplaySettings("mooncake_conversation", num_blocks, convention=convention))

@@ -26,7 +26,7 @@ from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
-from kv_pool.manager.rule_details import NEWEST_DETAILS
+from kv_pool.manager.prefix_rules import NEWEST_DETAILS
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kv_pool.manager.rule_details import RuleDetails
+from kv_pool.manager.prefix_rules import RuleDetails
 
 RULES_0_32 = RuleDetails(doubles_junctions=False, renews_states=True)
 RULES_0_31 = replace(RULES_0_32, looks_past_limit=False, caches_whole_prompts=True, ends_within_blocks=True)

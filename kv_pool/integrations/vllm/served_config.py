@@ -27,8 +27,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.prefix_rules import PrefixRules
-from kv_pool.manager.rule_details import RuleDetails
+from kv_pool.manager.prefix_rules import PrefixRules, RuleDetails
 
 
 class NotServedError(Exception):

@@ -10,18 +10,19 @@ from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
-from kv_pool.manager.allocating import free_skipped_blocks
+from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
+from kv_pool.manager.allocating import cache_written, free_skipped_blocks, make_room
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.slot_taking import cache_written, count_surplus, is_quiet, list_hashes, take_slots
-from kv_pool.manager.engine.state_offers import drop_offers, finish_tails, take_offers
 from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.rule_caching import RuleCaching
 from kv_pool.manager.step import Step
 
 
@@ -71,6 +72,8 @@ class EngineManager:
         self._zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
         self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
         rules.caching.offers_states = self._offers_states
+        rules.caching.allows_missing_hashes = True
+        manager._needs.discounts_states = True
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         # Whether parts of blocks, or states, are cached when a prompt ends: then its steps are never quiet.
@@ -234,20 +237,19 @@ class EngineManager:
         request_id: RequestId = request.request_id
         num_computed: int = request.num_computed_tokens
         tables = manager._tables.get(request_id)
-        num_local = num_computed + num_new_computed_tokens
-        num_before = num_local + num_external_computed_tokens
+        num_before = num_computed + num_new_computed_tokens + num_external_computed_tokens
         num_scheduled = num_before + num_new_tokens
         num_lookahead = num_lookahead_tokens
         if manager.max_model_len and num_scheduled + num_lookahead > manager.max_model_len:
             num_lookahead = max(0, manager.max_model_len - num_scheduled)
-        num_processed = num_before
+        num_final = num_before
         if manager._forgets:
             num_in_flight: int = request.num_in_flight_tokens
-            num_processed -= num_in_flight
+            num_final = max(0, num_before - num_in_flight)
         num_left = 0
         if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
             num_left = self.watermark_blocks
-        num_kept_free = num_left + reserved_blocks
+        num_kept = num_left + reserved_blocks
         if (
             tables is not None
             and not num_encoder_tokens
@@ -255,10 +257,8 @@ class EngineManager:
             and not full_sequence_must_fit
             and not (self._caches_ends and self._rules.caching.is_end_due(request, tables, num_computed))
             and not manager._has_forks
-            and (num_kept_free == 0 or num_kept_free <= manager.get_num_free_blocks())
-            and is_quiet(
-                self._groups, tables, self.enable_caching, num_scheduled, num_lookahead, num_processed
-            )
+            and (num_kept == 0 or num_kept <= manager.get_num_free_blocks())
+            and is_quiet(self._groups, tables, self.enable_caching, num_scheduled, num_lookahead, num_final)
         ):
             return self.empty_kv_cache_blocks
         if num_new_tokens == 0 and num_before == num_computed:
@@ -278,21 +278,21 @@ class EngineManager:
             num_before,
             num_scheduled,
             num_lookahead,
-            num_encoder_tokens,
         )
+        step.num_encoder_tokens = num_encoder_tokens
+        step.num_final = num_final
+        step.num_left = num_left
+        step.num_reserved = reserved_blocks
+        step.caches = not delay_cache_blocks
+        if full_sequence_must_fit:
+            step.num_sequence = request.num_tokens
+        if tables is None:
+            step.junction = request.shared_prefix_boundary
         if manager._plans_checkpoints:
             step.prefill_end = self._rules.find_prefill_end(request)
-        added = take_slots(
-            manager,
-            request,
-            step,
-            request.shared_prefix_boundary if tables is None else 0,
-            max(0, num_processed),
-            num_left,
-            reserved_blocks,
-            full_sequence_must_fit,
-            delay_cache_blocks,
-        )
+        if self.block_pool.is_changing:
+            refuse_interrupted()
+        added = make_room(manager, request, step)
         if added is None:
             return None
         if self._zeroed.group_ids:
@@ -332,8 +332,8 @@ class EngineManager:
             num_before,
             num_without_lookahead,
             num_lookahead,
-            num_encoder_tokens,
         )
+        step.num_encoder_tokens = num_encoder_tokens
         if self._rules.interval == 0:
             step.prefill_end = prefill_end
         needs = self.manager._needs
@@ -341,9 +341,7 @@ class EngineManager:
             num_free = needs.count_full_sequence(step, num_without_lookahead, num_lookahead=num_lookahead)
         else:
             num_free = needs.count(step)
-        if tables is not None:
-            num_free -= count_surplus(self._groups, tables, num_without_lookahead)
-        return num_free
+        return num_free - needs.count_surplus(tables, num_without_lookahead)
 
     def new_step_starts(self) -> None:
         """Start a step: what was allocated before is written before what follows is read."""
@@ -452,3 +450,80 @@ class EngineManager:
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
         """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
         return finish_tails(self.manager, request) if self._offers_states else []
+
+
+def list_hashes(request: Any) -> list[BlockHash]:
+    """Return the block hashes of an engine's request as a list."""
+    hashes: Any = request.block_hashes
+    return hashes if isinstance(hashes, list) else list(hashes)
+
+
+def is_quiet(
+    groups: list[BlockGroup],
+    tables: list[BlockTable],
+    caches: bool,
+    num_scheduled: int,
+    num_lookahead: int,
+    num_final: int,
+) -> bool:
+    """Return True if a step after the prompt changes no table: nothing to add, to release or to cache.
+
+    Args:
+        caches: whether full blocks are cached.
+        num_scheduled: tokens of the request after the step.
+        num_final: see `Step`.
+    """
+    for group in groups:
+        table = tables[group.group_id]
+        block_size = group.block_size
+        if group.is_downward_closed and group.is_cacheable:  # without a division and a call
+            if num_scheduled + num_lookahead > len(table.blocks) * block_size:
+                return False
+        else:
+            num_blocks = group.count_table_blocks(num_scheduled, num_lookahead, 0)
+            if num_blocks + table.num_speculative > len(table.blocks):
+                return False
+        if table.copy_position >= 0 or table.checkpoint_position >= 0:
+            return False
+        if group.is_cacheable:
+            if caches and num_scheduled >= (table.num_cached_blocks + 1) * block_size:
+                return False
+            if group.forgets:
+                num_skipped = group.count_skipped_tokens(num_final)
+                if num_skipped >= (table.num_null_blocks + 1) * block_size:
+                    return False
+    return True
+
+
+def take_offers(caching: RuleCaching) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
+    """Return the states cached since the last call: request -> (group, block, tokens), by group."""
+    taken: dict[RequestId, list[tuple[int, BlockId, int]]] = {}
+    offers = sorted(caching.state_offers, key=lambda offer: offer[1])
+    caching.state_offers = []
+    for request_id, group_id, block, num_tokens in offers:
+        taken.setdefault(request_id, []).append((group_id, block.block_id, num_tokens))
+    return taken
+
+
+def drop_offers(caching: RuleCaching, request_id: RequestId) -> None:
+    """Drop the states of a request whose blocks are released."""
+    if any(offer[0] == request_id for offer in caching.state_offers):
+        caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
+
+
+def finish_tails(manager: KVCacheManager, request: Any) -> list[tuple[int, BlockId, int]]:
+    """Return the states within a block that a finished request leaves: (group, block, tokens).
+
+    Only those that no later token has overwritten. A second call returns [].
+    """
+    request_id: RequestId = request.request_id
+    tables: list[BlockTable] = manager._tables.get(request_id, [])
+    finished: list[tuple[int, BlockId, int]] = []
+    for group, table in zip(manager._groups, tables, strict=False):
+        num_tokens = table.tail_tokens
+        table.tail_tokens = 0
+        if num_tokens and not request.num_in_flight_tokens and request.num_computed_tokens == num_tokens:
+            assert isinstance(group, MambaGroup)
+            block = table.blocks[-(-num_tokens // group.block_size) - 1]
+            finished.append((group.group_id, block.block_id, num_tokens))
+    return finished

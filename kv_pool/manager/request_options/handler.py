@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from kv_pool.core.arguments import as_int, check_type, refuse_type
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import InvalidArgumentError, KVPoolError, PinLimitError
@@ -14,12 +16,35 @@ from kv_pool.manager.request_options.options import (
     make_refusal,
     read_options,
 )
-from kv_pool.manager.request_options.report import RequestReport
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.segments import join_stretches
+
+
+class RequestReport(msgspec.Struct, omit_defaults=True):
+    """The `kv_pool` object of an answer. Fields at their defaults are left out.
+
+    Attributes:
+        retained_tokens: tokens of the request whose blocks its directives or its session keep.
+        expires_in_ms: milliseconds until the last of these directives and the session end; absent if one of
+            them has no end.
+        changed_blocks: cached blocks that `change`, `demote` and `release` have found.
+        ended_session: whether the session of `end_session` existed.
+        refused: why the options, or the part that the message names, had no effect.
+    """
+
+    retained_tokens: int = 0
+    expires_in_ms: int | None = None
+    changed_blocks: int | None = None
+    ended_session: bool | None = None
+    refused: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a dict of JSON types."""
+        answer: dict[str, Any] = msgspec.to_builtins(self)
+        return answer
 
 
 class OpenOptions:

@@ -97,7 +97,10 @@ def test_token_id_traces_equal_a_replay(tmp_path):
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("agentic") else []) for name in PATHS],
+)
 def test_real_traces_give_the_reference_counts(name, convention):
     curve = LruCurve(read_reuse(ReplaySettings(PATHS[name], 1, convention=convention)))
     for capacity, expected in REFERENCE[name]["conventions"][convention].items():
