@@ -58,3 +58,8 @@ class BlockMove(NamedTuple):
 
     source: BlockId
     target: BlockId
+
+
+def is_run(block_ids: Sequence[BlockId]) -> bool:
+    """Return whether the ids are consecutive and ascending: True for one id, False for none."""
+    return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))

@@ -20,7 +20,7 @@ from kv_pool.errors import (
     PoolInterruptedError,
     UnknownDeviceError,
 )
-from kv_pool.ids import BlockHash, BlockId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, SequenceId, is_run
 from kv_pool.metrics.latency import TIMED_EVERY
 from kv_pool.protocol import NORMAL, AllocationResult, BlockAllocationRequest
 
@@ -331,8 +331,3 @@ class PoolAllocating(PoolFreeing):
             self._pins.pin(taken)
         pool.is_changing = False
         return taken
-
-
-def is_run(block_ids: Sequence[BlockId]) -> bool:
-    """Return whether the ids are consecutive and ascending: True for one id, False for none."""
-    return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))

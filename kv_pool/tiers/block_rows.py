@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.ids import BlockId
+from kv_pool.ids import BlockId, is_run
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import Segment, SegmentTable
 from kv_pool.tiers.formats.block_format import BlockFormat
@@ -82,7 +82,7 @@ class RowBuffer:
             block_ids: at most `num_blocks` ids.
         """
         rows = view_rows(storage)
-        if rows is not None and is_ascending(block_ids):
+        if rows is not None and is_run(block_ids):
             return rows[block_ids[0] : block_ids[0] + len(block_ids)]
         storage.copy_to(self.storage, list(zip(block_ids, as_block_ids(range(len(block_ids))), strict=True)))
         return self.rows[: len(block_ids)]
@@ -91,11 +91,6 @@ class RowBuffer:
 def as_block_ids(numbers: Sequence[int]) -> Sequence[BlockId]:
     """Return slots, or rows of a buffer, as the ids of the blocks there. Copies nothing."""
     return cast("Sequence[BlockId]", numbers)
-
-
-def is_ascending(block_ids: Sequence[BlockId]) -> bool:
-    """Return True if the ids are consecutive and ascending, and there is at least one."""
-    return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
 
 
 def skip_raw(block_format: BlockFormat | None) -> BlockFormat | None:
