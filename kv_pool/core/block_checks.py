@@ -15,10 +15,8 @@ def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
         )
 
 
-def raise_typed(error: BaseException, listed: Sequence[object], call: str) -> NoReturn:
+def raise_typed(error: Exception, listed: Sequence[object], call: str) -> NoReturn:
     """Raise `error`, or an InvalidTypeError if an element of `listed` is not a block."""
-    if not isinstance(error, Exception):
-        raise error
     for position, element in enumerate(listed):
         if not isinstance(element, KVCacheBlock):
             raise InvalidTypeError(

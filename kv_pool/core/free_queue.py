@@ -115,7 +115,7 @@ class FreeKVCacheBlockQueue:
             return taken
         front = self.fake_free_list_head  # or the last band marker passed; the taken blocks follow it
         block = front.next_free_block
-        while block is not None and len(taken) < n:
+        while block is not None and len(taken) < n:  # may reach the tail, and end after it
             after = block.next_free_block
             if block.ref_cnt == BAND_END:
                 front.next_free_block = block

@@ -7,7 +7,7 @@ from mypy_extensions import i64
 
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours, raise_typed
+from kv_pool.core.block_checks import check_ours, raise_typed, refuse_interrupted
 from kv_pool.core.pool_state import PoolState, ReuseWatcher
 from kv_pool.errors import InvalidBlockError, InvalidTypeError
 
@@ -166,6 +166,8 @@ def group_by_pool(own: PoolState, blocks: list[KVCacheBlock]) -> list[tuple[Any,
                 f"block {block.block_id} is of this pool, but its owner is not the pool's block_owner; do "
                 "not assign either of them"
             )
+        if pool.is_changing:
+            refuse_interrupted()
         left = references.get(id(block), block.ref_cnt) - 1
         if left < 0:
             raise InvalidBlockError(

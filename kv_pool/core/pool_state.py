@@ -37,7 +37,8 @@ class PoolState:
 
     A function first checks its arguments, then sets `is_changing`, changes the state, and restores the flag.
     Whatever interrupts the change leaves the flag set, and each later call of the pool raises
-    PoolInterruptedError until `repair`.
+    PoolInterruptedError until `repair`. That reads only the blocks, the holds, the tables and the links that
+    have survived: it needs to know nothing about the call that was interrupted.
 
     Attributes:
         is_changing: a call changes the pool now, or has been interrupted while it did.

@@ -1,4 +1,4 @@
-"""`make_room`: what `allocate_slots` does for a `Step`, under any manager's interface."""
+"""`allocate_step`: what `allocate_slots` does for a `Step`, under any manager's interface."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
 
 
-def make_room(
+def allocate_step(
     state: ManagerState, request: SchedulableRequest, step: Step
 ) -> tuple[Sequence[KVCacheBlock], ...] | None:
     """Give the request the blocks of its step, if they fit, and cache the full ones.
@@ -44,7 +44,7 @@ def make_room(
         num_free = state.get_num_free_blocks()
     need = needs.count(step)
     num_kept = step.num_left + step.num_reserved
-    if num_kept:
+    if num_kept:  # under vLLM, states of rejected drafts count towards it
         num_kept = max(0, num_kept - needs.count_surplus(tables, step.num_scheduled))
     if need > num_free - num_kept:
         return None
@@ -52,10 +52,10 @@ def make_room(
         return None
     if tables is not None and not need and ends is None and not state._has_forks and state._rules is None:
         return state._no_blocks
-    return allocate(state, request, step, ends, need)
+    return carry_out(state, request, step, ends, need)
 
 
-def allocate(
+def carry_out(
     state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None, need: int
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.

@@ -25,16 +25,14 @@ def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTa
         state._caching.uncached.discard(request_id)
     del state._tables[request_id]
     for group_id, table in enumerate(tables):
-        blocks = table.blocks
+        first = table.num_null_blocks
+        leaving = table.blocks[first:]  # a copy: a caller may still read the table's own list
         if len(state.copies):
-            state.copies.drop(blocks[table.num_null_blocks :])
-        if table.num_null_blocks:
-            del blocks[: table.num_null_blocks]
+            state.copies.drop(leaving)
         if retention is not None:
-            retention.label_table(request_id, GroupId(group_id), table.num_null_blocks, blocks)
-        blocks.reverse()
-        pool.drop_references(blocks)
-        blocks.clear()
+            retention.label_table(request_id, GroupId(group_id), first, leaving)
+        leaving.reverse()
+        pool.drop_references(leaving)
     if retention is not None:
         retention.forget_request(request_id)
     pool.is_changing = False

@@ -23,7 +23,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import cache_written, free_skipped_blocks, make_room
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix, find_common_hit
@@ -297,7 +297,7 @@ class KVCacheManager(ManagerState):
             num_in_flight_tokens,
         )
         step.caches = not delay_cache_blocks
-        return make_room(self, request, step)
+        return allocate_step(self, request, step)
 
     def fits_alone(
         self,

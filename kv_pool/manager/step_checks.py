@@ -135,7 +135,7 @@ def read_limits(
         )
     step.num_encoder_tokens = num_encoder_tokens
     step.num_reserved = reserved_blocks
-    step.num_final -= num_in_flight_tokens
+    step.num_final = max(0, step.num_before - num_in_flight_tokens)
     if full_sequence_must_fit:
         step.num_sequence = request.num_tokens
     if step.tables is None and state._tables:

@@ -11,7 +11,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
-from kv_pool.manager.allocating import cache_written, free_skipped_blocks, make_room
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -233,6 +233,8 @@ class EngineManager:
             The blocks for the new tokens; None if they do not fit. Then nothing has changed, except that
             blocks which left the window are released.
         """
+        if self.block_pool.is_changing:
+            refuse_interrupted()
         manager = self.manager
         request_id: RequestId = request.request_id
         num_computed: int = request.num_computed_tokens
@@ -290,9 +292,7 @@ class EngineManager:
             step.junction = request.shared_prefix_boundary
         if manager._plans_checkpoints:
             step.prefill_end = self._rules.find_prefill_end(request)
-        if self.block_pool.is_changing:
-            refuse_interrupted()
-        added = make_room(manager, request, step)
+        added = allocate_step(manager, request, step)
         if added is None:
             return None
         if self._zeroed.group_ids:
@@ -403,9 +403,6 @@ class EngineManager:
             return
         if self._rules.caching.state_offers:
             drop_offers(self._rules.caching, request_id)
-        for table in tables:
-            # A connector may still read the list that `get_blocks` returned; `free` empties the table's.
-            table.blocks = table.blocks.copy()
         self.manager.free(request)
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:

@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.caching import are_sole_holders
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.prefix_keys import are_sole_holders
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
