@@ -290,7 +290,7 @@ class Wrong:
 
 
 WRONG_VALUES = {int: ["1", 1.5, Wrong()], str: [5, Wrong()], bool: ["yes", Wrong()], float: ["1", Wrong()]}
-PARTS = {"take", "take_after", "take_run", "add_references", "drop_references", "place_in_band"}
+PARTS = {"add_references", "drop_references", "place_in_band"}
 NOT_WALKED = {
     BlockPool: PARTS,  # parts of larger calls, which check the arguments
     RunBlockPool: PARTS,

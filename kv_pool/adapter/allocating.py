@@ -12,6 +12,7 @@ from kv_pool.core.arguments import as_int, as_ints, as_list_of
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.taking import touch_listed
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidTypeError,
@@ -234,7 +235,7 @@ class PoolAllocating(PoolFreeing):
             return
         pool = self.block_pool
         pool.is_changing = True
-        pool.add_references(blocks)
+        touch_listed(pool, blocks)
         if self.holdings.retention is not None:
             self.holdings.retention.note_taken(blocks)
         self._hold(sequence, blocks)

@@ -13,7 +13,7 @@ from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.taking import take_listed
+from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
 from kv_pool.ids import BlockId
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
@@ -84,7 +84,7 @@ class Allocation:
             if run is not None:
                 return run
         pool.is_changing = True
-        return pool.take(num_blocks) if after is None else pool.take_after(after, num_blocks)
+        return take(pool, num_blocks, after)
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Allocation:
         if num_blocks > pool.free_block_queue.num_free_blocks:
             return None
         pool.is_changing = True
-        run = pool.take_run(num_blocks, avoids_retained)
+        run = pool.run_index.take_run(pool, num_blocks, avoids_retained)
         pool.is_changing = run is not None
         return run
 

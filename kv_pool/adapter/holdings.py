@@ -10,6 +10,7 @@ from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.freeing import free_listed
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
@@ -118,7 +119,7 @@ class Holdings:
                 self._claim(holder, own)
         pool.is_changing = True
         # Tail first, so that the head of a prefix stays cached longest.
-        pool.drop_references(blocks[::-1])
+        free_listed(pool, blocks[::-1])
         for holder, own in by_holder.items():
             if later_holders:
                 for block in own:

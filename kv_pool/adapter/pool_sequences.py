@@ -13,6 +13,7 @@ from kv_pool.adapter.holder import Holder
 from kv_pool.adapter.holdings import Holdings, as_new_id
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.taking import take, touch_listed
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
@@ -132,12 +133,12 @@ class PoolSequences:
         return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
 
     def add_references(self, blocks: list[KVCacheBlock]) -> None:
-        self.pool.add_references(blocks)
+        touch_listed(self.pool, blocks)
         if self._holdings.retention is not None:
             self._holdings.retention.note_taken(blocks)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        return self.pool.take_run(num_blocks, avoids_retained=True) or self.pool.take(num_blocks)
+        return self.pool.run_index.take_run(self.pool, num_blocks, True) or take(self.pool, num_blocks)
 
     def make_join(
         self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]

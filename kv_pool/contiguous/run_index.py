@@ -10,6 +10,8 @@ from kv_pool.contiguous.free_ages import ANY_AGE, GENERATIONS, FreeAges
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.mode import COMPILED
+from kv_pool.core.pool_state import PoolState
+from kv_pool.core.taking import notify_watchers_off_queue, take_listed
 from kv_pool.ids import BlockId
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
@@ -40,6 +42,76 @@ class FreeRunIndex(FreeAges):
         super().__init__(num_blocks)
         self.placement: str = placement
         self._num_early: i64 = int(early_share * GENERATIONS)
+        self._takes_early: bool = early_share > 0
+
+    # ---- taking ----------------------------------------------------------------------------------
+
+    def take(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock] | None:
+        """As in `FreeIndex`. Prefers runs of consecutive ids where that is cheap: see `choose_and_mark`."""
+        if not self._takes_early or num_blocks == 0:
+            return None
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        next_id = 0 if after is None or after.is_null else after.block_id + 1
+        chosen: list[KVCacheBlock] = []
+        if num_blocks > 1 or next_id:
+            chosen = self.choose_and_mark(
+                pool.blocks, pool.free_block_queue, cast(BlockId, next_id), num_blocks
+            )
+        else:
+            # A block alone is no run: one of a small chunk keeps large chunks whole.
+            fragment = self.find_fragment()
+            if fragment:
+                chosen.append(pool.blocks[fragment])
+                self.note_range_taken(fragment, fragment + 1)
+        is_taken = len(chosen) == num_blocks and self._take_chosen(pool, chosen, was_changing)
+        if chosen and not is_taken:
+            self.rebuild_from(pool)  # a caller has changed the queue itself
+        pool.is_changing = was_changing
+        return chosen if is_taken else None
+
+    def take_run(
+        self, pool: PoolState, num_blocks: int, avoids_retained: bool = False
+    ) -> list[KVCacheBlock] | None:
+        """Take a run as `RunBlockPool.get_new_run` does, as part of a larger call.
+
+        Args:
+            avoids_retained: do not take a run with a block of a band above the default one.
+        """
+        if num_blocks == 0:
+            return []
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        chosen: list[KVCacheBlock] | None = None
+        while True:
+            first = self.find_run(num_blocks)
+            if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
+                chosen = None
+                break
+            chosen = list(pool.blocks[first : first + num_blocks])
+            self.note_range_taken(first, first + num_blocks)
+            if self._take_chosen(pool, chosen, was_changing):
+                break
+            self.rebuild_from(pool)  # a caller has changed the queue itself
+        pool.is_changing = was_changing
+        return chosen
+
+    def _take_chosen(self, pool: PoolState, chosen: list[KVCacheBlock], was_changing: bool) -> bool:
+        """Take blocks that are chosen and marked. Return False if they are not all in the queue."""
+        for block in chosen:
+            if block.ref_cnt != 0 or block.next_free_block is None:
+                return False
+        has_watchers = len(pool.reuse_watchers) > 0
+        if has_watchers:
+            num_free = pool.free_block_queue.num_free_blocks
+            self.note_freed(chosen, pool.block_owner, num_free, pool.enable_caching, False)
+            pool.is_changing = was_changing
+            notify_watchers_off_queue(pool, chosen)
+            pool.is_changing = True
+        take_listed(pool, chosen, is_noted=not has_watchers)
+        return True
+
+    # ---- searching -------------------------------------------------------------------------------
 
     def list_runs(self) -> list[int]:
         """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""

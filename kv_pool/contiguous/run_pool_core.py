@@ -1,12 +1,11 @@
 """`RunPoolCore`: a block pool that takes its blocks in runs of consecutive ids. Use `RunBlockPool`."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, cast
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.ages import RETAINED
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.core.arguments import as_count, as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
@@ -15,14 +14,12 @@ from kv_pool.core.clock import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.taking import check_enough, notify_watchers_off_queue, take_first, take_listed
+from kv_pool.core.taking import check_enough, take
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId
 
 DEFAULT_EARLY_SHARE = 0.2
 DEFAULT_RUN_LENGTH = 16
-
-_ANYWHERE: Final = cast(BlockId, 0)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -93,57 +90,6 @@ class RunPoolCore(BlockPoolCore):
 
     # ---- taking ----------------------------------------------------------------------------------
 
-    def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks as `get_new_blocks` does, as part of a larger call. At least as many are free.
-
-        Prefers runs of consecutive ids where that is cheap: to form runs, it evicts only blocks among the
-        first `early_share` of the free queue, as far as ages tell. It takes the others in eviction order.
-        """
-        return self._take_from(_ANYWHERE, num_blocks)
-
-    def take_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
-        """Like `take`, but prefer the ids directly after that of `block`."""
-        if block.is_null:
-            return self._take_from(_ANYWHERE, num_blocks)
-        return self._take_from(cast(BlockId, block.block_id + 1), num_blocks)
-
-    def _take_from(self, next_id: BlockId, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks in runs, preferably from `next_id` on (0: anywhere), else in eviction order."""
-        if self._policy_host is not None or not self.early_share or num_blocks == 0:
-            return take_first(self, num_blocks)  # a policy chooses each block
-        was_changing = self.is_changing
-        self.is_changing = True
-        index = self.run_index
-        chosen: list[KVCacheBlock] = []
-        if num_blocks > 1 or next_id:
-            chosen = index.choose_and_mark(self.blocks, self.free_block_queue, next_id, num_blocks)
-        else:
-            # A block alone is no run: one of a small chunk keeps large chunks whole.
-            fragment = index.find_fragment()
-            if fragment:
-                chosen.append(self.blocks[fragment])
-                index.note_range_taken(fragment, fragment + 1)
-        is_taken = len(chosen) == num_blocks and self._take_chosen(chosen, was_changing)
-        if chosen and not is_taken:
-            self.rebuild_index()  # a caller has changed the queue itself
-        self.is_changing = was_changing
-        return chosen if is_taken else take_first(self, num_blocks)
-
-    def _take_chosen(self, chosen: list[KVCacheBlock], was_changing: bool) -> bool:
-        """Take blocks that the index has chosen and marked. Return False if they are not all in the queue."""
-        for block in chosen:
-            if block.ref_cnt != 0 or block.next_free_block is None:
-                return False
-        has_watchers = len(self.reuse_watchers) > 0
-        if has_watchers:
-            num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(chosen, self.block_owner, num_free, self.enable_caching, False)
-            self.is_changing = was_changing
-            notify_watchers_off_queue(self, chosen)
-            self.is_changing = True
-        take_listed(self, chosen, is_noted=not has_watchers)
-        return True
-
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
         """Like `get_new_blocks`, but prefer the ids directly after `block`'s if they are free and old enough.
 
@@ -156,7 +102,7 @@ class RunPoolCore(BlockPoolCore):
         if self.is_changing:
             refuse_interrupted()
         check_enough(self, num_blocks)
-        return self.take_after(block, num_blocks)
+        return take(self, num_blocks, block)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
@@ -185,32 +131,7 @@ class RunPoolCore(BlockPoolCore):
                 f"asked for a run of {num_blocks} blocks, {num_free} are free of {self.num_gpu_blocks - 1}. "
                 "Free a request, or ask for fewer."
             )
-        return self.take_run(num_blocks)
-
-    def take_run(self, num_blocks: int, avoids_retained: bool = False) -> list[KVCacheBlock] | None:
-        """Take a run as `get_new_run` does, as part of a larger call.
-
-        Args:
-            avoids_retained: do not take a run with a block of a band above the default one.
-        """
-        if num_blocks == 0:
-            return []
-        was_changing = self.is_changing
-        self.is_changing = True
-        index = self.run_index
-        chosen: list[KVCacheBlock] | None = None
-        while True:
-            first = index.find_run(num_blocks)
-            if first is None or (avoids_retained and RETAINED in index.ages[first : first + num_blocks]):
-                chosen = None
-                break
-            chosen = list(self.blocks[first : first + num_blocks])
-            index.note_range_taken(first, first + num_blocks)
-            if self._take_chosen(chosen, was_changing):
-                break
-            self.rebuild_index()  # a caller has changed the queue itself
-        self.is_changing = was_changing
-        return chosen
+        return self.run_index.take_run(self, num_blocks)
 
     # ---- queries ---------------------------------------------------------------------------------
 

@@ -13,9 +13,18 @@ from kv_pool.ids import BlockId
 class FreeIndex:
     """An index of a pool's free blocks: `PoolState.free_index`.
 
-    The pool calls these methods as part of each change; a subclass of the pool searches the index. Blocks of
-    other owners are skipped.
+    The pool calls these methods as part of each change. Blocks of other owners are skipped.
     """
+
+    def take(self, pool: Any, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock] | None:
+        """Take blocks that the index chooses, preferably those with the ids after that of `after`.
+
+        Args:
+            pool: the pool, a `PoolState`, which has at least as many free blocks.
+        Returns:
+            The blocks, as `get_new_blocks` returns them; None if the index has no choice: take the first.
+        """
+        raise NotImplementedError
 
     def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
         """Mark these blocks as in use."""

@@ -44,7 +44,7 @@ from kv_pool.core.taking import (
     check_takeable,
     check_touchable,
     notify_watchers,
-    take_first,
+    take,
     take_listed,
     touch_listed,
 )
@@ -256,7 +256,7 @@ class BlockPoolCore(PoolState):
         if self.is_changing:
             refuse_interrupted()
         check_enough(self, num_blocks)
-        return self.take(num_blocks)
+        return take(self, num_blocks)
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Allocate these free blocks, wherever they are in the queue.
@@ -727,15 +727,7 @@ class BlockPoolCore(PoolState):
 
     # ---- parts of larger calls ---------------------------------------------------------------------
 
-    # For a manager, an adapter or a hold, which check and set `is_changing` themselves.
-
-    def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks as `get_new_blocks` does, as part of a larger call. At least as many are free."""
-        return take_first(self, num_blocks)
-
-    def take_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
-        """Like `take`; a pool that prefers runs takes the ids after that of `block` if it can."""
-        return self.take(num_blocks)
+    # For holds, which this module imports, and policies. Others call the functions.
 
     def add_references(self, blocks: list[KVCacheBlock], is_access: bool = True) -> None:
         """Touch blocks as part of a larger call; see `touch_listed`."""

@@ -76,6 +76,21 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
 # ---- changes ---------------------------------------------------------------------------------------
 
 
+def take(pool: PoolState, num_blocks: int, after: KVCacheBlock | None = None) -> list[KVCacheBlock]:
+    """Take blocks as `get_new_blocks` does, as part of a larger call. At least as many are free.
+
+    Args:
+        after: a pool that prefers runs takes the ids after that of this block if it can.
+    """
+    # A function, as all parts of calls are: compiled, a method of a `BlockPool` is called as Python calls it.
+    index = pool.free_index
+    if index is not None and pool._policy_host is None:  # a policy chooses each block
+        chosen = index.take(pool, after, num_blocks)
+        if chosen is not None:
+            return chosen
+    return take_first(pool, num_blocks)
+
+
 def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
     """Take the blocks that are next in eviction order. At least this many are free."""
     was_changing = pool.is_changing

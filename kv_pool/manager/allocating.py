@@ -6,7 +6,9 @@ from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import move_keys
 from kv_pool.core.evicting import evict_invalid, note_own_hash
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.pool_state import note_continued
+from kv_pool.core.taking import take, touch_listed
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
@@ -138,7 +140,7 @@ def start_tables(
             table.num_null_blocks = num_skipped
         if not isinstance(used, list):
             used = as_list("cached_prefix", used)
-        pool.add_references(used)
+        touch_listed(pool, used)
         table.blocks += used
         if state.retention is not None and state.retention.holds_blocks:
             state.retention.note_taken(used)
@@ -201,9 +203,7 @@ def extend_tables(
 
 def take_after(state: ManagerState, table: BlockTable, num_blocks: int) -> list[KVCacheBlock]:
     """Take blocks for a table; a `RunBlockPool` prefers those that follow the table's last block."""
-    if table.blocks:
-        return state.block_pool.take_after(table.blocks[-1], num_blocks)
-    return state.block_pool.take(num_blocks)
+    return take(state.block_pool, num_blocks, table.blocks[-1] if table.blocks else None)
 
 
 def replace_partial(state: ManagerState, group: BlockGroup, table: BlockTable) -> list[KVCacheBlock]:
@@ -213,11 +213,11 @@ def replace_partial(state: ManagerState, group: BlockGroup, table: BlockTable) -
     """
     position = table.copy_position
     shared = table.blocks[position]
-    [own] = state.block_pool.take(1)
+    [own] = take(state.block_pool, 1)
     state.copies.add_state(group.group_id, shared, own)
     table.blocks[position] = own
     table.copy_position = -1
-    state.block_pool.drop_references([shared])
+    free_listed(state.block_pool, [shared])
     return [own]
 
 
@@ -293,7 +293,7 @@ def extend_states(
     if num_moved:
         table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
     if leaving:
-        pool.drop_references(leaving)
+        free_listed(pool, leaving)
     return added
 
 
@@ -327,7 +327,7 @@ def free_skipped_blocks(
         blocks[first:end] = [pool.null_block] * (end - first)
         table.num_null_blocks = end
         table.num_edits += 1
-        pool.drop_references(passed[::-1])
+        free_listed(pool, passed[::-1])
         pool.is_changing = False
 
 
@@ -345,7 +345,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
         for position in state._needs.list_shared(table, group, step.num_computed, num_blocks):
             shared = table.blocks[position]
             is_copied = position * group.block_size < step.num_computed
-            [own] = pool.take(1)
+            [own] = take(pool, 1)
             if is_copied:
                 # If `shared` itself is the target of a pending copy, copy from the source of that.
                 source = state.copies.find_source(shared)
@@ -360,7 +360,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
             if position == table.copy_position:  # the other request has the cached state
                 table.copy_position = -1
                 table.tail_tokens = 0
-            pool.drop_references([shared])
+            free_listed(pool, [shared])
         for block in table.blocks[max(table.num_cached_blocks, step.num_computed // group.block_size) :]:
             if block.num_key_tokens > step.num_computed:
                 # Cached by a request that held it, too, and has left; this one was truncated within it.
@@ -377,7 +377,7 @@ def release_superseded(state: ManagerState, chains: StateChains) -> None:
         block = old.block
         if old.is_cached and block.ref_cnt == 0 and block.retention_id == 0:
             # With a reference the block leaves the queue; without content it returns to the front.
-            pool.add_references([block])
+            touch_listed(pool, [block])
             evict_invalid(pool, [block])
-            pool.drop_references([block])
+            free_listed(pool, [block])
         superseded.pop()

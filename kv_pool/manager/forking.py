@@ -2,6 +2,7 @@
 
 from kv_pool.core.extra_keys import find_adapter_load, find_extra_keys
 from kv_pool.core.pool_state import note_continued
+from kv_pool.core.taking import touch_listed
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState
@@ -67,7 +68,7 @@ def fork_tables(
         copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
         copy.num_null_blocks = min(table.num_null_blocks, num_shared)
         shared = table.blocks[:num_shared]
-        pool.add_references(shared)
+        touch_listed(pool, shared)
         copy.blocks += shared
         if table.past is not None and group.is_cacheable and num_computed % group.block_size:
             # The child may continue in the parent's copy of a block.

@@ -1,6 +1,7 @@
 """`free_tables`, `truncate_tables`: release the blocks of a request, or those of withdrawn tokens."""
 
 from kv_pool.core.evicting import evict_invalid
+from kv_pool.core.freeing import free_listed
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -32,7 +33,7 @@ def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTa
         if retention is not None:
             retention.label_table(request_id, GroupId(group_id), first, leaving)
         leaving.reverse()
-        pool.drop_references(leaving)
+        free_listed(pool, leaving)
     if retention is not None:
         retention.forget_request(request_id)
     pool.is_changing = False
@@ -81,7 +82,7 @@ def truncate_tables(
                 retention.label_table(request_id, group.group_id, num_left, leaving)
             del table.blocks[num_left:]
             table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-            pool.drop_references(leaving[::-1])
+            free_listed(pool, leaving[::-1])
         table.num_cached_blocks = min(table.num_cached_blocks, position)
         if position < len(table.blocks):
             block = table.blocks[position]

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.freeing import free_listed
+from kv_pool.core.taking import take, touch_listed
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId, SequenceId
@@ -157,12 +159,12 @@ class ManagerSequences:
         return self.manager.get_num_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
 
     def add_references(self, blocks: list[KVCacheBlock]) -> None:
-        self.pool.add_references(blocks)
+        touch_listed(self.pool, blocks)
         if self.manager.retention is not None:
             self.manager.retention.note_taken(blocks)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        return self.pool.take(num_blocks)
+        return take(self.pool, num_blocks)
 
     def make_join(
         self, sequence_id: RequestId, blocks: list[KVCacheBlock], arriving: list[_TableState]
@@ -208,7 +210,7 @@ class ManagerSequences:
                 retention.label_table(sequence_id, GroupId(group_id), 0, row)
             if not self.manager.holds_blocks(sequence_id):
                 retention.forget_request(sequence_id)
-        self.pool.drop_references([block for row in rows for block in reversed(row) if not block.is_null])
+        free_listed(self.pool, [block for row in rows for block in reversed(row) if not block.is_null])
 
     def forget(self, sequence_id: RequestId, rows: list[list[KVCacheBlock]]) -> None:
         if self._has_row(sequence_id, rows[0]):

@@ -15,6 +15,7 @@ import msgspec
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_group_id
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.foreign_bytes import UNDECODABLE
@@ -365,7 +366,7 @@ class PoolSite:
         self.pool.is_changing = True
         self._unfreeze(reservation.sequence_ids)
         self.pool.holds.hand_over(reservation.get_hold())
-        self.pool.drop_references(unheld[::-1])
+        free_listed(self.pool, unheld[::-1])
         for join in joins:
             join()
         self._changing = None

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kv_pool.core.block_hash import find_random_root
 from kv_pool.core.block_keys import get_block_hash
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.pool_state import note_copy
@@ -317,4 +318,4 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
         for row in copies.rows:
             if row >= num_dropped:
                 prefix_map.insert(copies.key, blocks[row - num_dropped])
-    pool.drop_references(blocks)
+    free_listed(pool, blocks)

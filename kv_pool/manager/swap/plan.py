@@ -18,6 +18,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_state import note_continued, note_copy
+from kv_pool.core.taking import take
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -168,7 +169,7 @@ class SwapPlan(TwoPhasePlan):
         target_hold = self._open_hold(self._target.pool)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
         self._target.touch([block for row in self._match.found for block in row if block is not None])
-        self._targets = self._list_targets(self._target.pool.take(self._match.num_new))
+        self._targets = self._list_targets(take(self._target.pool, self._match.num_new))
         self.moves = [
             BlockMove(before.block_id, after.block_id)
             for row, targets, found in zip(self._sources, self._targets, self._match.found, strict=True)

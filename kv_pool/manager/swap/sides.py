@@ -6,6 +6,7 @@ from typing import Protocol
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.taking import touch_listed
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -59,7 +60,7 @@ class DeviceSide:
         return self._manager.holds_blocks(request_id)
 
     def touch(self, blocks: list[KVCacheBlock]) -> None:
-        self.pool.add_references(blocks)
+        touch_listed(self.pool, blocks)
         if self._manager.retention is not None:
             self._manager.retention.note_taken(blocks)
 
@@ -105,7 +106,7 @@ class HostSide:
         return request_id in self.tables
 
     def touch(self, blocks: list[KVCacheBlock]) -> None:
-        self._pool.add_references(blocks)
+        touch_listed(self._pool, blocks)
 
     def note_leaving(self, request_id: RequestId, blocks_by_group: list[list[KVCacheBlock]]) -> None:
         pass

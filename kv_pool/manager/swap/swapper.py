@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Container
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.repairing import forget_all
@@ -241,7 +242,7 @@ class BlockSwapper:
         del self._host.tables[request_id]
         del self._host.num_computed_tokens[request_id]
         self.manager.detached_tables.pop(request_id, None)  # no call in between
-        self.host_pool.drop_references(list_tail_first([table.blocks for table in tables]))
+        free_listed(self.host_pool, list_tail_first([table.blocks for table in tables]))
         self.host_pool.is_changing = False
 
     def reset_prefix_cache(self) -> bool:
