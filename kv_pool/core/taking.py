@@ -53,24 +53,27 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     Bare blocks are accepted if they are null, in use or in the pool's queue: O(free blocks) for the last.
     """
     owner = pool.block_owner
-    max_references: i32 = MAX_REFERENCES - len(listed)
+    max_references: i32 = MAX_REFERENCES - len(listed)  # a block may be listed several times
     try:
         for block in listed:
-            if block.owner is owner and 0 < block.ref_cnt <= max_references:
-                continue
-            is_free = block.ref_cnt == 0 and not block.is_null
-            if block.owner is not owner:
-                check_ours(block, owner, "touch()")
-                if is_free and not any(one is block for one in pool.free_block_queue.iter_blocks_after(None)):
-                    raise_not_queued(block)
-            if is_free and block.next_free_block is None:
+            if block.owner is not owner or block.ref_cnt > max_references:
+                check_unusual(pool, block, max_references)
+            elif block.ref_cnt == 0 and block.next_free_block is None and not block.is_null:
                 raise_not_queued(block)
-            if block.ref_cnt > max_references:
-                raise InvalidBlockError(
-                    f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
-                )
     except Exception as error:
         raise_typed(error, listed, "touch()")
+
+
+def check_unusual(pool: PoolState, block: KVCacheBlock, max_references: i32) -> None:
+    """Raise unless `touch` accepts a bare block, one of another pool, or one with many references."""
+    check_ours(block, pool.block_owner, "touch()")
+    if block.ref_cnt == 0 and not block.is_null:
+        if not any(one is block for one in pool.free_block_queue.iter_blocks_after(None)):
+            raise_not_queued(block)
+    if block.ref_cnt > max_references:
+        raise InvalidBlockError(
+            f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
+        )
 
 
 # ---- changes ---------------------------------------------------------------------------------------
