@@ -29,7 +29,8 @@ class KVCacheBlock:
         prev_free_block, next_free_block: neighbours in the free queue; None if not linked.
         is_null: True for the pool's block 0, which stands for "no KV here" in a block table.
         pool: the pool that made the block; None for a bare block, or after its pool was deleted.
-        key, num_key_tokens: plain attributes behind `block_hash` and `block_hash_num_tokens` (-1 for None).
+        key, num_key_tokens: plain attributes behind `block_hash` and `block_hash_num_tokens` (-1 for None; at
+            most -2 if the block has no key and its own hash is noted in `parent`, see `note_own_hash`).
         owner: a weak reference to `pool`, one object for all of its blocks, or None.
         retention_id: the integer handle under which a retention knows the block; 0 for none.
         parent: of a cached block, the key of the block before it in its sequence; b"" for the first one, None

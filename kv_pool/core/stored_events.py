@@ -109,9 +109,7 @@ def hashes_of(
         raise InvalidArgumentError(
             f"block_size {block_size} is not a multiple of hash_block_size {pool.hash_block_size}"
         )
-    fine = getattr(request, "block_hashes", None)
-    if fine is None:
-        fine = read_hashes(request)  # raises, unless the attribute is None
+    fine = read_hashes(request)
     if len(fine) < end * stride:
         raise InvalidArgumentError(
             f"the request has {len(fine)} block hashes of {pool.hash_block_size} tokens; caching its first "

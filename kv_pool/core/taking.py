@@ -1,5 +1,6 @@
 """Add references to blocks: take free blocks, which evicts their content, or touch cached ones."""
 
+from itertools import islice
 from typing import Final
 
 from mypy_extensions import i32
@@ -7,7 +8,6 @@ from mypy_extensions import i32
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict, evict_all
-from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
@@ -67,9 +67,9 @@ def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
 def check_unusual(pool: PoolState, block: KVCacheBlock, max_references: i32) -> None:
     """Raise unless `touch` accepts a bare block, one of another pool, or one with many references."""
     check_ours(block, pool.block_owner, "touch()")
-    if block.ref_cnt == 0 and not block.is_null:
-        if not any(one is block for one in pool.free_block_queue.iter_blocks_after(None)):
-            raise_not_queued(block)
+    is_free = block.ref_cnt == 0 and not block.is_null
+    if is_free and all(one is not block for one in pool.free_block_queue.iter_blocks_after(None)):
+        raise_not_queued(block)
     if block.ref_cnt > max_references:
         raise InvalidBlockError(
             f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
@@ -102,7 +102,8 @@ def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
         pool._policy_host.order_victims(num_blocks)
         pool.is_changing = was_changing
     if pool.reuse_watchers or pool.lower_tiers is not None:
-        notify_before(pool, list_first(pool.free_block_queue, num_blocks))
+        first = islice(pool.free_block_queue.iter_blocks_after(None), num_blocks)
+        notify_before(pool, list(first))  # a watcher may take blocks, but not these
     pool.is_changing = True
     taken = pool.free_block_queue.popleft_n(num_blocks)
     mark_taken(pool, taken)
@@ -132,13 +133,14 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock], is_noted: bool = Fa
 def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = False) -> None:
     """Give blocks that have left the queue their first reference, and evict their content."""
     any_cached = len(pool.cached_block_hashes_by_block) > 0
+    num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
     for block in taken:
         if block.ref_cnt != 0:
             raise CorruptedPoolError(
                 f"block {block.block_id} was in the free queue with ref_cnt {block.ref_cnt}; only touch() "
                 "may reference a free block. Call repair()"
             )
-        block.ref_cnt = 1
+        block.ref_cnt = num_references
         block.generation += 1
         if block.key is not None:
             any_cached = True
@@ -152,8 +154,6 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = Fals
 
 def evict_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
     """Evict and reference blocks one by one, in the order of calls that the observer expects."""
-    for block in taken:
-        block.ref_cnt = 0
     for block in taken:
         if pool.enable_caching:
             observer.on_block_evicted(block)
@@ -193,17 +193,6 @@ def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = 
 
 
 # ---- who is notified before blocks are reused ------------------------------------------------------
-
-
-def list_first(queue: FreeKVCacheBlockQueue, num_blocks: int) -> list[KVCacheBlock]:
-    """Return the first blocks of the queue, at most `num_blocks`."""
-    listed: list[KVCacheBlock] = []
-    block = queue.fake_free_list_head.next_free_block
-    while block is not None and block is not queue.fake_free_list_tail and len(listed) < num_blocks:
-        if block.ref_cnt != BAND_END:
-            listed.append(block)
-        block = block.next_free_block
-    return listed
 
 
 def notify_before(pool: PoolState, listed: list[KVCacheBlock]) -> None:

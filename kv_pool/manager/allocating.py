@@ -75,13 +75,12 @@ def carry_out(
     for table in tables:
         table.request = request
     pool.is_changing = True
-    num_external = 0
+    num_external = step.num_external if is_new else 0
     if is_new:
         # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
         start_tables(state, request, tables, step)
         if retention is not None and retention.is_active:
             retention.note_admitted(request)
-        num_external = step.num_before - step.num_computed - step.num_prefix
         if num_external:
             add_external(state, tables, step.num_before)
     elif state._has_forks:

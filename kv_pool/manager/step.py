@@ -22,7 +22,7 @@ class Step:
     Attributes:
         tables: one per group; None for a request without blocks.
         prefix_blocks: the hits of each group that are not in the tables yet.
-        num_prefix: tokens of the prefix alone.
+        num_prefix, num_external: tokens of the prefix, and of the external ones, alone.
         num_lookahead: slots after `num_scheduled`, for speculative tokens.
         num_encoder_tokens: slots for cross-attention.
         num_final: tokens that are computed for good; blocks before their window are released.
@@ -41,6 +41,7 @@ class Step:
         "num_before",
         "num_computed",
         "num_encoder_tokens",
+        "num_external",
         "num_final",
         "num_left",
         "num_lookahead",
@@ -71,6 +72,7 @@ class Step:
         self.num_computed: int = num_computed
         self.num_prefix: int = num_prefix
         self.num_before: int = num_before
+        self.num_external: int = num_before - num_computed - num_prefix
         self.num_scheduled: int = num_scheduled
         self.num_lookahead: int = num_lookahead
         self.num_encoder_tokens: int = 0

@@ -37,7 +37,7 @@ class ZeroedBlocks:
         """
         for group_id in self.group_ids:
             ids = self._ids[group_id]
-            if step.num_before > step.num_computed + step.num_prefix and group_id not in without_external:
+            if step.num_external and group_id not in without_external:
                 blocks = tables[group_id].blocks
                 num_hits = len(step.prefix_blocks[group_id])
                 for block in blocks[num_hits : len(blocks) - len(added[group_id])]:
