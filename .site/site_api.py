@@ -46,10 +46,14 @@ def make_api_pages() -> dict[str, str]:
 
 
 def list_public_names() -> dict[str, list[str]]:
-    """Return by package its public names, in the order of its `__all__`; of `kv_pool.errors` all errors."""
+    """Return by package its public names, in the order of `__init__.pyi`; of `kv_pool.errors` all errors."""
     public = {}
     for path in sorted((ROOT / "kv_pool").rglob("__init__.py"), key=lambda path: path.parent):
+        stub = path.with_suffix(".pyi")
         names = _read_all(ast.parse(path.read_text()))
+        if stub.exists():
+            imports = [each for each in ast.parse(stub.read_text()).body if isinstance(each, ast.ImportFrom)]
+            names = [alias.name for each in imports for alias in each.names if alias.name[0] != "_"]
         if names:
             public[".".join(path.parent.relative_to(ROOT).parts)] = names
     errors = ast.parse((ROOT / "kv_pool" / "errors.py").read_text())

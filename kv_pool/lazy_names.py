@@ -1,21 +1,26 @@
 """`export_lazily`: names that a package offers, each imported when it is first used."""
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pkgutil import get_data
 from sys import modules
 
 
-def export_lazily(
-    package: str, names_of: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the package's `__getattr__` and `__dir__`, so that importing the package imports nothing else.
+def export_lazily(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that imports nothing by itself.
 
     Args:
-        package: its `__name__`.
-        names_of: the names, by the module that defines them. None may be the name of a submodule: importing
-            that module would replace the name.
+        package: its `__name__`. The names are those that its `__init__.pyi` imports, where type checkers find
+            them, too. None may be the name of a submodule: importing that module would replace the name.
     """
-    module_of = {name: module for module, names in names_of.items() for name in names}
+    stub = ast.parse(get_data(package, "__init__.pyi") or b"")
+    module_of = {
+        alias.name: statement.module
+        for statement in stub.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
 
     def get_name(name: str) -> object:
         module = module_of.get(name)
@@ -28,4 +33,4 @@ def export_lazily(
     def list_names() -> list[str]:
         return sorted({*vars(modules[package]), *module_of})
 
-    return get_name, list_names
+    return get_name, list_names, list(module_of)

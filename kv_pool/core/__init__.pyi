@@ -1,0 +1,30 @@
+# What type checkers see of this package, and what it offers: each name is imported when it is first used.
+
+from kv_pool.core.block_pool import BlockPool as BlockPool
+from kv_pool.core.block import KVCacheBlock as KVCacheBlock
+from kv_pool.core.block_hash import BlockHasher as BlockHasher
+from kv_pool.ids import BlockHash as BlockHash
+from kv_pool.ids import BlockHashWithGroupId as BlockHashWithGroupId
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue as FreeKVCacheBlockQueue
+from kv_pool.core.hash_map import BlockHashToBlockMap as BlockHashToBlockMap
+from kv_pool.core.kv_events import KVCacheEvent as KVCacheEvent
+from kv_pool.core.kv_events import BlockStored as BlockStored
+from kv_pool.core.kv_events import BlockRemoved as BlockRemoved
+from kv_pool.core.kv_events import AllBlocksCleared as AllBlocksCleared
+from kv_pool.core.kv_events import KVEventTypes as KVEventTypes
+from kv_pool.core.kv_events import MEDIUM_GPU as MEDIUM_GPU
+from kv_pool.core.cached_keys import CachedKey as CachedKey
+from kv_pool.core.holds import Hold as Hold
+from kv_pool.core.holds import HoldReport as HoldReport
+from kv_pool.core.holds import HoldState as HoldState
+from kv_pool.core.eviction_order import BandPolicy as BandPolicy
+from kv_pool.core.observer import BlockObserver as BlockObserver
+from kv_pool.core.mode import COMPILED as COMPILED
+from kv_pool.errors import InvalidArgumentError as InvalidArgumentError
+from kv_pool.errors import InvalidBlockError as InvalidBlockError
+from kv_pool.errors import InvalidTypeError as InvalidTypeError
+from kv_pool.errors import OutOfBlocksError as OutOfBlocksError
+from kv_pool.errors import PoolTooLargeError as PoolTooLargeError
+from kv_pool.errors import GroupIdError as GroupIdError
+from kv_pool.errors import CorruptedPoolError as CorruptedPoolError
+from kv_pool.errors import KVPoolError as KVPoolError

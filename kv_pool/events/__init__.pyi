@@ -1,0 +1,32 @@
+# What type checkers see of this package, and what it offers: each name is imported when it is first used.
+
+from kv_pool.events.config import PublisherConfig as PublisherConfig
+from kv_pool.events.publisher import ZMQEventPublisher as ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState as StreamState
+from kv_pool.events.config import GroupSpec as GroupSpec
+from kv_pool.events.curve_keys import CurveKeys as CurveKeys
+from kv_pool.events.event_publisher import EventPublisher as EventPublisher
+from kv_pool.events.event_publisher import NullEventPublisher as NullEventPublisher
+from kv_pool.events.event_publisher import PublisherStatistics as PublisherStatistics
+from kv_pool.events.subscriber import KVEventSubscriber as KVEventSubscriber
+from kv_pool.events.subscriber import SubscriberStatistics as SubscriberStatistics
+from kv_pool.events.stream_items import ReceivedBatch as ReceivedBatch
+from kv_pool.events.stream_items import BatchesLost as BatchesLost
+from kv_pool.events.stream_items import PublisherRestarted as PublisherRestarted
+from kv_pool.events.stream_items import PublisherSilent as PublisherSilent
+from kv_pool.events.stream_items import StreamItem as StreamItem
+from kv_pool.events.stream_items import StreamSource as StreamSource
+from kv_pool.events.stream_items import StreamCounts as StreamCounts
+from kv_pool.events.mirror import PrefixMirror as PrefixMirror
+from kv_pool.events.mirror import MirrorCounts as MirrorCounts
+from kv_pool.events.following import follow as follow
+from kv_pool.events.following import follow_async as follow_async
+from kv_pool.events.following import apply_item as apply_item
+from kv_pool.events.batch import KVEventBatch as KVEventBatch
+from kv_pool.events.batch import DecodedBatch as DecodedBatch
+from kv_pool.events.batch import encode_batch as encode_batch
+from kv_pool.events.batch import decode_batch as decode_batch
+from kv_pool.errors import EventStreamError as EventStreamError
+from kv_pool.errors import EndpointError as EndpointError
+from kv_pool.errors import PublisherClosedError as PublisherClosedError
+from kv_pool.errors import MissingDependencyError as MissingDependencyError
