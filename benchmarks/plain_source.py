@@ -8,8 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 
-def import_plain() -> ModuleType:
-    """Import the `kv_pool` package as plain Python. It and its modules stay in `sys.modules`."""
+def import_plain(loads_names: bool = True) -> ModuleType:
+    """Import the `kv_pool` package as plain Python. It and its modules stay in `sys.modules`.
+
+    Args:
+        loads_names: load its names, too; on first use they would come from the compiled modules.
+    """
     spec = find_spec("kv_pool")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("kv_pool is not installed")
@@ -23,7 +27,10 @@ def import_plain() -> ModuleType:
     sys.path_hooks.insert(0, find_source_only)
     sys.path_importer_cache.clear()
     try:
-        return import_module("kv_pool")
+        package = import_module("kv_pool")
+        for name in package.__all__ if loads_names else ():
+            getattr(package, name)
+        return package
     finally:
         sys.path_hooks.remove(find_source_only)
         sys.path_importer_cache.clear()
