@@ -32,6 +32,7 @@ def list_rows(text):
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
 
 
+@pytest.mark.slow
 def test_tables_files_and_picture_have_the_same_results(folder):
     files = ("--json", "c.json", "--csv", "c.csv", "--png", "c.svg")
     done = compare(
@@ -68,6 +69,7 @@ def test_tables_files_and_picture_have_the_same_results(folder):
     assert not (folder / "c.json.runs").exists()
 
 
+@pytest.mark.slow
 def test_comparison_is_repeated_and_what_has_changed_is_named(folder):
     first = compare(
         folder, "a.jsonl", "--policies", "mine.py:Mine", "--blocks", "12", *SIZES, "--json", "c.json"

@@ -145,6 +145,7 @@ def test_ascii_terminal_causes_no_traceback(folder, arguments):
     assert done.stdout.isascii()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["stats", "defrag", "layout", "sequences"])
 def test_ascii_terminal_causes_no_traceback_in_pool_commands(folder, command):
     with serving("trace.jsonl", *SIZES, "--block-size", "8", "--socket", "here.sock", cwd=folder):

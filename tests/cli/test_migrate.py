@@ -119,6 +119,7 @@ def test_copied_sequence_continues_on_both_nodes(folder):
         assert "already holds blocks on device 0" in again.stderr
 
 
+@pytest.mark.slow
 def test_nodes_find_each_other_through_a_registry(folder):
     with two_nodes(folder) as (a, b):
         for name, other, address in (("a", "b", b.address), ("b", "a", a.address)):
@@ -142,6 +143,7 @@ def test_sequences_are_listed_as_text(folder):
         assert re.search(rf" {sequence_id} +\d+ +0 +[\d.]+ s ago", ask(folder, "sequences").stdout)
 
 
+@pytest.mark.slow
 def test_impossible_migration_is_one_line_and_status_2(folder):
     (folder / "secret").write_text("another secret than the other nodes'")
     (folder / "secret").chmod(0o600)
@@ -203,6 +205,7 @@ def test_interrupted_migration_is_cancelled(folder):
         assert list_ids("b") == []
 
 
+@pytest.mark.slow
 def test_pool_is_chosen_by_node_or_socket(folder):
     with node(folder, "a", "busy.jsonl"):
         assert ask(folder, "stats").returncode == 0

@@ -174,6 +174,7 @@ def test_live_batches_continue_while_a_replay_is_unread():
                 assert len(requester.ask(first)) == 150
 
 
+@pytest.mark.slow
 def test_reader_that_only_sends_requests_is_abandoned():
     with make_publisher(linger_s=0.0, buffer_steps=20) as publisher:
         publish_large_batches(publisher, 20, 2_000)
@@ -295,6 +296,7 @@ def test_snapshots_stay_valid_across_heartbeats():
         assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positional", [False, True])
 def test_snapshots_are_correct_while_batches_continue(positional):
     """Any answer plus the live batches after it leads to the pool's state."""

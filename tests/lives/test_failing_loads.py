@@ -11,8 +11,8 @@ LIVES_PER_TEST = 30
 @pytest.mark.parametrize(
     "first",
     [
-        *range(0, 300, LIVES_PER_TEST),
-        *[pytest.param(first, marks=pytest.mark.night) for first in range(300, 10_000, LIVES_PER_TEST)],
+        *range(0, 120, LIVES_PER_TEST),
+        *[pytest.param(first, marks=pytest.mark.night) for first in range(120, 10_000, LIVES_PER_TEST)],
     ],
 )
 def test_no_hit_reads_bytes_not_computed_from_its_tokens(tmp_path, first):

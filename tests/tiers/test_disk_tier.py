@@ -337,9 +337,9 @@ def write_for_ever(folder):
             print("full", flush=True)
 
 
-@pytest.mark.parametrize("life", range(3))
-def test_killed_process_leaves_only_valid_blocks(tmp_path, device, life):
-    rng = np.random.default_rng(life)
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_process_leaves_only_valid_blocks(tmp_path, device, seed):
+    rng = np.random.default_rng(seed)
     for _ in range(4):
         child = run_in_child(write_for_ever, tmp_path)
         assert child.stdout.readline() == "full\n"

@@ -114,6 +114,7 @@ def test_forgotten_key_of_a_reused_slot_does_not_return(tmp_path):
     assert life.check_crashes(make_rng(0), 64) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_power_cut_does_not_restore_forgotten_keys(tmp_path, seed):
     rng = make_rng(seed)
