@@ -82,7 +82,7 @@ def test_prefix_of_another_process_is_not_recomputed(nodes, is_from_here):
     assert source.check() == 0
 
 
-@pytest.mark.parametrize("num_generated", range(1, 6))
+@pytest.mark.parametrize("num_generated", [1, 5])
 def test_request_continues_in_another_process(nodes, num_generated):
     """The last block may be partly filled or full, or the next one may have one token."""
     here, there = nodes
