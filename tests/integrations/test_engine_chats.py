@@ -104,7 +104,7 @@ def test_engine_serves_the_same_at_both_levels(tmp_path, kind, mode):
 def test_an_altered_manager_is_found(tmp_path):
     """Each makes one small error in kv_pool's manager; the last one lets requests read K and V of others."""
     expected = {
-        "ShorterHits": "cached",
+        "HalfHits": "cached",
         "OtherFreeOrder": "events",
         "PlainEvents": "events",
         "RotatedTables": "tokens",
