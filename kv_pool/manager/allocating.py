@@ -322,12 +322,28 @@ def free_skipped_blocks(
             state.copies.drop(passed)
         if state.retention is not None and state.retention.is_active:
             state.retention.label_table(request_id, group.group_id, first, passed)
+        note_uncached(group, table, first, passed)
         table.add_past(first, passed)
         blocks[first:end] = [pool.null_block] * (end - first)
         table.num_null_blocks = end
         table.num_edits += 1
         free_listed(pool, passed[::-1])
         pool.is_changing = False
+
+
+def note_uncached(group: BlockGroup, table: BlockTable, first: int, passed: list[KVCacheBlock]) -> None:
+    """Note their hashes on blocks that leave a table in the step in which they would be cached.
+
+    If one of them turns out to be bad, what other groups have computed from it is found by its hash.
+    """
+    if table.request is None or first + len(passed) <= table.num_cached_blocks:
+        return
+    hashes = table.request.block_hashes
+    for position in range(max(first, table.num_cached_blocks), first + len(passed)):
+        block = passed[position - first]
+        number = (position + 1) * group.stride - 1
+        if block.key is None and not block.is_null and number < len(hashes):
+            note_own_hash(block, hashes[number])
 
 
 def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) -> None:

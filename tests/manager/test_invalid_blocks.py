@@ -499,3 +499,21 @@ def test_random_reports_leave_no_bad_content_to_hit(seed):
     for request in running.values():
         manager.free(request)
     assert manager.get_num_free_blocks() == 20
+
+
+def test_a_bad_block_that_left_its_chunk_before_it_was_cached_is_known():
+    """It had no hash: what the full group computed from it stayed cached. Found by a random life."""
+    full = FullAttentionSpec(block_size=4)
+    manager = make(20, [full, ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)])
+    request = start(manager, "a", range(16), num_external=15, delay_cache_blocks=True)
+    tables = [manager.get_table("a", group_id) for group_id in (0, 1)]
+    last, bad = (table.blocks[3] for table in tables)
+    manager.block_pool.hold([bad], "still loading")  # or the next step takes it
+    request.append_output_token_ids([7])
+    assert manager.allocate_slots(request, 1) is not None
+    assert last.key is not None
+    assert tables[1].blocks[3].is_null
+    manager.free(request)
+    manager.report_invalid_blocks([bad.block_id])
+    assert last.key is None
+    assert manager.get_computed_blocks(Request("b", range(17), HASHER)).num_tokens == 8
