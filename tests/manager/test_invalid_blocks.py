@@ -501,7 +501,7 @@ def test_random_reports_leave_no_bad_content_to_hit(seed):
     assert manager.get_num_free_blocks() == 20
 
 
-def test_a_bad_block_that_left_its_chunk_before_it_was_cached_is_known():
+def test_a_bad_block_that_left_before_it_was_cached_is_known():
     """It had no hash: what the full group computed from it stayed cached. Found by a random life."""
     full = FullAttentionSpec(block_size=4)
     manager = make(20, [full, ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)])
