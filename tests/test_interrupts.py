@@ -50,7 +50,8 @@ def test_an_interrupted_call_is_refused_until_a_repair(case, interrupts_repair):
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
+@pytest.mark.parametrize(("interrupts_repair", "slowness"), [(False, 100), (True, 20)], ids=["once", "twice"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_call_is_interrupted_at_more_points(case):
-    num_points, broken = find_broken(case, False, 100)
+def test_a_call_is_interrupted_at_more_points(case, interrupts_repair, slowness):
+    num_points, broken = find_broken(case, interrupts_repair, slowness)
     assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"

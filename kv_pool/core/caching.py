@@ -222,14 +222,49 @@ def add_key(
     num_tokens: int | None,
     parent: bytes | None = None,
 ) -> None:
-    """Add a key to `block`, without an event. No-op if the block already has it."""
+    """Add a key to `block`, as its primary or a secondary key, without an event. No-op if it has the key.
+
+    Args:
+        parent: see `KVCacheBlock.parent`; used for the primary key only.
+    """
     if block.owner is not pool.block_owner:
         check_ours(block, pool.block_owner, "_insert_block_hash()")
     if block.is_null:
         raise InvalidBlockError("the null block is never cached")
     if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
         return
-    insert_key(pool, key, block, num_tokens, parent)
+    cache = pool.cached_block_hash_to_block
+    entries = cache._cache
+    secondary = pool.cached_block_hashes_by_block
+    block_id = block.block_id
+    is_primary = block.key is None
+    if is_primary and block.num_key_tokens >= 0:
+        raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
+    found: Any = entries.get(key)
+    if found is not None and not isinstance(found, (KVCacheBlock, dict)):
+        raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
+    was_changing = pool.is_changing
+    pool.is_changing = True
+    if not is_primary:
+        secondary.setdefault(block_id, {})[key] = None
+    if found is None:
+        entries[key] = block
+        cache._num_keys += 1
+    elif isinstance(found, KVCacheBlock):
+        entries[key] = {found.block_id: found, block_id: block}
+        found._next_cached_id = -1
+        block._next_cached_id = -1
+    else:
+        found[block_id] = block
+        block._next_cached_id = -1
+    if is_primary:
+        block.key = key
+        block.num_key_tokens = -1 if num_tokens is None else num_tokens
+        block.parent = parent
+        block._next_cached_id = -1
+        if block.retention_id > 0:
+            block.retention_id = -block.retention_id
+    pool.is_changing = was_changing
 
 
 def add_keys(
@@ -287,52 +322,6 @@ def add_keys(
                 before._next_cached_id = block.block_id
             before = block
     cache._num_keys += num_added
-
-
-def insert_key(
-    pool: PoolState,
-    key: BlockHashWithGroupId,
-    block: KVCacheBlock,
-    num_tokens: int | None,
-    parent: bytes | None = None,
-) -> None:
-    """Add a key that the block does not have yet, as its primary or a secondary key.
-
-    Args:
-        parent: see `KVCacheBlock.parent`; used for the primary key only.
-    """
-    cache = pool.cached_block_hash_to_block
-    entries = cache._cache
-    secondary = pool.cached_block_hashes_by_block
-    block_id = block.block_id
-    is_primary = block.key is None
-    if is_primary and block.num_key_tokens >= 0:
-        raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
-    found: Any = entries.get(key)
-    if found is not None and not isinstance(found, (KVCacheBlock, dict)):
-        raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
-    was_changing = pool.is_changing
-    pool.is_changing = True
-    if not is_primary:
-        secondary.setdefault(block_id, {})[key] = None
-    if found is None:
-        entries[key] = block
-        cache._num_keys += 1
-    elif isinstance(found, KVCacheBlock):
-        entries[key] = {found.block_id: found, block_id: block}
-        found._next_cached_id = -1
-        block._next_cached_id = -1
-    else:
-        found[block_id] = block
-        block._next_cached_id = -1
-    if is_primary:
-        block.key = key
-        block.num_key_tokens = -1 if num_tokens is None else num_tokens
-        block.parent = parent
-        block._next_cached_id = -1
-        if block.retention_id > 0:
-            block.retention_id = -block.retention_id
-    pool.is_changing = was_changing
 
 
 def are_sole_holders(

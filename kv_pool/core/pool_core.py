@@ -727,7 +727,7 @@ class BlockPoolCore(PoolState):
 
     # ---- parts of larger calls ---------------------------------------------------------------------
 
-    # For holds, which this module imports, and policies. Others call the functions.
+    # For holds, which the state of the pool knows, and for the retention. Others call the functions.
 
     def add_references(self, blocks: list[KVCacheBlock], is_access: bool = True) -> None:
         """Touch blocks as part of a larger call; see `touch_listed`."""

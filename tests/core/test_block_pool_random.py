@@ -221,7 +221,8 @@ def tell(event):
     return ("removed", told[0]) if isinstance(event, BlockRemoved) else ("stored", told)
 
 
-def test_random_calls_agree_with_a_slow_model():
+@pytest.mark.parametrize("seed", range(3))  # hypothesis draws anew for each
+def test_random_calls_agree_with_a_slow_model(seed):
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(

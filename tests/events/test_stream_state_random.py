@@ -159,9 +159,12 @@ def one_by_one(events):
     return told
 
 
+@pytest.mark.parametrize("seed", range(3))  # hypothesis draws anew for each
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(events, max_size=6), max_size=8), st.booleans(), st.booleans())
-def test_random_events_match_a_slow_model(batches, dense, coalesce):
+@given(
+    batches=st.lists(st.lists(events, max_size=6), max_size=8), dense=st.booleans(), coalesce=st.booleans()
+)
+def test_random_events_match_a_slow_model(seed, batches, dense, coalesce):
     state = StreamState(dense=dense, coalesce_removals=coalesce)
     model, reader = SlowState(), Reader()
     for number, batch in enumerate(batches):
