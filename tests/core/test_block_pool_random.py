@@ -221,7 +221,7 @@ def tell(event):
     return ("removed", told[0]) if isinstance(event, BlockRemoved) else ("stored", told)
 
 
-@pytest.mark.parametrize("seed", range(3))  # hypothesis draws anew for each
+@pytest.mark.parametrize("seed", range(3))  # hypothesis draws other cases for each
 def test_random_calls_agree_with_a_slow_model(seed):
     run_state_machine_as_test(
         PoolMachine,

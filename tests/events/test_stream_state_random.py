@@ -159,7 +159,7 @@ def one_by_one(events):
     return told
 
 
-@pytest.mark.parametrize("seed", range(3))  # hypothesis draws anew for each
+@pytest.mark.parametrize("seed", range(3))  # hypothesis draws other cases for each
 @settings(max_examples=200, deadline=None)
 @given(
     batches=st.lists(st.lists(events, max_size=6), max_size=8), dense=st.booleans(), coalesce=st.booleans()
