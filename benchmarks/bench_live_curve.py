@@ -37,7 +37,7 @@ def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -
     for salt in range(options.samples):
         pool = make_pool(options, True)
         curve = LiveCurve(
-            options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt << 42
+            options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt
         )
         pool._live_curve = curve  # noqa: SLF001 (pools have no option for the sample)
         run_requests(requests, pool)

@@ -30,6 +30,8 @@ _PERIODS_PER_HALF_LIFE: Final = 16
 _GROWTH: Final = 2.0 ** (1 / 16)
 _MAX_WEIGHT: Final = 2.0**40
 _OPEN_SHARE: Final = 64
+_SALT_FACTOR: Final = 0x9E3779B97F4A7C15
+"""Spreads a salt over the bits of a hash that choose the sample (Knuth's multiplicative hashing)."""
 
 
 class LiveCurve:
@@ -74,7 +76,7 @@ class LiveCurve:
         self.max_rate: float = max_rate
         self._clock: Callable[[], float] = clock
         self._half_life: int | None = half_life
-        self._salt: i64 = salt
+        self._salt: i64 = salt * _SALT_FACTOR & 0xFFFFFFFFFFFF
         self.rate: float = 1.0
         self.weight: float = 1.0
         self.counts: list[float] = []

@@ -60,8 +60,9 @@ def test_a_sample_of_all_blocks_gives_the_exact_curve(curves, exact):
 
 @pytest.mark.parametrize("size", [1024, 4096])
 def test_samples_are_within_their_errors_of_the_exact_curve(settings, exact, size):
-    """Of four samples, since which blocks are in one depends on the process."""
-    reports = [read_live_curve(draw_curve(settings, size, salt << 20), MULTIPLES) for salt in range(4)]
+    """Of eight samples, since which blocks are in one depends on the process."""
+    reports = [read_live_curve(draw_curve(settings, size, salt), MULTIPLES) for salt in range(8)]
+    assert len({report.estimated_block_hit_rate for report in reports}) > 4, "salts choose samples"
     assert {report.sample_rate for report in reports} == {size / (4 * CAPACITY)}
     for points in zip(*[report.points for report in reports], strict=True):
         rate = exact[points[0].num_blocks].block_hit_rate
