@@ -42,7 +42,6 @@ from kv_pool.core.stored_events import hashes_of, make_external_hash, make_store
 from kv_pool.core.taking import (
     check_enough,
     check_takeable,
-    check_touchable,
     notify_watchers,
     take,
     take_listed,
@@ -290,7 +289,6 @@ class BlockPoolCore(PoolState):
         listed = as_list("blocks", blocks)
         if self.is_changing:
             refuse_interrupted()
-        check_touchable(self, listed)
         touch_listed(self, listed)
 
     # ---- freeing ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from itertools import islice
 from typing import Final
 
-from mypy_extensions import i32
+from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
@@ -47,30 +47,16 @@ def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
         raise_typed(error, listed, "take_blocks()")
 
 
-def check_touchable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Raise unless each of these blocks can get a reference.
+def check_unusual(pool: PoolState, block: KVCacheBlock) -> None:
+    """Raise unless `touch` accepts a bare block, one of another pool, or one with many references.
 
     Bare blocks are accepted if they are null, in use or in the pool's queue: O(free blocks) for the last.
     """
-    owner = pool.block_owner
-    max_references: i32 = MAX_REFERENCES - len(listed)  # a block may be listed several times
-    try:
-        for block in listed:
-            if block.owner is not owner or block.ref_cnt > max_references:
-                check_unusual(pool, block, max_references)
-            elif block.ref_cnt == 0 and block.next_free_block is None and not block.is_null:
-                raise_not_queued(block)
-    except Exception as error:
-        raise_typed(error, listed, "touch()")
-
-
-def check_unusual(pool: PoolState, block: KVCacheBlock, max_references: i32) -> None:
-    """Raise unless `touch` accepts a bare block, one of another pool, or one with many references."""
     check_ours(block, pool.block_owner, "touch()")
     is_free = block.ref_cnt == 0 and not block.is_null
     if is_free and all(one is not block for one in pool.free_block_queue.iter_blocks_after(None)):
         raise_not_queued(block)
-    if block.ref_cnt > max_references:
+    if block.ref_cnt == MAX_REFERENCES:
         raise InvalidBlockError(
             f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
         )
@@ -122,16 +108,22 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock], is_noted: bool = Fa
         notify_before(pool, listed)
     pool.is_changing = True
     queue = pool.free_block_queue
+    any_cached = len(pool.cached_block_hashes_by_block) > 0
+    num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
     for block in listed:
         queue.remove(block)
-    mark_taken(pool, listed, is_noted)
+        block.ref_cnt = num_references
+        block.generation += 1
+        if block.key is not None:
+            any_cached = True
+    finish_take(pool, listed, any_cached, is_noted)
     if pool._policy_host is not None:
         pool._policy_host.note_taken(listed)
     pool.is_changing = was_changing
 
 
-def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = False) -> None:
-    """Give blocks that have left the queue their first reference, and evict their content."""
+def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
+    """Give blocks that were the first in the queue their first reference, and evict their content."""
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
     for block in taken:
@@ -144,6 +136,11 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = Fals
         block.generation += 1
         if block.key is not None:
             any_cached = True
+    finish_take(pool, taken, any_cached, False)
+
+
+def finish_take(pool: PoolState, taken: list[KVCacheBlock], any_cached: bool, is_noted: bool) -> None:
+    """Evict the content of blocks that were taken; tell the observer and the pool's index."""
     if pool.metrics_collector is not None:
         evict_observed(pool, taken, pool.metrics_collector)
     elif any_cached and pool.enable_caching:
@@ -163,22 +160,20 @@ def evict_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockOb
 
 
 def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = True) -> None:
-    """Add one reference to each of these blocks, which `check_touchable` accepts.
+    """Implement `BlockPool.touch`.
 
     Args:
         is_access: False for a hold, which does not read the prefix: it is no hit.
     """
     was_changing = pool.is_changing
     pool.is_changing = True
-    queue = pool.free_block_queue
-    for block in listed:
-        if block.is_null:
-            continue
-        if block.ref_cnt == 0:
-            queue.remove(block)
-        block.ref_cnt += 1
-    if pool.free_index is not None:
-        pool.free_index.note_taken(listed, pool.block_owner)
+    if count_up(pool, listed, was_changing) > 0:
+        queue = pool.free_block_queue
+        for block in listed:
+            if block.next_free_block is not None:
+                queue.remove(block)
+        if pool.free_index is not None:
+            pool.free_index.note_taken(listed, pool.block_owner)
     if pool._policy_host is not None:
         pool._policy_host.note_touched(listed, is_access)
     if is_access:
@@ -190,6 +185,36 @@ def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = 
                 if not block.is_null:
                     observer.on_block_accessed(block)
     pool.is_changing = was_changing
+
+
+def count_up(pool: PoolState, listed: list[KVCacheBlock], was_changing: bool) -> i64:
+    """Add one reference to each block, and return how many were free; null blocks do not count.
+
+    Raises:
+        As `touch`. Nothing has changed.
+    """
+    owner = pool.block_owner
+    num_done: i64 = 0
+    num_free: i64 = 0
+    try:
+        for block in listed:
+            references = block.ref_cnt
+            if block.owner is not owner or references == MAX_REFERENCES:
+                check_unusual(pool, block)
+            if not block.is_null:
+                if references == 0:
+                    if block.next_free_block is None:
+                        raise_not_queued(block)
+                    num_free += 1
+                block.ref_cnt = references + 1
+            num_done += 1
+    except Exception as error:
+        for block in listed[:num_done]:
+            if not block.is_null:
+                block.ref_cnt -= 1
+        pool.is_changing = was_changing
+        raise_typed(error, listed, "touch()")
+    return num_free
 
 
 # ---- who is notified before blocks are reused ------------------------------------------------------
