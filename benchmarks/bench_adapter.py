@@ -1,7 +1,6 @@
 """Measure the cost of `GPUKVPool`'s calls and the fragmentation of free blocks. See benchmarks/README.md."""
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, cast
 
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model, write_results
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool
@@ -239,7 +238,7 @@ def main() -> None:
         rows.append({"title": title, "calls": calls, **facts})
     rows.append(compare_threads(options))
     if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model, write_results
 
 import kv_pool
 from kv_pool import BlockPool
@@ -205,7 +204,7 @@ def main() -> None:
     num_blocks, times = prefill(8192, 255, options)
     rows.append(print_rows(f"8,192 tokens beside 255 that decode, {num_blocks:,} blocks", times))
     if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

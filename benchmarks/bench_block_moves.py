@@ -2,18 +2,13 @@
 
 import argparse
 import ctypes
-import json
-import os
-import platform
 import random
-import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+from measuring import Sample, describe_run, interleave, summarize, write_results
 
 from kv_pool.ids import BlockId, BlockMove
 from kv_pool.storage import KVStorage
@@ -165,17 +160,8 @@ def measure(block_bytes: int, layout: str, in_runs: bool, options: argparse.Name
     }
 
 
-def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    told = {
-        "command": " ".join(["python", "benchmarks/bench_block_moves.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average_at_start": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: find_version(name) for name in ("kv_pool", "numpy", "torch", "triton")},
-    }
+def describe_device(options: argparse.Namespace) -> dict[str, Any]:
+    told = describe_run([], ("kv_pool", "numpy", "torch", "triton"))
     if options.device != "cpu":
         import torch
 
@@ -205,7 +191,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    provenance = describe_run(options)
+    provenance = describe_device(options)
     for key, value in provenance.items():
         listed = (
             ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
@@ -223,7 +209,7 @@ def main() -> None:
         for in_runs in (False, True)
     ]
     if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -13,13 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from measuring import Row, Sample, describe_run, interleave, resident_bytes, summarize, write_results
 from plain_source import import_plain, import_plain_aside
 
 COMPILED, PLAIN, VLLM = "kv_pool compiled", "kv_pool plain", "vLLM"
@@ -59,8 +57,6 @@ class BenchRequest:
 
 
 HashRequest = Callable[[BenchRequest], Sequence[bytes]]
-Sample = Callable[[], float]
-"""A function that runs once and returns one measurement in its row's unit."""
 
 
 @dataclass
@@ -70,15 +66,6 @@ class Implementation:
     name: str
     pool_class: Callable[..., Any]
     make_hasher: Callable[[str], HashRequest]
-
-
-@dataclass
-class Row:
-    """A row of results: the measurements of each implementation, in `unit`."""
-
-    title: str
-    unit: str
-    samples: dict[str, list[float]]
 
 
 # ---- the implementations -------------------------------------------------------------------------
@@ -274,24 +261,6 @@ def sample_hashing(algorithm: str, token_ids: list[int], implementation: Impleme
     return sample
 
 
-def interleave(title: str, unit: str, samples: dict[str, Sample], runs: int) -> Row:
-    """Take one sample of each in turn, `runs` times after a warm-up, with GC off."""
-    row = Row(title, unit, {name: [] for name in samples})
-    names = list(samples)
-    gc.collect()
-    gc.disable()
-    try:
-        for run in range(-1, runs):
-            shift = run % len(names)
-            for name in names[shift:] + names[:shift]:
-                measured = samples[name]()
-                if run >= 0:
-                    row.samples[name].append(measured)
-    finally:
-        gc.enable()
-    return row
-
-
 def measure_here(implementations: list[Implementation], options: argparse.Namespace) -> list[Row]:
     num_blocks: int = options.blocks
     seed: int = options.seed
@@ -331,11 +300,6 @@ def check_same_hashes(implementations: list[Implementation], token_ids: list[int
 
 
 # ---- rows measured in child processes ------------------------------------------------------------
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes (second field of Linux's statm, in pages)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def time_collection() -> float:
@@ -438,14 +402,6 @@ def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
 # ---- results -------------------------------------------------------------------------------------
 
 
-def summarize(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Return p10, median and p90."""
-    if len(samples) == 1:
-        return samples[0], samples[0], samples[0]
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    return deciles[0], statistics.median(samples), deciles[8]
-
-
 def ratio_to_vllm(row: Row, name: str) -> float | None:
     """Return vLLM's median divided by this one; None if one of them prints as 0.00."""
     if VLLM not in row.samples:
@@ -469,38 +425,6 @@ def print_row(row: Row) -> None:
         print(f"    {name:22}{row.unit:>10}{figures}{len(samples):>6}{shown:>13}", flush=True)
 
 
-def find_cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
-
-
-def find_version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def describe_run(names: list[str]) -> dict[str, Any]:
-    """Return the provenance of the figures."""
-    return {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average_at_start": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: find_version(name) for name in ("kv_pool", "vllm", "msgspec", "xxhash", "numpy")},
-        "compared": names,
-    }
-
-
 def write_json(path: Path, provenance: dict[str, Any], rows: list[Row]) -> None:
     results = []
     for row in rows:
@@ -515,7 +439,7 @@ def write_json(path: Path, provenance: dict[str, Any], rows: list[Row]) -> None:
                 "vllm_over_this": ratio_to_vllm(row, name),
             }
         results.append({"title": row.title, "unit": row.unit, "figures": figures, "samples": row.samples})
-    path.write_text(json.dumps({"provenance": provenance, "rows": results}, indent=1) + "\n")
+    write_results(path, {"provenance": provenance, "rows": results})
 
 
 def parse_options() -> argparse.Namespace:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from platform import python_version
 
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId

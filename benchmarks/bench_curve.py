@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model, write_results
 
 from kv_pool import COMPILED, __version__
 
@@ -116,7 +116,7 @@ def main() -> None:
     for name, value in result.items():
         print(f"{name:24} {value:,.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+        write_results(Path(arguments.json), result)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import (
-    BLOCK_SIZE,
-    REQUEST_BLOCKS,
-    BenchRequest,
-    describe_run,
-    fill_cache,
-    find_version,
-    make_request,
-    run_request,
-    summarize,
-)
+from bench_block_pool import BLOCK_SIZE, REQUEST_BLOCKS, BenchRequest, fill_cache, make_request, run_request
+from measuring import describe_run, find_version, summarize, write_results
 
 import kv_pool
 from kv_pool import BlockPool
@@ -305,7 +296,7 @@ def main() -> None:
         print_samples(f"{options.batches:,} batches to another process, {kind}", "", rows)
     if options.json:
         results = {"provenance": provenance, "steps": steps, "calls": calls, "throughput": throughput}
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run, summarize
+from measuring import describe_run, summarize, write_results
 
 from kv_pool import BlockRemoved, BlockStored
 from kv_pool.core.kv_events import KVCacheEvent
@@ -253,7 +253,7 @@ def main() -> None:
         print(f"    {name:30}{median / 1e3:>9.1f}{low / 1e3:>9.1f}{high / 1e3:>9.1f}{len(values):>6}{share}")
     if options.json is not None:
         found = {"num_blocks": num_blocks, "num_bytes": num_bytes, "blocks_per_cpu_second": rates}
-        options.json.write_text(json.dumps({"provenance": provenance, **found}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, **found})
 
 
 if __name__ == "__main__":

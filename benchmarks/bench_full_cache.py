@@ -2,14 +2,13 @@
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool, GroupId, SequenceId
@@ -187,7 +186,7 @@ def main() -> None:
             show(rows[-1])
     if options.json is not None:
         answer = {"provenance": describe_run([mode]), "rows": rows}
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

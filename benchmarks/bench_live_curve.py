@@ -1,7 +1,6 @@
 """Measure a live curve: its error, its bytes and its cost. See benchmarks/README.md."""
 
 import argparse
-import json
 import statistics
 import time
 import tracemalloc
@@ -9,7 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 from request_runs import read_fitting_requests, run_requests
 
 from kv_pool import BlockPool
@@ -108,10 +107,7 @@ def main() -> None:
         f"{found['bytes']:,} bytes; {found['added_ns']:.1f} ns per block added to {found['without_ns']:.1f}"
     )
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"provenance": describe_run(["without", "with a live curve"]), **found}, indent=1)
-            + "\n"
-        )
+        write_results(options.json, {"provenance": describe_run(["without", "with a live curve"]), **found})
 
 
 if __name__ == "__main__":

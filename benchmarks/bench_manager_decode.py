@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.ids import GroupId, RequestId
@@ -515,7 +514,7 @@ def main() -> None:
             for row, parts in rows
         ]
         answer = {"provenance": provenance, "options": shown, "rows": results}
-        options.json.write_text(json.dumps(answer) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import argparse
 import gc
 import hashlib
-import json
 import statistics
 import sys
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.ids import BlockHash
@@ -215,7 +214,7 @@ def main() -> None:
     if options.json:
         shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
         answer = {"provenance": provenance, "options": shown, "rows": rows, "runs": runs}
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Compare a migration with only reading the same blocks. See benchmarks/README.md."""
 
 import argparse
-import json
 import multiprocessing
 import os
 import secrets
@@ -16,7 +15,7 @@ from platform import python_version
 from typing import Any
 
 import numpy as np
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model, write_results
 
 import kv_pool
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
@@ -226,7 +225,7 @@ def main() -> None:
             "numpy": np.__version__,
             "kv_pool": kv_pool.__version__,
         }
-        options.json.write_text(json.dumps({**provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {**provenance, "rows": rows})
 
 
 if __name__ == "__main__":

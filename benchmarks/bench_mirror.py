@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_block_pool import describe_run, resident_bytes, summarize
+from measuring import describe_run, resident_bytes, summarize, write_results
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.events.mirror import PrefixMirror
@@ -270,7 +270,7 @@ def main() -> None:
     print(f"\n{'':30}{'unit':>10}{'median':>11}{'p10':>11}{'p90':>11}{'runs':>6}")
     rows = measure(options)
     if options.json is not None:
-        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+from measuring import Sample, find_cpu_model, find_version, interleave, summarize
 
 import kv_pool
 from kv_pool.integrations.nano_vllm import BlockManager

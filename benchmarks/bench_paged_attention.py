@@ -1,7 +1,6 @@
 """Compare attention over blocks with attention over dense tensors. See benchmarks/README.md."""
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model, write_results
 
 import kv_pool
 from kv_pool.integrations.attention import paged_attention
@@ -216,7 +215,7 @@ def main() -> None:
             num_runs = 3 if options.quick else options.runs
             rows.append(print_rows(case, layout, measure(ways, num_runs, options.device)))
     if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

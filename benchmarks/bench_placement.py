@@ -10,14 +10,13 @@ not in use are cached.
 import argparse
 import gc
 import itertools
-import json
 import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId
 from kv_pool.contiguous import fragmentation
@@ -170,7 +169,7 @@ def main() -> None:
                 f"{row['single_us']:>12.1f}"
             )
     if options.json is not None:
-        options.json.write_text(json.dumps({"run": about, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"run": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Measure what cache policies cost, per block of a prompt, against no policy. See benchmarks/README.md."""
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 from request_runs import read_fitting_requests, run_requests
 
 from kv_pool import BlockPool
@@ -48,7 +47,7 @@ def main() -> None:
         print(f"{name:16} {median:9.1f} {min(samples[name]):8.1f} {median / base:6.2f} {hits[name]:11,}")
     if options.json is not None:
         results = {"provenance": describe_run(names), "ns_per_block": samples, "hit_blocks": hits}
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

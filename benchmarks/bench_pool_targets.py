@@ -6,7 +6,7 @@ import sys
 import time
 from statistics import mean, median
 
-from bench_block_pool import find_cpu_model
+from measuring import find_cpu_model
 
 from kv_pool import COMPILED, BlockAllocationRequest, GPUKVPool, SequenceId, __version__
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import bench_event_stream
-from bench_block_pool import describe_run, find_version, summarize
 from bench_event_stream import FREE_PORT, make_batches
+from measuring import describe_run, find_version, summarize, write_results
 
 import kv_pool
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -203,7 +203,7 @@ def main() -> None:
                 low, median, high = summarize([answer[unit] for answer in answers])
                 print(f"    {name:24}{unit:>14}{median:>12,.2f}{low:>12,.2f}{high:>12,.2f}{len(answers):>4}")
     if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "results": results})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -10,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool import BlockRetention, KVCacheManager, RetentionDirective
@@ -186,7 +185,7 @@ def main() -> None:
     if options.json:
         shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
         answer = {"provenance": provenance, "options": shown, "rows": rows}
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import argparse
 import gc
 import itertools
-import json
 import math
 import random
 import statistics
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.contiguous.compaction import Relocation, apply_moves, gather, pack, take_run
@@ -437,7 +436,7 @@ def main() -> None:
     answer["replay"] = replay(options)
     show_replay(answer["replay"])
     if options.json:
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from bench_block_pool import describe_run, resident_bytes
+from measuring import describe_run, resident_bytes, write_results
 
 import kv_pool
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -292,7 +291,7 @@ def main() -> None:
             "stalls": stalls,
             "apply": applied,
         }
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

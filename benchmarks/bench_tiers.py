@@ -2,19 +2,15 @@
 
 import argparse
 import ctypes
-import json
 import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+from measuring import Sample, describe_run, interleave, summarize, write_results
 
 from kv_pool import BlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id
@@ -257,19 +253,6 @@ def measure(num_blocks: int, block_bytes: int, options: argparse.Namespace) -> l
     return told
 
 
-def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "command": " ".join(["python", "benchmarks/bench_tiers.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average_at_start": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: find_version(name) for name in ("kv_pool", "numpy", "xxhash")},
-    }
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 2048], help="sizes of a block")
@@ -288,7 +271,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    provenance = describe_run(options)
+    provenance = describe_run([], ("kv_pool", "numpy", "xxhash"))
     for key, value in provenance.items():
         listed = (
             ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
@@ -298,7 +281,7 @@ def main() -> None:
     print(f"\n{'':52}{names}")
     rows = [row for kib in options.kib for row in measure(options.mib * 1024 // kib, kib * 1024, options)]
     if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

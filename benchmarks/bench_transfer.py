@@ -5,8 +5,6 @@ import contextlib
 import ctypes
 import importlib.util
 import json
-import os
-import platform
 import random
 import secrets
 import socket
@@ -15,13 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench_block_moves import LAYOUTS, RUN_BLOCKS, choose_sizes, void
-from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+from measuring import Sample, describe_run, interleave, summarize, write_results
 
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
@@ -346,19 +343,6 @@ def make_target(block_bytes: int, num_blocks: int, layout: str) -> Iterator[Targ
             target.close()
 
 
-def describe_run() -> dict[str, Any]:
-    return {
-        "command": " ".join(["python", "benchmarks/bench_transfer.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average_at_start": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: find_version(name) for name in ("kv_pool", "numpy", "xxhash", "nixl")},
-    }
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="MiB per read")
@@ -386,7 +370,7 @@ def main() -> None:
             bytes.fromhex(sys.stdin.readline()),
         )
         return
-    provenance = describe_run()
+    provenance = describe_run([], ("kv_pool", "numpy", "xxhash", "nixl"))
     for key, value in provenance.items():
         listed = (
             ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
@@ -406,7 +390,7 @@ def main() -> None:
         first = measure_first_block(target, options)
     if options.json:
         told = {"provenance": provenance, "rows": rows, "first_block": first}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        write_results(options.json, told)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 from scheduler_worker import SIDES, VLLM, Variant, Workload, is_there, serve
 
 import kv_pool
@@ -228,7 +228,7 @@ def main() -> None:
     if options.json:
         shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
         answer = {"provenance": provenance, "options": shown, "starts": starts, "rows": rows}
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """How many tokens does a hybrid model hit with few cached states? See benchmarks/README.md."""
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.core.block import KVCacheBlock
@@ -255,10 +254,7 @@ def main() -> None:
     prefixes = compare_shared_prefixes(1 if options.quick else options.seeds)
     agents = compare_agents(Trace(AGENTIC), limit, sizes[:1] if options.quick else sizes)
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"run": describe_run([]), "shared_prefixes": prefixes, "agents": agents}, indent=1)
-            + "\n"
-        )
+        write_results(options.json, {"run": describe_run([]), "shared_prefixes": prefixes, "agents": agents})
 
 
 if __name__ == "__main__":

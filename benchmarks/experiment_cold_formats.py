@@ -1,7 +1,6 @@
 """Measure the error of each block format in attention and in model output. See benchmarks/README.md."""
 
 import argparse
-import json
 import math
 import statistics
 import sysconfig
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_block_pool import describe_run, find_version
+from measuring import describe_run, find_version, write_results
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from kv_pool import BlockId
@@ -340,7 +339,7 @@ def main() -> None:
         )
     if options.json:
         answer = {"provenance": provenance, "train_loss": loss, "rows": rows, "rates": rates}
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

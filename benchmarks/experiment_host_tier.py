@@ -1,7 +1,6 @@
 """Measure how much a host tier and a disk tier raise the hit rate. See benchmarks/README.md."""
 
 import argparse
-import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -10,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.replay.figure import check_can_draw
@@ -168,7 +167,7 @@ def main() -> None:
             "traces": {workload.name: Trace(workload.trace).digest() for workload in workloads},
             "rows": described,
         }
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":

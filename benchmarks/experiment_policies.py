@@ -1,7 +1,6 @@
 """Measure how much of the gap between LRU and the optimum cache policies close. See benchmarks/README.md."""
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zlib import crc32
 
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.core.policy_names import list_policies
@@ -195,7 +194,7 @@ def main() -> None:
                 print_row(row)
             rows += measured
             if options.json:
-                options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+                write_results(options.json, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

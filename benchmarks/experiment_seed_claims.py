@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_block_pool import describe_run
+from measuring import describe_run, write_results
 
 import kv_pool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -313,7 +313,7 @@ def main() -> None:
             "token_bytes": TOKEN_BYTES,
             "rows": rows,
         }
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        write_results(options.json, answer)
 
 
 if __name__ == "__main__":
