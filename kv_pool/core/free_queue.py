@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
+from mypy_extensions import i64
+
 from kv_pool.core.block import SENTINEL_ID, KVCacheBlock
 from kv_pool.errors import (
     CorruptedPoolError,
@@ -151,6 +153,20 @@ class FreeKVCacheBlockQueue:
         block.prev_free_block = None
         block.next_free_block = None
         self.num_free_blocks -= 1
+
+    def remove_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove those of these blocks that are linked, from any position. O(len(blocks))."""
+        num_removed: i64 = 0
+        for block in blocks:
+            before = block.prev_free_block
+            after = block.next_free_block
+            if before is not None and after is not None:
+                before.next_free_block = after
+                after.prev_free_block = before
+                block.prev_free_block = None
+                block.next_free_block = None
+                num_removed += 1
+        self.num_free_blocks -= num_removed
 
     def append(self, block: KVCacheBlock) -> None:
         """Append `block`, to be reused last. O(1).

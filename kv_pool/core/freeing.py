@@ -18,7 +18,8 @@ def free_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     pool.is_changing = True
     num_freed, foreign = count_down(pool, listed, was_changing)
     if num_freed > 0:
-        link_free(pool, listed)
+        freed = listed if num_freed == len(listed) else list_freed(pool, listed, num_freed)
+        link_free(pool, freed)
     if pool.free_index is not None:
         num_free = pool.free_block_queue.num_free_blocks
         pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
@@ -72,12 +73,21 @@ def count_down(
         raise_typed(error, listed, "free_blocks(ordered_blocks)")
 
 
-def link_free(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Put the blocks without references back into the queue, in the given order.
+def list_freed(pool: PoolState, listed: list[KVCacheBlock], num_freed: i64) -> list[KVCacheBlock]:
+    """Return the `num_freed` blocks without references, each once: where it is listed last."""
+    owner = pool.block_owner
+    freed: list[KVCacheBlock] = []
+    for block in listed:
+        if block.ref_cnt == 0 and not block.is_null and (block.owner is owner or block.owner is None):
+            freed.append(block)
+    return freed if len(freed) == num_freed else list(dict.fromkeys(freed[::-1]))[::-1]
+
+
+def link_free(pool: PoolState, freed: list[KVCacheBlock]) -> None:
+    """Put blocks without references back into the queue, in the given order.
 
     Those without a key, or all with caching off, go to its front, the others to its back.
     """
-    owner = pool.block_owner
     caching = pool.enable_caching
     front_first: KVCacheBlock | None = None
     front_last: KVCacheBlock | None = None
@@ -85,27 +95,22 @@ def link_free(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     back_last: KVCacheBlock | None = None
     num_front: i64 = 0
     num_back: i64 = 0
-    # From the end, so that a block that is listed twice counts where it is listed last.
-    for block in reversed(listed):
-        if block.ref_cnt != 0 or block.is_null or (block.owner is not owner and block.owner is not None):
-            continue
-        if block.prev_free_block is not None or block is front_first or block is back_first:
-            continue  # linked already
+    for block in freed:
         if block.key is None or not caching:
-            if front_first is None:
-                front_last = block
+            if front_last is None:
+                front_first = block
             else:
-                front_first.prev_free_block = block
-                block.next_free_block = front_first
-            front_first = block
+                front_last.next_free_block = block
+                block.prev_free_block = front_last
+            front_last = block
             num_front += 1
         else:
-            if back_first is None:
-                back_last = block
+            if back_last is None:
+                back_first = block
             else:
-                back_first.prev_free_block = block
-                block.next_free_block = back_first
-            back_first = block
+                back_last.next_free_block = block
+                block.prev_free_block = back_last
+            back_last = block
             num_back += 1
     pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
 

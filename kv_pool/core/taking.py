@@ -11,7 +11,6 @@ from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.ids import BlockId
 
 MAX_REFERENCES: Final = 2**31 - 1
 """The maximum number of references to one block; the count has 32 bits."""
@@ -35,14 +34,12 @@ def check_enough(pool: PoolState, num_blocks: int) -> None:
 def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     """Raise unless these are distinct free blocks of the pool."""
     owner = pool.block_owner
-    seen: set[BlockId] = set()
     try:
         for block in listed:
-            if block.owner is not owner or block.is_null or block.ref_cnt != 0:
+            if block.owner is not owner or block.is_null or block.next_free_block is None:
                 raise_not_takeable(block, owner)
-            if block.next_free_block is None or block.block_id in seen:
-                raise_not_takeable(block, owner)
-            seen.add(block.block_id)
+        if len(set(listed)) < len(listed):
+            raise_not_takeable(next(block for block in listed if listed.count(block) > 1), owner)
     except Exception as error:
         raise_typed(error, listed, "take_blocks()")
 
@@ -107,23 +104,15 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock], is_noted: bool = Fa
     if pool.reuse_watchers or pool.lower_tiers is not None:
         notify_before(pool, listed)
     pool.is_changing = True
-    queue = pool.free_block_queue
-    any_cached = len(pool.cached_block_hashes_by_block) > 0
-    num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
-    for block in listed:
-        queue.remove(block)
-        block.ref_cnt = num_references
-        block.generation += 1
-        if block.key is not None:
-            any_cached = True
-    finish_take(pool, listed, any_cached, is_noted)
+    pool.free_block_queue.remove_n(listed)
+    mark_taken(pool, listed, is_noted)
     if pool._policy_host is not None:
         pool._policy_host.note_taken(listed)
     pool.is_changing = was_changing
 
 
-def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
-    """Give blocks that were the first in the queue their first reference, and evict their content."""
+def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = False) -> None:
+    """Give blocks that have left the queue their first reference, and evict their content."""
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
     for block in taken:
@@ -136,11 +125,6 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
         block.generation += 1
         if block.key is not None:
             any_cached = True
-    finish_take(pool, taken, any_cached, False)
-
-
-def finish_take(pool: PoolState, taken: list[KVCacheBlock], any_cached: bool, is_noted: bool) -> None:
-    """Evict the content of blocks that were taken; tell the observer and the pool's index."""
     if pool.metrics_collector is not None:
         evict_observed(pool, taken, pool.metrics_collector)
     elif any_cached and pool.enable_caching:
@@ -168,10 +152,7 @@ def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = 
     was_changing = pool.is_changing
     pool.is_changing = True
     if count_up(pool, listed, was_changing) > 0:
-        queue = pool.free_block_queue
-        for block in listed:
-            if block.next_free_block is not None:
-                queue.remove(block)
+        pool.free_block_queue.remove_n(listed)
         if pool.free_index is not None:
             pool.free_index.note_taken(listed, pool.block_owner)
     if pool._policy_host is not None:
@@ -239,8 +220,7 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
     was_changing = pool.is_changing
     pool.is_changing = True
     queue = pool.free_block_queue
-    for block in listed:
-        queue.remove(block)
+    queue.remove_n(listed)
     if pool.free_index is not None:
         pool.free_index.note_taken(listed, pool.block_owner)
     pool.is_changing = False
