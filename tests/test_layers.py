@@ -14,7 +14,6 @@ LAYERS = {
     "version": 0,
     "lazy_names": 0,
     "environment": 0,
-    "machine_memory": 0,
     "core": 1,
     "error_names": 1,
     "foreign_bytes": 1,

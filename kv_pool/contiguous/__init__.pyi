@@ -13,7 +13,7 @@ from kv_pool.contiguous.plan import plan_clear_run as plan_clear_run
 from kv_pool.contiguous.plan import plan_drain as plan_drain
 from kv_pool.contiguous.compaction import apply_moves as apply_moves
 from kv_pool.contiguous.defragmenter import Defragmenter as Defragmenter
-from kv_pool.contiguous.background_defragmenter import BackgroundDefragmenter as BackgroundDefragmenter
+from kv_pool.contiguous.defragmenter import BackgroundDefragmenter as BackgroundDefragmenter
 from kv_pool.contiguous.defragmenter import Defragmentable as Defragmentable
 from kv_pool.contiguous.buddy import BuddySystem as BuddySystem
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate as get_fragmentation_rate

@@ -10,10 +10,9 @@ from kv_pool.core.policy_names import find_policy
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.capacity import parse_memory
-from kv_pool.replay.groups import FORMAT
+from kv_pool.replay.groups import FORMAT, STATES
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
-from kv_pool.replay.states import STATES
 from kv_pool.replay.trace import BUNDLED_TRACES, MS_PER_UNIT, Trace
 
 CLOCKS = ("instant", "trace")

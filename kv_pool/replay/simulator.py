@@ -13,7 +13,7 @@ from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
 from kv_pool.replay.driver import ReplayDriver, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
-from kv_pool.replay.groups import parse_groups
+from kv_pool.replay.groups import make_prefix_rules, parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
 from kv_pool.replay.link import CopyLink
@@ -24,7 +24,6 @@ from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
-from kv_pool.replay.states import make_prefix_rules
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock
 

@@ -10,8 +10,7 @@ import pytest
 from adapter.made_pool import check, draw, fill, make, make_scattered, make_storage, read, take
 
 from kv_pool import CopyFailedError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.contiguous.background_defragmenter import BackgroundDefragmenter
-from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.contiguous.defragmenter import BackgroundDefragmenter, Defragmenter
 from kv_pool.contiguous.plan import plan_gather
 
 WAIT_S = 60

@@ -8,9 +8,8 @@ import pytest
 
 import kv_pool
 from kv_pool import BlockPool, KVPoolError
-from kv_pool.core.pool_size import BYTES_PER_BLOCK, UNCHECKED_BLOCKS, check_fits_memory
+from kv_pool.core.pool_size import BYTES_PER_BLOCK, UNCHECKED_BLOCKS, check_fits_memory, count_available_bytes
 from kv_pool.errors import PoolTooLargeError
-from kv_pool.machine_memory import count_available_bytes
 
 
 def test_a_pool_too_large_for_memory_is_refused():

@@ -14,10 +14,10 @@ from kv_pool import InvalidArgumentError
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.replay.event_feed import EventFeed
+from kv_pool.replay.groups import STATES, make_prefix_rules
 from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.states import STATES, make_prefix_rules
 
 ID_TOKENS = 100
 WORKLOADS = [(1600, 600), (1500, 700)]

@@ -1,11 +1,11 @@
 """`open_executor`: local processes, or the workers of a Dask or Ray cluster."""
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 from kv_pool.errors import InvalidArgumentError, MissingDependencyError, WorkerLostError, describe_install
-from kv_pool.replay.compare.ray_executor import RayExecutor
 from kv_pool.replay.worker_processes import WorkerProcesses
 
 CONNECT_S = 30
@@ -67,3 +67,34 @@ def _connect_to_ray(address: str) -> Iterator[Executor]:
         ) from error
     with connection:
         yield RayExecutor()
+
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+
+
+class RayExecutor(Executor):
+    """Runs each job as a Ray task, which takes one CPU.
+
+    `ray.init` must have been called. Each task may run in another process; jobs are pickled by cloudpickle.
+    """
+
+    def __init__(self) -> None:
+        import ray
+
+        self._call = ray.remote(_call)
+
+    def submit(
+        self,
+        fn: Callable[_Arguments, _Result],
+        /,
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> "Future[_Result]":
+        """Start a task that calls `fn(*args, **kwargs)`."""
+        future: Future[_Result] = self._call.remote(fn, args, kwargs).future()
+        return future
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return function(*arguments, **options)

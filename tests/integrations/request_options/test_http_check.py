@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from kv_pool.integrations import vllm_warnings
-from kv_pool.integrations.vllm.request_options.endpoint_plugin import OptionsEndpoints
-from kv_pool.integrations.vllm.request_options.http_check import OptionsCheck, find_refusal
+from kv_pool.integrations.vllm.request_options.http_check import OptionsCheck, OptionsEndpoints, find_refusal
 
 VALID = {"release": True}
 INVALID = {"release": 1}

@@ -6,7 +6,7 @@ vLLM logs a warning if the variable is unset.
 import pytest
 from integrations.vllm_process import write_metadata
 
-from kv_pool.integrations.vllm.request_options.endpoint_plugin import OptionsEndpoints
+from kv_pool.integrations.vllm.request_options.http_check import OptionsEndpoints
 
 pytestmark = pytest.mark.vllm
 

@@ -87,3 +87,17 @@ async def _send_error(send: Send, refusal: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class OptionsEndpoints:
+    """An endpoint plugin of vLLM; loaded if `VLLM_PLUGINS` names `kv_pool`. It adds no routes."""
+
+    name = "kv_pool"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Install the check of `kv_pool` objects."""
+        app.add_middleware(OptionsCheck)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Keep no state."""
