@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kv_pool
 
 ROOT = Path(__file__).parent.parent
@@ -23,12 +25,14 @@ def run_pytest(*arguments, before=""):
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_tests_pass_where_sigint_is_ignored():
     sends_it = ROOT / "tests/cli/test_events.py::test_ctrl_c_ends_it_silently"
     done = run_pytest(sends_it, "-o", "timeout=60", "-o", "faulthandler_timeout=90", before="trap '' INT;")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_hanging_cleanup_of_a_test_is_ended(tmp_path):
     (tmp_path / "test_hangs.py").write_text(
         "import threading\n"

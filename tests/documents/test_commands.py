@@ -63,6 +63,7 @@ def test_lines_fit_80_columns(folder):
             assert max(map(len, shown.stdout.splitlines())) <= 80, shown.stdout
 
 
+@pytest.mark.slow
 def test_migration_status_names_the_whole_sequence(folder):
     write_trace(folder / "busy.jsonl", [record(64, [1, 2, 3, 4], 10_000, 0), record(8, [9], 1, LATER_MS)])
     with serving("busy.jsonl", *SIZES, "--name", "gpu-node-1", cwd=folder) as first:

@@ -155,6 +155,7 @@ def test_setting_1_opens_the_default_socket_of_the_process(run):
     )
 
 
+@pytest.mark.slow
 def test_command_line_shows_the_pool_of_the_engine(run):
     shown = run(
         """

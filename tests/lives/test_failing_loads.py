@@ -20,6 +20,7 @@ def test_no_hit_reads_bytes_not_computed_from_its_tokens(tmp_path, first):
         live(seed, tmp_path / str(seed))
 
 
+@pytest.mark.slow
 def test_the_lives_reach_every_case(tmp_path):
     happened = Counter()
     for kind in KINDS:

@@ -267,6 +267,7 @@ def test_can_allocate_is_right_after_random_histories(model, num_blocks, past, l
         check_promise(make, name, num_tokens, **asked)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     model=st.sampled_from(list(MODELS)),

@@ -111,7 +111,9 @@ def list_mixes(num_blocks, num_requests):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("watermark", [0.0, 0.5])
-@pytest.mark.parametrize("num_blocks", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_blocks", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_every_small_mix_of_requests_ends(num_blocks, watermark, rule):
     done = Counter()
     for num_requests in (2, 3):

@@ -59,6 +59,7 @@ def test_recorded_schedules_have_the_results_of_vllm(kind):
             replay(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", OLDER)
 def test_recorded_schedules_have_the_results_of(release):
     provenance, runs = load(release)

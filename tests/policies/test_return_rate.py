@@ -12,7 +12,7 @@ def count_hits(trace, num_blocks, policy, limit=None):
     return run_replay(ReplaySettings(str(trace), num_blocks, policy=policy, limit=limit)).blocks_hit
 
 
-@pytest.mark.parametrize("capacity", [1000, 3000])
+@pytest.mark.parametrize("capacity", [pytest.param(1000, marks=pytest.mark.slow), 3000])
 def test_a_share_of_the_gap_is_closed_on_the_bundled_trace(capacity):
     lru, ours, optimum = (
         count_hits("mooncake_conversation", capacity, policy, 2000)

@@ -54,6 +54,7 @@ def test_mooncake_trace_gives_the_reference_counts(convention, capacity):
     assert_reference(report, REFERENCE["mooncake_conversation"]["conventions"][convention][capacity])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("convention", "capacity"), list_cases("agentic_coding_a", QUICK_AGENTIC))
 def test_agentic_trace_gives_the_reference_counts(convention, capacity):
     num_blocks = 310_000 if capacity == "unlimited" else int(capacity)

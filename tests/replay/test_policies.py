@@ -45,7 +45,9 @@ def list_removed(settings):
     return publisher.hashes
 
 
-@pytest.mark.parametrize("capacity", ["1000", "10000", "30000"])
+@pytest.mark.parametrize(
+    "capacity", ["10000", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1000", "30000"))]
+)
 @pytest.mark.parametrize("convention", ["full_blocks_cap", "ids_as_blocks_cap"])
 def test_lru_as_a_policy_gives_the_reference_counts(convention, capacity):
     settings = ReplaySettings(

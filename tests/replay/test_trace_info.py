@@ -107,6 +107,7 @@ def test_token_id_traces_have_blocks_of_the_given_size(tmp_path):
     assert found.ceilings["full_blocks_cap"] == expected
 
 
+@pytest.mark.slow
 def test_shared_traces_have_the_reference_ceilings():
     references = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
     paths = {"agentic_coding_a": DATA / "agentic_coding_a.jsonl.xz", "mooncake_conversation": None}

@@ -132,6 +132,7 @@ def test_hits_of_token_ids_and_hash_ids_are_equal(tmp_path, name):
     assert found.inconsistent_requests == 0
 
 
+@pytest.mark.slow
 def test_bundled_trace_keeps_its_hits(tmp_path):
     run("mooncake_conversation", "mooncake", tmp_path / "middle.gz", "dynamo")
     report = run(tmp_path / "middle.gz", "dynamo", tmp_path / "again.gz")

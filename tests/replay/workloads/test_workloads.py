@@ -141,6 +141,7 @@ def test_next_turn_repeats_the_prompt(kind):
     assert (num_compacted > 0) == (kind == "agent")
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_living_sessions():
     make, settings_class = KINDS["chat"]
     settings = settings_class(num_requests=30_000, think_time=fixed(5), first_tokens=fixed(500))
@@ -198,6 +199,7 @@ def test_gaps_between_sessions_may_be_bursty(shape):
     assert statistics.median(gaps) == pytest.approx(median, rel=0.05)
 
 
+@pytest.mark.slow
 def test_chat_has_the_stated_distributions():
     settings = {
         "sessions_per_s": 1e6,
