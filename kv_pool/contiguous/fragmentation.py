@@ -57,21 +57,6 @@ def get_largest_run_loss(run_lengths: Sequence[int]) -> float:
     return 1.0 - max(run_lengths) / num_free if num_free else 0.0
 
 
-def get_failure_index(run_lengths: Sequence[int], run_length: int) -> float:
-    """Return why a run of n failed although F >= n: 1 - (1 + F / n) / number of runs, clipped to 0..1.
-
-    Near 1 the free blocks are fragmented: compact. Near 0 there are too few: evict or refuse.
-
-    Raises:
-        InvalidArgumentError: `run_length` is below 1.
-    """
-    _check(run_length)
-    num_free = sum(run_lengths)
-    if not num_free:
-        return 0.0
-    return min(1.0, max(0.0, 1.0 - (1.0 + num_free / run_length) / len(run_lengths)))
-
-
 def _check(run_length: int) -> None:
     if run_length < 1:
         raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")

@@ -7,7 +7,6 @@ import pytest
 from kv_pool import InvalidArgumentError
 from kv_pool.contiguous.fragmentation import (
     find_run_length,
-    get_failure_index,
     get_fragmentation_rate,
     get_largest_run_loss,
     get_unusable_share,
@@ -75,15 +74,7 @@ def test_largest_run_loss_is_the_share_outside_it(run_lengths, loss):
     assert get_largest_run_loss(run_lengths) == pytest.approx(loss)
 
 
-@pytest.mark.parametrize(
-    ("run_lengths", "run_length", "index"),
-    [([], 4, 0), ([1] * 40, 4, 1 - 11 / 40), ([3], 4, 0), ([2, 2], 4, 0)],
-)
-def test_failure_index_separates_fragmented_from_full(run_lengths, run_length, index):
-    assert get_failure_index(run_lengths, run_length) == pytest.approx(index)
-
-
-@pytest.mark.parametrize("formula", [get_unusable_share, get_fragmentation_rate, get_failure_index])
+@pytest.mark.parametrize("formula", [get_unusable_share, get_fragmentation_rate])
 def test_a_run_length_of_0_is_refused(formula):
     with pytest.raises(InvalidArgumentError, match="run_length is 0"):
         formula([1], 0)

@@ -134,19 +134,6 @@ class ClaimRecords:
         record.be_about(blocks, freed_at)
         return True
 
-    def put(self, block: KVCacheBlock, record: Record) -> None:
-        """Replace the claims on a block."""
-        new_id = record.retention_id
-        if block.retention_id == new_id:
-            return
-        old = self.find(block)
-        block.retention_id = new_id
-        record.num_blocks += 1
-        if old is None:
-            self.num_blocks += 1
-        else:
-            self._drop_count(old, 1)
-
     def put_all(self, blocks: list[KVCacheBlock], record: Record) -> None:
         """Replace the claims on blocks; fast if consecutive blocks have equal claims."""
         new_id: i32 = record.retention_id
@@ -176,16 +163,8 @@ class ClaimRecords:
         else:
             self._drop_count(old, num_blocks)
 
-    def drop(self, block: KVCacheBlock) -> None:
-        """Remove the claims from a block, void or not."""
-        record = self.find(block)
-        if record is not None:
-            block.retention_id = 0
-            self.num_blocks -= 1
-            self._drop_count(record, 1)
-
-    def drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
-        """Remove the claims from blocks; fast if consecutive blocks have equal claims."""
+    def drop(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove the claims from blocks, void or not; fast if consecutive blocks have equal claims."""
         last_id: i32 = 0
         old: Record | None = None
         num_dropped: i64 = 0

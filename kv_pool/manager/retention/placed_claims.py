@@ -66,7 +66,7 @@ class PlacedClaims(BandPolicy):
                     last_id = retention_id
                 previous = block
             elif retention_id != 0 and block.next_free_block is not None:
-                self._drop(block)
+                self._drop([block])
         if first >= 0:
             self._place_stretch(freed[first:])
 
@@ -85,8 +85,7 @@ class PlacedClaims(BandPolicy):
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that the pool no longer has."""
-        for block in blocks:
-            self._drop(block)
+        self._drop(blocks)
 
     def count_held(self) -> int:
         """Count the pinned blocks whose only reference is that of their pins. O(pinned free blocks)."""
@@ -192,7 +191,7 @@ class PlacedClaims(BandPolicy):
         if not blocks:
             return
         if not claims:
-            self._drop_stretch(blocks)
+            self._drop(blocks)
             return
         record = self.records.share(claims)
         if self.pins.blocks or record.strength == PINNED:
@@ -216,7 +215,7 @@ class PlacedClaims(BandPolicy):
         emptied: list[KVCacheBlock] = []
         for block in blocks:
             if block.retention_id != 0 and block.key is None:
-                self._drop(block)
+                self._drop([block])
                 emptied.append(block)
         self._release([block for block in emptied if self.held.contains(block)])
         free = [block for block in emptied if block.next_free_block is not None]
@@ -242,8 +241,7 @@ class PlacedClaims(BandPolicy):
                 free.append(block)
             else:
                 used.append(block)
-        for block in void:
-            self._drop(block)
+        self._drop(void)
         if used:
             self.records.put_all(used, self.records.share(record.claims))
             if self.held.has_blocks:
@@ -295,7 +293,7 @@ class PlacedClaims(BandPolicy):
     def _put_claims(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float) -> None:
         """Assign free blocks to a record of these claims, which are in force; no claims: to no record."""
         if not claims:
-            self.records.drop_stretch(blocks)
+            self.records.drop(blocks)
             return
         if all(not claim.is_session and claim.duration_s == NEVER for claim in claims):
             self.records.put_all(blocks, self.records.share(claims))
@@ -333,17 +331,12 @@ class PlacedClaims(BandPolicy):
         if held:
             self._pool.holds.drop_references(self.held, held)
 
-    def _drop(self, block: KVCacheBlock) -> None:
-        """Remove the claims on a block, void or not."""
-        self.pins.drop(block)
-        self.records.drop(block)
-
-    def _drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
-        """Remove the claims on blocks; faster than `_drop` if consecutive blocks have equal claims."""
+    def _drop(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove the claims on blocks, void or not."""
         if self.pins.blocks:
             for block in blocks:
                 self.pins.drop(block)
-        self.records.drop_stretch(blocks)
+        self.records.drop(blocks)
 
     def _change_free(
         self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int

@@ -9,8 +9,6 @@ from kv_pool.replay.settings import OPTIMUM, ReplaySettings
 
 LRU = "lru"
 
-ALWAYS_COMPARED = (LRU, OPTIMUM)
-
 
 class ComparedTrace(msgspec.Struct, frozen=True):
     """One trace of a comparison.
