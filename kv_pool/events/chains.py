@@ -12,8 +12,7 @@ from typing import Any
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.events.block_spans import BlockSpan, ResidentBlock, unpack_tokens
 from kv_pool.events.place_blocks import Place
-from kv_pool.events.resident_copy import Copies
-from kv_pool.events.sharded_dict import ShardedDict, find_shard
+from kv_pool.events.resident_copy import Copies, ShardedDict, find_shard
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 

@@ -157,7 +157,7 @@ class EventFilter:
         hashes = self._hashes
         self._hashes = []
         if self._blocks is not None and hashes:
-            gone = self.resident.remove(self._blocks, hashes)
+            gone = self._blocks.remove(hashes)
             self._may_repeat = self._may_repeat or not self.exact or self._blocks.has_unknown
             if not self.exact:
                 gone = hashes
