@@ -13,6 +13,7 @@ A set of publishers is an int with one bit per publisher. Hashes, keys and bits 
 would be unboxed and boxed again at each step.
 """
 
+from collections import Counter
 from itertools import repeat
 from typing import Any
 
@@ -133,7 +134,7 @@ class PublisherTables:
         self.max_blocks = max_blocks
         self.tables: dict[tuple[GroupId, str], PublisherTable] = {}
         self.block_sizes: tuple[int, ...] = ()
-        self._num_by_block_size: dict[int, int] = {}
+        self._num_by_block_size: Counter[int] = Counter()
         # Interned sets of publishers: equal sets are one object.
         self._bit_sets: dict[Any, Any] = {}
 
@@ -233,10 +234,8 @@ class PublisherTables:
 
     def release_block_sizes(self, publisher: TrackedPublisher) -> None:
         """Remove the block sizes of this publisher."""
-        for block_size in publisher.block_sizes:
-            self._num_by_block_size[block_size] -= 1
-            if not self._num_by_block_size[block_size]:
-                del self._num_by_block_size[block_size]
+        self._num_by_block_size.subtract(publisher.block_sizes)
+        self._num_by_block_size = +self._num_by_block_size  # without those that are left with 0
         publisher.block_sizes.clear()
         self.block_sizes = tuple(self._num_by_block_size)
 
@@ -343,7 +342,7 @@ class PublisherTables:
                 counts.num_refused_sizes += len(hashes)
                 return None
             publisher.block_sizes.add(block_size)
-            self._num_by_block_size[block_size] = self._num_by_block_size.get(block_size, 0) + 1
+            self._num_by_block_size[block_size] += 1
             self.block_sizes = tuple(self._num_by_block_size)
         parent: Any
         if event.parent_block_hash is None:
