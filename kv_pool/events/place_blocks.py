@@ -63,19 +63,6 @@ class PlaceBlocks:
         changes: None, or a list to which all changes are appended, oldest first.
     """
 
-    __slots__ = (
-        "_next_serial",
-        "changes",
-        "children",
-        "has_tails",
-        "has_unknown",
-        "held",
-        "packed",
-        "place",
-        "shards",
-        "tails",
-    )
-
     def __init__(self, place: Place) -> None:
         self.place = place
         self.held = HeldHashes()

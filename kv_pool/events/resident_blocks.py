@@ -8,23 +8,6 @@ from kv_pool.events.block_spans import BlockKind
 from kv_pool.events.place_blocks import Change, Place, PlaceBlocks
 from kv_pool.ids import ExternalBlockHash
 
-# Positions of fields in the tuple that `msgspec.structs.astuple` makes of a `BlockStored`. In compiled code
-# that call takes as long as reading two fields by name.
-HASHES: Final = 0
-PARENT: Final = 1
-TOKEN_IDS: Final = 2
-BLOCK_SIZE: Final = 3
-LORA_ID: Final = 4
-MEDIUM: Final = 5
-LORA_NAME: Final = 6
-EXTRA_KEYS: Final = 7
-GROUP_IDX: Final = 8
-SPEC_KIND: Final = 9
-SLIDING_WINDOW: Final = 10
-LOCALITY: Final = 11
-OWNERSHIP: Final = 12
-LOOKAHEAD: Final = 14
-
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
 
@@ -60,9 +43,8 @@ class ResidentBlocks:
         for blocks in self.places.values():
             blocks.changes = changes
 
-    def get_or_add_place(self, medium: Any, group_idx: Any, locality: Any, ownership: Any) -> PlaceBlocks:
-        """Return the blocks of a place; a new place is added."""
-        place: Any = (medium, group_idx, locality, ownership)  # equal to a `Place`, and created faster
+    def get_or_add_place(self, place: Any) -> PlaceBlocks:
+        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
         blocks = self.places.get(place)
         if blocks is None:
             blocks = PlaceBlocks(Place(*place))
@@ -70,48 +52,30 @@ class ResidentBlocks:
             blocks.changes = self.changes
         return blocks
 
-    def get_or_add_stored_place(self, fields: tuple[Any, ...]) -> PlaceBlocks:
-        """Return the blocks of the place of a `BlockStored` with these fields."""
-        return self.get_or_add_place(fields[MEDIUM], fields[GROUP_IDX], fields[LOCALITY], fields[OWNERSHIP])
-
-    def _find_kind(self, fields: tuple[Any, ...]) -> BlockKind:
-        """Return the kind of an event's blocks; equal kinds are one object."""
-        fields_of_kind: Any = (  # equal to a `BlockKind`, and created faster
-            fields[BLOCK_SIZE],
-            fields[LORA_ID],
-            fields[LORA_NAME],
-            fields[SPEC_KIND],
-            fields[SLIDING_WINDOW],
-            fields[EXTRA_KEYS] is not None,
-        )
-        kind = self._kinds.get(fields_of_kind)
-        if kind is None:
-            kind = BlockKind(*fields_of_kind)
-            self._kinds[kind] = kind
-        return kind
-
-    def store(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
+    def store(self, fields: tuple[Any, ...]) -> tuple[PlaceBlocks, list[int] | None]:
         """Add one copy of each hash of a `BlockStored` that has hashes. O(hashes).
 
         Args:
-            blocks: the blocks of the event's place.
-            fields: the event as a tuple, from `astuple`.
+            fields: the event as a tuple, from `msgspec.structs.astuple`. In compiled code that call takes as
+                long as reading two fields by name.
         Returns:
-            The positions of hashes that had no copy before; None if this is all of them.
+            The blocks of the event's place, and the positions of hashes that had no copy before; None if this
+            is all of them.
         """
-        hashes: list[Any] = fields[HASHES]
+        hashes, parent, token_ids, block_size, lora_id, medium, lora_name, extra_keys, *others = fields
+        group_idx, spec_kind, window, locality, ownership, _, lookahead = others
         num_blocks = len(hashes)
-        token_ids: list[Any] | None = None
-        lookahead: Any = None
-        if self.keeps_token_ids:
-            block_size = fields[BLOCK_SIZE]
-            if block_size and len(fields[TOKEN_IDS]) == num_blocks * block_size:
-                token_ids = fields[TOKEN_IDS]
-            lookahead = one_each(fields[LOOKAHEAD], num_blocks)
-        extra_keys = fields[EXTRA_KEYS]
-        if extra_keys is not None:
-            extra_keys = one_each(extra_keys, num_blocks)
-        return blocks.store(hashes, fields[PARENT], self._find_kind(fields), token_ids, extra_keys, lookahead)
+        kind_key: Any = (block_size, lora_id, lora_name, spec_kind, window, extra_keys is not None)
+        kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
+        if kind is None:
+            kind = BlockKind(*kind_key)
+            self._kinds[kind] = kind
+        if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
+            token_ids = None
+        lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
+        blocks = self.get_or_add_place((medium, group_idx, locality, ownership))
+        extra_keys = one_each(extra_keys, num_blocks)
+        return blocks, blocks.store(hashes, parent, kind, token_ids, extra_keys, lookahead)
 
     def clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
