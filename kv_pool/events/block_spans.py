@@ -1,4 +1,4 @@
-"""`BlockSpan`: consecutive resident blocks and the fields of the event that announced them. Compiled.
+"""`BlockSpan`: consecutive blocks and the fields of the event that announced them. Compiled.
 
 Most events announce many blocks. One object for all of them costs less time and memory than one per block.
 """
@@ -10,13 +10,8 @@ from msgspec import MsgspecError
 from msgspec.msgpack import Decoder, Encoder
 from mypy_extensions import i32, i64, mypyc_attr
 
-from kv_pool.ids import ExternalBlockHash
-
 MAX_SPAN_BLOCKS: Final = 512
 """Longer events are split into several spans, so that unpacking the tokens of one span stays fast."""
-
-MAX_GROWN_BLOCKS: Final = 16
-"""A block that follows a shorter span is appended to it: a sequence grows by one block at a time."""
 
 MIN_TRIMMED_BLOCKS: Final = 32
 """Shorter spans are not trimmed: they keep the fields of removed blocks."""
@@ -42,7 +37,7 @@ class BlockKind(NamedTuple):
 # Compiled without a GC header, as a pool's blocks are: a collection does not visit a million spans.
 @mypyc_attr(acyclic=True)
 class BlockSpan:
-    """The resident blocks `[start, end)` of one event's blocks, each the parent of the next.
+    """The blocks of one event, each the parent of the next; some of them may have been removed since.
 
     Attributes:
         hashes: of all blocks that the event announced together, including removed ones.
@@ -50,9 +45,11 @@ class BlockSpan:
         kind: a `BlockKind`.
         tokens: the token ids of all `hashes`, packed by `pack_tokens`; None if not kept or unknown.
         extra_keys, lookahead_token_ids: the event's entries for all `hashes`; None if there are none.
-        start, end: `hashes[start:end]` are resident.
-        serial: unique among the spans of a `PlaceBlocks`.
+        num_resident: number of blocks that are still resident.
+        end: no block at this position or behind it is resident.
+        serial: unique among the spans of a `PlaceBlocks`; -1 before and after it is one of them.
         has_children: whether one of the hashes may be the parent of another span.
+        has_gaps: whether a block may have been removed before one that is still resident.
         positions: hash -> index in `hashes`, built when an inner block is first removed; None before.
     """
 
@@ -60,13 +57,14 @@ class BlockSpan:
         "end",
         "extra_keys",
         "has_children",
+        "has_gaps",
         "hashes",
         "kind",
         "lookahead_token_ids",
+        "num_resident",
         "parent",
         "positions",
         "serial",
-        "start",
         "tokens",
     )
 
@@ -78,7 +76,6 @@ class BlockSpan:
         tokens: Any,
         extra_keys: Any,
         lookahead_token_ids: Any,
-        serial: i64,
     ) -> None:
         self.hashes = hashes
         self.parent = parent
@@ -86,77 +83,60 @@ class BlockSpan:
         self.tokens = tokens
         self.extra_keys = extra_keys
         self.lookahead_token_ids = lookahead_token_ids
-        self.start: i32 = 0
+        self.num_resident: i32 = len(hashes)
         self.end: i32 = len(hashes)
-        self.serial: i64 = serial
+        self.serial: i64 = -1
         self.has_children = False
+        self.has_gaps = False
         self.positions: Any = None
 
 
-def copy_span(span: BlockSpan, serial: i64) -> BlockSpan:
-    """Return an independent copy of a span."""
-    copy = BlockSpan(
-        span.hashes, span.parent, span.kind, span.tokens, span.extra_keys, span.lookahead_token_ids, serial
+def copy_span(span: BlockSpan) -> BlockSpan:
+    """Return an independent span with the same blocks and fields."""
+    return BlockSpan(
+        span.hashes, span.parent, span.kind, span.tokens, span.extra_keys, span.lookahead_token_ids
     )
-    copy.start = span.start
-    copy.end = span.end
-    copy.has_children = span.has_children
-    copy.positions = span.positions
-    return copy
 
 
-def find_parent(span: BlockSpan, position: i32) -> Any:
-    """Return the hash before `position`; None at the start of a sequence."""
-    return span.hashes[position - 1] if position else span.parent
+def slice_span(whole: BlockSpan, first: int, end: int, token_ids: list[Any] | None) -> BlockSpan:
+    """Return blocks `[first, end)` of a span as a new span; `token_ids` are those of the whole span."""
+    tokens: Any = None
+    if token_ids is not None:
+        size: int = whole.kind.block_size
+        tokens = pack_tokens(token_ids[first * size : end * size])
+    return BlockSpan(
+        whole.hashes[first:end],
+        whole.hashes[first - 1] if first else whole.parent,
+        whole.kind,
+        tokens,
+        whole.extra_keys and whole.extra_keys[first:end],
+        whole.lookahead_token_ids and whole.lookahead_token_ids[first:end],
+    )
 
 
 def trim(span: BlockSpan) -> None:
-    """Drop the fields of removed blocks if at least three quarters of a long span are removed."""
+    """Drop the fields of removed blocks at the end of a long span if they are at least three quarters."""
     num_held: i32 = len(span.hashes)
-    num_blocks = span.end - span.start
-    if num_held < MIN_TRIMMED_BLOCKS or num_blocks * 4 > num_held:
+    if num_held < MIN_TRIMMED_BLOCKS or span.end * 4 > num_held:
         return
-    start: int = span.start
-    end: int = span.end
     tokens = span.tokens
-    if tokens is not None:
-        size: int = span.kind.block_size
-        tokens = pack_tokens(unpack_tokens(tokens)[start * size : end * size])
-    parent = find_parent(span, span.start)
-    hashes = span.hashes[start:end]
-    extra_keys = span.extra_keys and span.extra_keys[start:end]
-    lookahead = span.lookahead_token_ids and span.lookahead_token_ids[start:end]
-    span.parent = parent
-    span.hashes = hashes
-    span.tokens = tokens
-    span.extra_keys = extra_keys
-    span.lookahead_token_ids = lookahead
+    first = slice_span(span, 0, span.end, None if tokens is None else unpack_tokens(tokens))
+    span.hashes = first.hashes
+    span.tokens = first.tokens
+    span.extra_keys = first.extra_keys
+    span.lookahead_token_ids = first.lookahead_token_ids
     span.positions = None
-    span.start = 0
-    span.end = num_blocks
 
 
-def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
-    """Return True if a block of this kind whose parent is `last` can be appended to the span."""
-    num_held: i32 = len(span.hashes)
-    return (
-        span.end == num_held < MAX_GROWN_BLOCKS
-        and span.kind is kind
-        and span.extra_keys is None
-        and span.lookahead_token_ids is None
-        and span.hashes[num_held - 1] == last
-    )
-
-
-def grow(span: BlockSpan, block_hash: Any, tokens: Any) -> None:
-    """Append a block. O(blocks of the span)."""
-    if tokens is not None:
-        size: int = span.kind.block_size
-        tokens = join_tokens(span.tokens, len(span.hashes) * size, tokens, size)
-    span.hashes = (*span.hashes, block_hash)
-    span.tokens = tokens
-    span.end += 1
-    span.positions = None
+def find_ranges(positions: list[int], max_length: int) -> list[tuple[int, int]]:
+    """Return the runs `[first, end)` of consecutive positions, which ascend, of at most this length."""
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position < ranges[-1][0] + max_length:
+            ranges[-1] = ranges[-1][0], position + 1
+        else:
+            ranges.append((position, position + 1))
+    return ranges
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
@@ -174,17 +154,6 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return token_ids
 
 
-def join_tokens(packed: bytes, num_tokens: int, following: bytes, num_following: int) -> bytes:
-    """Join two results of `pack_tokens`, which have `num_tokens` and `num_following` tokens."""
-    header = b"\xdd" + (num_tokens + num_following).to_bytes(4, "big")
-    return header + packed[measure_header(packed) :] + following[measure_header(following) :]
-
-
-def measure_header(packed: bytes) -> int:
-    """Return the size of a msgpack array's header, in bytes."""
-    return {0xDC: 3, 0xDD: 5}.get(packed[0], 1)
-
-
 @mypyc_attr(acyclic=True)
 class ResidentBlock:
     """One block of a span that no longer changes.
@@ -199,24 +168,13 @@ class ResidentBlock:
     def __init__(self, span: BlockSpan, position: i32) -> None:
         self.span = span
         self.position: i32 = position
-        self.parent: Any = find_parent(span, position)
-
-    @property
-    def kind(self) -> Any:
-        return self.span.kind
-
-
-def list_blocks(span: BlockSpan) -> list[tuple[ExternalBlockHash, ResidentBlock]]:
-    """Return the resident blocks of a span as (hash, block) pairs, first to last."""
-    return [
-        (span.hashes[position], ResidentBlock(span, position)) for position in range(span.start, span.end)
-    ]
+        self.parent: Any = span.hashes[position - 1] if position else span.parent
 
 
 def find_position(span: BlockSpan, block_hash: Any) -> i32:
     """Return the index of a hash in the span's hashes."""
-    if span.end - span.start < LEAST_INDEXED_BLOCKS:
-        return span.hashes.index(block_hash, span.start, span.end)
+    if span.end < LEAST_INDEXED_BLOCKS:
+        return span.hashes.index(block_hash)
     if span.positions is None:
         span.positions = {one: position for position, one in enumerate(span.hashes)}
     position: int = span.positions[block_hash]

@@ -12,8 +12,7 @@ from typing import Any
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.events.block_spans import BlockSpan, ResidentBlock, unpack_tokens
 from kv_pool.events.place_blocks import Place
-from kv_pool.events.resident_copy import Copies
-from kv_pool.events.sharded_dict import ShardedDict, find_shard
+from kv_pool.events.resident_copy import Copies, ShardedDict
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
@@ -53,7 +52,12 @@ def iter_events(all_chains: "list[Chains]") -> Iterator[BlockStored]:
 
 
 class Chains:
-    """The blocks of one place as a forest, which `take` splits into events of at most `max_blocks` blocks."""
+    """The blocks of one place as a forest, which `take` splits into events of at most `max_blocks` blocks.
+
+    Attributes:
+        roots, orphans: the blocks without a parent, and those whose parent is not resident.
+        children: hash -> the blocks after it that are in other spans.
+    """
 
     def __init__(
         self, place: Place, blocks: ShardedDict[ResidentBlock], max_blocks: int, yield_timer: YieldTimer
@@ -64,54 +68,39 @@ class Chains:
         self.yield_timer = yield_timer
         self.roots: list[ExternalBlockHash] = []
         self.orphans: list[ExternalBlockHash] = []
-        self.first_children: ShardedDict[ExternalBlockHash] = ShardedDict()
-        self.other_children: ShardedDict[list[ExternalBlockHash]] = ShardedDict()
+        self.children: ShardedDict[list[ExternalBlockHash]] = ShardedDict()
         for shard in blocks.shards:
             for number, (block_hash, block) in enumerate(shard.items()):
-                if block.parent is None:
-                    self.roots.append(block_hash)
-                elif not self.link(block_hash, block.parent):
-                    self.orphans.append(block_hash)
                 if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
                     yield_timer.yield_if_due()
-
-    def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash) -> bool:
-        """Attach a block to its parent; return False if the parent is not resident."""
-        number = find_shard(parent)
-        if parent not in self.blocks.shards[number]:
-            return False
-        first_children = self.first_children.shards[number]
-        if parent in first_children:
-            self.other_children.shards[number].setdefault(parent, []).append(block_hash)
-        else:
-            first_children[parent] = block_hash
-        return True
+                parent = block.parent
+                if parent is None:
+                    self.roots.append(block_hash)
+                    continue
+                before = blocks.shard(parent).get(parent)
+                if before is None:
+                    self.orphans.append(block_hash)
+                elif before.span is not block.span:
+                    self.children.shard(parent).setdefault(parent, []).append(block_hash)
 
     def take(self, starts: list[ExternalBlockHash]) -> Iterator[BlockStored]:
         """Yield events for these blocks and their descendants, each block once. Consumes `starts`."""
         pending = starts
-        all_blocks = self.blocks.shards
-        first_children = self.first_children.shards
-        other_children = self.other_children.shards
         while pending:
-            start = pending.pop()
             run: list[ExternalBlockHash] = []
             run_blocks: list[ResidentBlock] = []
-            following: ExternalBlockHash | None = start
+            following: ExternalBlockHash | None = pending.pop()
             while following is not None:
                 block_hash, following = following, None
-                number = find_shard(block_hash)
-                block = all_blocks[number].pop(block_hash, None)
+                block = self.blocks.shard(block_hash).pop(block_hash, None)
                 if block is None:  # a cycle ends here
                     break
                 run.append(block_hash)
                 run_blocks.append(block)
-                child = first_children[number].pop(block_hash, None)
-                if child is not None:
-                    if block_hash in other_children[number]:
-                        pending += other_children[number].pop(block_hash)
-                    child_block = all_blocks[find_shard(child)].get(child)
-                    if len(run) < self.max_blocks and child_block and is_alike(block, child_block):
+                for child in self.list_children(block_hash, block):
+                    child_block = self.blocks.shard(child).get(child)
+                    is_next = following is None and len(run) < self.max_blocks
+                    if is_next and child_block and is_alike(block, child_block):
                         following = child
                     else:
                         pending.append(child)
@@ -119,6 +108,17 @@ class Chains:
                     self.yield_timer.yield_if_due()
             if run:
                 yield make_event(self.place, run, run_blocks)
+
+    def list_children(self, block_hash: ExternalBlockHash, block: ResidentBlock) -> list[ExternalBlockHash]:
+        """Return the blocks after a block, that of the same span first."""
+        children = self.children.shard(block_hash).pop(block_hash, [])
+        hashes = block.span.hashes
+        if block.position + 1 < len(hashes):
+            following = hashes[block.position + 1]
+            block_after = self.blocks.shard(following).get(following)
+            if block_after is not None and block_after.span is block.span:
+                children.insert(0, following)
+        return children
 
 
 def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:

@@ -62,14 +62,13 @@ class PublisherConfig:
         bind: whether to bind `endpoint` or connect to it; None lets `endpoints.should_bind` decide.
         buffer_steps: number of batches kept for replay.
         hwm: number of batches that ZeroMQ queues per slow subscriber. ZeroMQ drops later batches silently;
-            the subscriber notices the gap.
-        max_readers: maximum number of connections to both sockets together. Further connections are closed at
-            once and counted.
-        max_unread_bytes: maximum number of bytes of live batches that ZeroMQ holds for all subscribers
-            together, accurate to 1 MiB. Beyond it the connection with the most unsent bytes is closed and
-            counted. The same bound applies to replies on the replay socket; further replies wait.
-        slow_reader_s: seconds after which a reader that does not read its replay is disconnected and counted;
-            one second longer for each MB sent to it.
+            the subscriber notices the gap, and requests them if it can. vLLM's default is 100,000.
+        max_readers: maximum number of readers whose replay requests are answered or wait.
+        max_unread_bytes: maximum number of bytes of large replies that ZeroMQ holds for all readers of
+            replays together; further replies wait.
+        slow_reader_s: seconds after which a TCP connection whose reader reads nothing is closed, where the
+            system supports it (Linux), and after which its replay ends and is counted; a replay gets one
+            second longer for each MB sent.
         max_queue_size: maximum number of batches queued between the pool's thread and the publisher's.
         topic: prefix that subscribers filter by. llm-d needs `kv@<pod id>@<model>`.
         data_parallel_rank: sent in every batch and added to the ports.
@@ -103,7 +102,7 @@ class PublisherConfig:
     replay_endpoint: str | None = None
     bind: bool | None = None
     buffer_steps: int = 10_000
-    hwm: int = 100_000
+    hwm: int = 10_000
     max_readers: int = 256
     max_unread_bytes: int = 128 * 2**20
     slow_reader_s: float = 10.0

@@ -9,7 +9,7 @@ from msgspec.structs import astuple, replace
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.events.foreign_events import adopt
 from kv_pool.events.place_blocks import PlaceBlocks
-from kv_pool.events.resident_blocks import BLOCK_SIZE, HASHES, PARENT, TOKEN_IDS, ResidentBlocks
+from kv_pool.events.resident_blocks import ResidentBlocks
 from kv_pool.events.stored_spans import slice_positions, split_repeats, without_holes
 from kv_pool.events.tails import announce_with_tails
 
@@ -28,13 +28,13 @@ class EventFilter:
         self.exact = exact
         self.dense = dense
         self.coalesce_removals = coalesce_removals
-        self._read_fields: Any = astuple
         self._packs_tokens = False
         self._sent: list[KVCacheEvent] = []
         # Consecutive removals: the first event, the number of events merged into it, its place; hashes not
         # applied yet, and hashes applied but not sent yet.
         self._first: Any = None
         self._num_joined = 0
+        self._place: Any = None
         self._blocks: PlaceBlocks | None = None
         self._hashes: list[Any] = []
         self._gone: list[Any] = []
@@ -53,63 +53,38 @@ class EventFilter:
         # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
-        read: Any = self._read_fields
-        last: tuple[Any, ...] | None = None  # the fields of the previous event, if it was a removal
         for event in events:
             kind = type(event)
             if kind is removed:
-                fields: tuple[Any, ...] = read(event)
-                if (
-                    last is not None
-                    and fields[1] is last[1]
-                    and fields[2] is last[2]
-                    and fields[3] is last[3]
-                    and fields[4] is last[4]
-                    and self.coalesce_removals
-                ):
-                    # The path of most removals of a pool.
-                    self._num_joined += 1
-                    hashes: list[Any] = fields[0]
-                    if len(hashes) == 1:
-                        self._hashes.append(hashes[0])
-                    else:
-                        self._hashes.extend(hashes)
-                else:
-                    self._remove(event, fields)
-                last = fields
-                continue
-            last = None
-            if kind is stored:
-                self._store(event, False)
+                self._remove(event)
+            elif kind is stored:
+                self._store(event)
             elif isinstance(event, BlockRemoved):
-                self._remove(event, read(event))
+                self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._end_removals()
                 self.resident.clear()
                 sent.append(event)
-            else:
-                self._store(event, isinstance(event, BlockReported))
+            elif not isinstance(event, BlockReported):
+                self._store(event)
+            elif not self.exact:
+                self._send_stores([event])
         self._end_removals()
         self._sent = []
         return sent
 
-    def _store(self, event: Any, is_report: bool) -> None:
+    def _store(self, event: Any) -> None:
         if self._hashes:
             self._apply_removals()
         fields: tuple[Any, ...] = astuple(event)
-        hashes: list[Any] = fields[HASHES]
+        hashes: list[Any] = fields[0]
         parts = [event]
-        if is_report:
-            if self.exact:
-                return
-        elif hashes:
-            resident = self.resident
-            blocks = resident.get_or_add_stored_place(fields)
-            first_copies = resident.store(blocks, fields)
+        if hashes:
+            blocks, first_copies = self.resident.store(fields)
             if self.exact:
                 if first_copies is not None and not first_copies:
                     return
-                if blocks.has_tails and resident.keeps_token_ids:
+                if blocks.has_tails and self.resident.keeps_token_ids:
                     fresh = hashes
                     if first_copies is not None:
                         fresh = [hashes[position] for position in first_copies]
@@ -120,10 +95,10 @@ class EventFilter:
                         return
                 if (
                     first_copies is None
-                    and len(fields[TOKEN_IDS]) == len(hashes) * fields[BLOCK_SIZE]
-                    and hashes[0] != fields[PARENT]
+                    and len(fields[2]) == len(hashes) * fields[3]
+                    and hashes[0] != fields[1]
                 ):
-                    # The path of most stores: the event is sent unchanged.
+                    # The path of most stores: they have their tokens, and are sent unchanged.
                     self._end_removals()
                     packed = blocks.packed
                     if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
@@ -134,30 +109,35 @@ class EventFilter:
                     parts = slice_positions(event, first_copies)
         elif self.exact:
             return
-        self._end_removals()
-        for part in parts:
-            if not self.dense:
-                self._sent.append(part)
-            elif part.block_hashes:
-                self._sent.extend(split_repeats(without_holes(part)))
+        self._send_stores(parts)
 
-    def _remove(self, event: Any, fields: tuple[Any, ...]) -> None:
-        blocks = self.resident.get_or_add_place(fields[1], fields[2], fields[3], fields[4])
-        if blocks is self._blocks and self.coalesce_removals:
+    def _send_stores(self, events: list[Any]) -> None:
+        self._end_removals()
+        for event in events:
+            if not self.dense:
+                self._sent.append(event)
+            elif event.block_hashes:
+                self._sent.extend(split_repeats(without_holes(event)))
+
+    def _remove(self, event: Any) -> None:
+        fields: tuple[Any, ...] = astuple(event)
+        place = fields[1:5]
+        if self._first is not None and self.coalesce_removals and place == self._place:
             self._num_joined += 1
         else:
             self._end_removals()
             self._first = event
             self._num_joined = 0
-            self._blocks = blocks
-        self._hashes.extend(fields[HASHES])
+            self._place = place
+            self._blocks = self.resident.get_or_add_place(place)
+        self._hashes.extend(fields[0])
 
     def _apply_removals(self) -> None:
         """Apply the removals collected so far; send nothing yet."""
         hashes = self._hashes
         self._hashes = []
         if self._blocks is not None and hashes:
-            gone = self.resident.remove(self._blocks, hashes)
+            gone = self._blocks.remove(hashes)
             self._may_repeat = self._may_repeat or not self.exact or self._blocks.has_unknown
             if not self.exact:
                 gone = hashes

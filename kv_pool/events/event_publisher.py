@@ -10,7 +10,7 @@ from kv_pool.errors import PublisherClosedError
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """The counters of a publisher; all but the last three only grow.
+    """The counters of a publisher; all but the last two only grow.
 
     Attributes:
         num_batches_sent, num_events_sent, num_bytes_sent: sent live; bytes of payloads.
@@ -21,11 +21,9 @@ class PublisherStatistics:
         num_replays: replay requests that were answered to the end marker.
         num_snapshots: snapshots sent.
         num_replays_abandoned: requests not answered, or not completely: the reader was gone or did not read.
+        num_readers_dropped: of these, readers that read nothing for `slow_reader_s`, while their connections
+            were open.
         num_malformed_requests: malformed requests on the replay socket, which were ignored.
-        num_readers_dropped: connections closed because their readers were slow: live batches beyond
-            `max_unread_bytes`, replays unread for `slow_reader_s`.
-        num_readers_refused: connections closed because `max_readers` were open.
-        num_readers: current connections to both sockets.
         num_queued: batches currently queued for the publisher's thread.
         last_sequence: sequence of the latest batch, sent or failed; None before the first one.
     """
@@ -43,8 +41,6 @@ class PublisherStatistics:
     num_replays_abandoned: int = 0
     num_malformed_requests: int = 0
     num_readers_dropped: int = 0
-    num_readers_refused: int = 0
-    num_readers: int = 0
     num_queued: int = 0
     last_sequence: int | None = None
 

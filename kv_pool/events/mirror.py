@@ -259,8 +259,8 @@ class PrefixMirror:
         """Return the number of hashes a publisher holds per (group, medium); {} if it is unknown."""
         with self._lock:
             publisher = self._publishers.get(publisher_id)
-            held = publisher.held if publisher else {}
-            return {place: len(its_held.keys) for place, its_held in held.items() if its_held.keys}
+            places = publisher.places if publisher else {}
+            return {place: len(blocks.held) for place, blocks in places.items() if blocks.held.values}
 
     def get_counts(self, publisher_id: str) -> MirrorCounts:
         """Return the counters of a publisher. Raises InvalidArgumentError if it is unknown."""
@@ -275,8 +275,8 @@ class PrefixMirror:
                 return set()
             return {
                 (group, medium, block_hash)
-                for (group, medium), held in publisher.held.items()
-                for block_hash in held.keys
+                for (group, medium), blocks in publisher.places.items()
+                for block_hash in blocks.held.values
             }
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -301,14 +301,13 @@ class PrefixMirror:
 
     def _remove_all_blocks(self, publisher: TrackedPublisher) -> None:
         """Remove all blocks of a publisher, in portions, so that other threads can run in between."""
-        for (group, medium), held in publisher.held.items():
-            table = held.table
-            if table is not None:
-                blocks = list(held.keys.items())
-                for start in range(0, len(blocks), _CLEAR_AT_ONCE):
-                    self._tables.remove_from_table(publisher, table, blocks[start : start + _CLEAR_AT_ONCE])
-            self._tables.release_table(group, medium, held)
-        publisher.held.clear()
+        for blocks in publisher.places.values():
+            hashes, token_keys = list(blocks.held.values), list(blocks.held.values.values())
+            for start in range(0, len(hashes), _CLEAR_AT_ONCE):
+                part = slice(start, start + _CLEAR_AT_ONCE)
+                self._tables.remove_from_table(publisher, blocks, hashes[part], token_keys[part])
+            self._tables.release_table(blocks)
+        publisher.places.clear()
         publisher.num_held = 0
         self._tables.release_block_sizes(publisher)
         if len(publisher.prefix_groups) >= self._tables.max_places:

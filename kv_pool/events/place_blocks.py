@@ -1,14 +1,12 @@
 """`PlaceBlocks`: the blocks of one place by hash, and their parents and children. Compiled.
 
 ```text
-spans     a -> S   b -> S   c -> S   f -> T            S: a b c; T: f, with parent b
-copies    b -> 1                                       a second block carries b
+held      a -> S   b -> S   c -> S   f -> T            S: a b c; T: f, with parent b
 children  b -> f                                       first blocks of spans by their parent
-tails     {}                                           {b} once b is removed; c then starts a span
+tails     {}                                           {b} once b is removed, and children b -> c f
 ```
 """
 
-from collections.abc import Iterator
 from itertools import repeat
 from typing import Any, Final, NamedTuple
 
@@ -18,15 +16,15 @@ from kv_pool.events.block_spans import (
     MAX_SPAN_BLOCKS,
     BlockSpan,
     ResidentBlock,
-    can_grow,
     copy_span,
-    find_parent,
     find_position,
-    grow,
+    find_ranges,
     pack_tokens,
+    slice_span,
     trim,
 )
-from kv_pool.ids import ExternalBlockHash, GroupId
+from kv_pool.events.held_hashes import ABSENT, HeldHashes
+from kv_pool.ids import GroupId
 
 NUM_SHARDS: Final = 256
 """Number of pieces in which the spans of a place are copied."""
@@ -52,41 +50,22 @@ class Change(NamedTuple):
 class PlaceBlocks:
     """The blocks of one place.
 
-    `spans` is one dict, for bulk calls: with a million blocks, growing it blocks other threads for some
-    milliseconds, as growing the pool's own map does. `shards` has the same spans, to be copied in pieces.
-
     Attributes:
         place: the location of the blocks.
-        spans: hash -> the span that contains it.
-        copies: hash -> number of blocks beyond the first that carry it, if any.
+        held: the resident hashes; the value of each is the span that contains it.
         children: hash -> the first hash of the span that follows it; a dict with such hashes as keys if there
-            are several. Children within the same span are not included.
+            are several. Of the children within the same span only those of removed blocks are included.
         tails: the hashes in `children` that are not resident.
-        shards: all spans by serial, in `NUM_SHARDS` dicts.
+        shards: all spans by serial, in `NUM_SHARDS` dicts, to be copied in pieces.
         packed: the token ids of the last `store` as a msgpack array, if it packed them.
         has_unknown: whether the last `remove` had hashes that were not resident.
         has_tails: whether the last `store` added the parent of blocks that were already resident.
         changes: None, or a list to which all changes are appended, oldest first.
     """
 
-    __slots__ = (
-        "_next_serial",
-        "changes",
-        "children",
-        "copies",
-        "has_tails",
-        "has_unknown",
-        "packed",
-        "place",
-        "shards",
-        "spans",
-        "tails",
-    )
-
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.spans: dict[Any, BlockSpan] = {}
-        self.copies: dict[Any, int] = {}
+        self.held = HeldHashes()
         self.children: dict[Any, Any] = {}
         self.tails: set[Any] = set()
         self.shards: list[dict[int, BlockSpan]] = [{} for _ in range(NUM_SHARDS)]
@@ -96,30 +75,19 @@ class PlaceBlocks:
         self.changes: list[Any] | None = None
         self._next_serial: i64 = 0
 
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __iter__(self) -> Iterator[tuple[ExternalBlockHash, int]]:
-        """Yield each hash and the number of blocks that carry it."""
-        for block_hash in self.spans:
-            yield block_hash, 1 + self.copies.get(block_hash, 0)
-
-    def take_serial(self) -> i64:
-        serial = self._next_serial
-        self._next_serial = serial + 1
-        return serial
-
     def find_block(self, block_hash: Any) -> ResidentBlock:
         """Return a resident block, valid until the next change. Raises KeyError."""
-        span = self.spans[block_hash]
+        span: BlockSpan = self.held.values[block_hash]
         return ResidentBlock(span, find_position(span, block_hash))
 
     def list_children(self, block: ResidentBlock) -> list[Any]:
         """Return the hashes of the resident children of a block returned by `find_block`."""
         span = block.span
-        children = list_children(self.children.get(span.hashes[block.position]))
-        if block.position + 1 < span.end:
-            children.append(span.hashes[block.position + 1])
+        following = block.position + 1
+        known = self.children.get(span.hashes[block.position])
+        children = [] if known is None else list(known) if type(known) is dict else [known]
+        if following < span.end and self.held.values.get(span.hashes[following]) is span:
+            children.append(span.hashes[following])
         return children
 
     # ---- stores ------------------------------------------------------------------------------------
@@ -142,138 +110,47 @@ class PlaceBlocks:
         Returns:
             The positions of hashes that had no copy before; None if this is all of them.
         """
-        spans = self.spans
-        num_blocks = len(hashes)
-        num_before = len(spans)
-        first: Any = hashes[0]
+        parent = None if parent == hashes[0] else parent
+        span = BlockSpan(tuple(hashes), parent, kind, None, extra_keys, lookahead_token_ids)
         self.packed = None
         self.has_tails = False
-        if num_blocks == 1 and extra_keys is None and lookahead_token_ids is None and parent is not None:
-            before = spans.get(parent)
-            if before is not None and can_grow(before, parent, kind):
-                packed = None if token_ids is None else pack_tokens(token_ids)
-                if (packed is None) == (before.tokens is None):
-                    return self.store_next(before, first, packed)
-        span = BlockSpan(
-            tuple(hashes),
-            None if parent == first else parent,
-            kind,
-            None,
-            extra_keys,
-            lookahead_token_ids,
-            self.take_serial(),
-        )
-        found: list[Any] = list(map(spans.setdefault, hashes, repeat(span)))
-        if (
-            len(spans) == num_before + num_blocks
-            and found.count(span) == num_blocks
-            and num_blocks <= MAX_SPAN_BLOCKS
-        ):
+        positions = self.held.store(hashes, repeat(span))
+        if positions is None and len(hashes) <= MAX_SPAN_BLOCKS:
             if token_ids is not None:
                 span.tokens = self.packed = pack_tokens(token_ids)
-            if self.tails:
-                self.has_tails = self.attach_tails(hashes)
             self.add_span(span)
             return None
-        return self.store_parts(span, found, token_ids)
-
-    def store_next(self, span: BlockSpan, block_hash: Any, packed: bytes | None) -> list[int] | None:
-        """Add one copy of a hash that follows the last one of a span. Returns as `store`."""
-        spans = self.spans
-        num_before = len(spans)
-        spans.setdefault(block_hash, span)
-        if len(spans) == num_before:
-            self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
-            return []
-        grow(span, block_hash, packed)
-        self.packed = packed
-        if self.tails:
-            self.has_tails = self.attach_tails([block_hash])
-        if self.changes is not None:
-            added = copy_span(span, span.serial)
-            added.start = added.end - 1
-            self.changes.append(Change(self.place, added, None))
-        return None
-
-    def store_parts(self, whole: BlockSpan, found: list[Any], token_ids: list[Any] | None) -> list[int]:
-        """Replace a span by one span per run of new blocks; count the copies of the other blocks.
-
-        Args:
-            found: the span that already had each hash; `whole` for new hashes.
-        Returns:
-            The positions of hashes that had no copy before.
-        """
-        hashes = whole.hashes
-        first_copies: list[int] = []
-        fresh: set[Any] = set()
-        parts: list[BlockSpan] = []
-        first: int = 0
-        num_blocks: int = len(hashes)
-        for position in range(num_blocks + 1):
-            is_fresh = False
-            if position < num_blocks:
-                block_hash = hashes[position]
-                is_fresh = found[position] is whole and block_hash not in fresh
-                if is_fresh:
-                    first_copies.append(position)
-                    fresh.add(block_hash)
-                else:
-                    self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
-            if first < position and (not is_fresh or position - first == MAX_SPAN_BLOCKS):
-                parts.append(self.slice_span(whole, first, position, token_ids))
-                first = position
-            if not is_fresh:
-                first = position + 1
+        stored = list(range(len(hashes))) if positions is None else positions
+        parts = [
+            slice_span(span, first, end, token_ids) for first, end in find_ranges(stored, MAX_SPAN_BLOCKS)
+        ]
         for part in parts:
-            for block_hash in part.hashes:
-                self.spans[block_hash] = part
-        if self.tails:
-            self.has_tails = self.attach_tails(fresh)
+            self.held.values.update(dict.fromkeys(part.hashes, part))
         for part in parts:
             self.add_span(part)
-        return first_copies
-
-    def slice_span(self, whole: BlockSpan, first: int, end: int, token_ids: list[Any] | None) -> BlockSpan:
-        """Return blocks `[first, end)` of a span as a new span."""
-        tokens: Any = None
-        if token_ids is not None:
-            size: int = whole.kind.block_size
-            tokens = pack_tokens(token_ids[first * size : end * size])
-        return BlockSpan(
-            whole.hashes[first:end],
-            whole.hashes[first - 1] if first else whole.parent,
-            whole.kind,
-            tokens,
-            whole.extra_keys and whole.extra_keys[first:end],
-            whole.lookahead_token_ids and whole.lookahead_token_ids[first:end],
-            self.take_serial(),
-        )
+        return positions
 
     def add_span(self, span: BlockSpan) -> None:
-        """Register a span whose hashes are in `spans` already, and link it to its parent."""
-        serial: int = span.serial
+        """Register a span whose hashes are in `held` already, and link it to its parent and children."""
+        if self.tails:
+            for block_hash in self.tails.intersection(span.hashes):
+                self.tails.remove(block_hash)
+                span.has_children = True
+                self.has_tails = True
+        serial = self._next_serial
+        self._next_serial = serial + 1
+        span.serial = serial
         self.shards[serial % NUM_SHARDS][serial] = span
         parent = span.parent
         if parent is not None:
             self.link(parent, span.hashes[0])
-            before = self.spans.get(parent)
+            before = self.held.values.get(parent)
             if before is None:
                 self.tails.add(parent)
             else:
                 before.has_children = True
-        self.note_added(span)
-
-    def attach_tails(self, hashes: Any) -> bool:
-        """Remove newly resident hashes from `tails`; return True if there were any."""
-        found = self.tails.intersection(hashes)
-        for block_hash in found:
-            self.tails.remove(block_hash)
-            self.spans[block_hash].has_children = True
-        return bool(found)
-
-    def note_added(self, span: BlockSpan) -> None:
         if self.changes is not None:
-            self.changes.append(Change(self.place, copy_span(span, span.serial), None))
+            self.changes.append(Change(self.place, copy_span(span), None))
 
     # ---- removals ----------------------------------------------------------------------------------
 
@@ -282,130 +159,48 @@ class PlaceBlocks:
 
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
+        gone, spans = self.held.remove(hashes)
         self.has_unknown = False
-        copies = self.copies
-        gone = hashes
-        if copies and not copies.keys().isdisjoint(hashes):
-            gone = []
-            for block_hash in hashes:
-                num_copies = copies.get(block_hash, 0)
-                if num_copies == 0:
-                    gone.append(block_hash)
-                elif num_copies == 1:
-                    del copies[block_hash]
-                else:
-                    copies[block_hash] = num_copies - 1
-            if not gone:
-                return gone
-        num_gone = len(gone)
         span: BlockSpan
-        if num_gone == 1:
-            only: Any = self.spans.pop(gone[0], None)
-            if only is None:
+        for found in spans:
+            if found is ABSENT:
                 self.has_unknown = True
-                return gone
-            span = only
-            if span.hashes[span.end - 1] == gone[0]:
-                self.cut(span, 1)
-                return gone
-            found: list[Any] = [only]
-        else:
-            found = list(map(self.spans.pop, gone, repeat(None)))
-        first = found[0]
-        if first is not None and num_gone > 1 and found.count(first) == num_gone:
-            span = first
-            end: int = span.end
-            last = list(span.hashes[end - num_gone : end])
-            last.reverse()
-            if last == gone:  # a pool evicts a sequence from its end
-                self.cut(span, num_gone)
-                return gone
-        inner: list[Any] = []
-        for index in range(num_gone):
-            one = found[index]
-            if one is None:
-                self.has_unknown = True
-                continue
-            span = one
-            block_hash = gone[index]
-            if span.hashes[span.end - 1] == block_hash:
-                self.cut(span, 1)
-            elif span.hashes[span.start] == block_hash:
-                self.cut_first(span)
             else:
-                inner.append(block_hash)
-                inner.append(span)
-        if inner:
-            self.remove_inner(inner)
+                span = found
+                span.num_resident -= 1
+        for index in range(len(spans)):
+            if spans[index] is not ABSENT:
+                span = spans[index]
+                self.detach(span, gone[index])
+        if self.changes is not None:
+            self.changes.append(Change(self.place, None, gone.copy()))
         return gone
 
-    def cut(self, span: BlockSpan, num_blocks: i32) -> None:
-        """Drop blocks from the end of a span. They are no longer in `spans`."""
-        old_end = span.end
-        end = old_end - num_blocks
-        if span.has_children:
-            for position in range(end, old_end):
-                if span.hashes[position] in self.children:
-                    self.tails.add(span.hashes[position])
-        if end == span.start:
-            self.drop_span(span)
-            span.end = end
-        else:
-            span.end = end
-            trim(span)
-
-    def cut_first(self, span: BlockSpan) -> None:
-        """Drop the first of several blocks of a span. It is no longer in `spans`."""
-        position = span.start
-        block_hash = span.hashes[position]
-        self.unlink(find_parent(span, position), block_hash)
-        span.start = position + 1
-        self.link(block_hash, span.hashes[position + 1])
-        self.tails.add(block_hash)
-        trim(span)
-
-    def remove_inner(self, inner: list[Any]) -> None:
-        """Remove inner blocks of spans, given as [hash, its span, hash, its span ...]."""
-        # First make all of them resident again: the remainder of a span that is split must be resident.
-        for index in range(0, len(inner), 2):
-            self.spans[inner[index]] = inner[index + 1]
-        for index in range(0, len(inner), 2):
-            block_hash = inner[index]
-            span = self.spans.pop(block_hash)
-            if span.hashes[span.end - 1] == block_hash:
-                self.cut(span, 1)
-            elif span.hashes[span.start] == block_hash:
-                self.cut_first(span)
-            else:
-                self.split(span, find_position(span, block_hash))
-
-    def split(self, span: BlockSpan, position: i32) -> None:
-        """Split a span in two, without the block at this position. O(blocks of the shorter part)."""
+    def detach(self, span: BlockSpan, block_hash: Any) -> None:
+        """Update a span and the links of a block that has left `held`."""
         hashes = span.hashes
-        other = copy_span(span, self.take_serial())
-        if position - span.start < span.end - position:
-            other.end = position
-            span.start = position + 1
-        else:
-            other.start = position + 1
+        spans = self.held.values
+        position: i32 = span.end - 1
+        if hashes[position] == block_hash:
             span.end = position
-        for index in range(other.start, other.end):
-            self.spans[hashes[index]] = other
-        serial: int = other.serial
-        self.shards[serial % NUM_SHARDS][serial] = other
-        self.link(hashes[position], hashes[position + 1])
-        self.tails.add(hashes[position])
-        self.note_added(other)
-        trim(span)
-        trim(other)
-
-    def drop_span(self, span: BlockSpan) -> None:
-        """Remove a span that has lost all its blocks. Called before `end` is updated."""
-        serial: int = span.serial
-        del self.shards[serial % NUM_SHARDS][serial]
-        parent = find_parent(span, span.start)
-        if parent is not None:
-            self.unlink(parent, span.hashes[span.start])
+        else:
+            position = find_position(span, block_hash)
+            span.has_gaps = True
+            if spans.get(hashes[position + 1]) is span:
+                self.link(block_hash, hashes[position + 1])
+                self.tails.add(block_hash)
+        if span.has_children and block_hash in self.children:
+            self.tails.add(block_hash)
+        if position == 0:
+            self.unlink(span.parent, block_hash)
+        elif span.has_gaps and spans.get(hashes[position - 1]) is not span:
+            self.unlink(hashes[position - 1], block_hash)
+        if span.num_resident > 0:
+            trim(span)
+        elif span.serial >= 0:
+            serial: int = span.serial
+            del self.shards[serial % NUM_SHARDS][serial]
+            span.serial = -1
 
     # ---- parents and children ----------------------------------------------------------------------
 
@@ -420,20 +215,13 @@ class PlaceBlocks:
                 children[parent] = {known: None, child: None}
 
     def unlink(self, parent: Any, child: Any) -> None:
-        """Remove the link from `parent`, which may be None, to `child`."""
-        if parent is None:
-            return
-        known = self.children[parent]
+        """Remove the link from `parent` to `child`, if there is one."""
+        known = self.children.get(parent)
         if type(known) is dict:
-            del known[child]
+            known.pop(child, None)
             if known:
                 return
+        elif known is None or known != child:
+            return
         del self.children[parent]
         self.tails.discard(parent)
-
-
-def list_children(children: Any) -> list[Any]:
-    """Return the hashes in a value of `PlaceBlocks.children`; [] for None."""
-    if children is None:
-        return []
-    return list(children) if type(children) is dict else [children]

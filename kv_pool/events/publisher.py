@@ -16,13 +16,13 @@ from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
 from kv_pool.events.event_filter import list_others
 from kv_pool.events.event_publisher import PublisherStatistics
-from kv_pool.events.live_backlog import LiveBacklog
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import pack_sequence
 from kv_pool.events.sockets import PublisherSockets
+from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ A plain tuple, since the pool's thread creates it."""
 
 MAX_SENT_TOGETHER = 8
 """Batches that are encoded before they are sent together; the first waits for less than a millisecond."""
+
+_MORE = int(zmq.SNDMORE)  # combining enum members takes longer than combining ints
 
 _CLOSE = None
 """The end of the queue, put after the last batch."""
@@ -62,7 +64,7 @@ class ZMQEventPublisher:
         state: filters the events and tracks resident blocks; owned by the publisher from now on. None sends
             events unchanged, and answers a replay request that is too old from the buffer, as vLLM does.
         clock: seconds since the epoch, for the time in batches.
-        monotonic: seconds, for heartbeats, slow readers and `close()`.
+        monotonic: seconds, for heartbeats, slow replays and `close()`.
 
     Attributes:
         endpoint, replay_endpoint: with the actual port instead of 0.
@@ -114,7 +116,6 @@ class ZMQEventPublisher:
         self._num_events_failed = 0
 
         self._sockets = PublisherSockets(config)
-        self._backlog = LiveBacklog(self._sockets, config.max_unread_bytes, monotonic)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
@@ -122,7 +123,6 @@ class ZMQEventPublisher:
             self._replay_server = ReplayServer(
                 self._sockets.context,
                 self._sockets.replay,
-                self._sockets.connections,
                 self._buffer,
                 state,
                 config,
@@ -140,7 +140,6 @@ class ZMQEventPublisher:
         with ExitStack() as on_failure:
             on_failure.callback(self._sockets.end)
             on_failure.callback(self._close_sockets)
-            self._sockets.connections.start()
             if self._replay_server is not None:
                 self._replay_server.start()
             self._thread = start_thread("kv_pool event publisher", self._run)
@@ -214,9 +213,7 @@ class ZMQEventPublisher:
             num_snapshots=server.num_snapshots if server else 0,
             num_replays_abandoned=server.num_abandoned if server else 0,
             num_malformed_requests=server.num_malformed if server else 0,
-            num_readers_dropped=self._backlog.num_dropped + (server.num_readers_dropped if server else 0),
-            num_readers_refused=self._sockets.connections.num_refused,
-            num_readers=len(self._sockets.connections),
+            num_readers_dropped=server.num_readers_dropped if server else 0,
             num_queued=self._queue.qsize(),
             last_sequence=last_sequence if last_sequence >= self._first_sequence else None,
         )
@@ -254,14 +251,10 @@ class ZMQEventPublisher:
         heartbeat_s = self.config.heartbeat_s or float("inf")
         sent_s = self._monotonic()
         while True:
-            left_s = max(0.0, sent_s + heartbeat_s - self._monotonic())
-            wait_s = min(left_s, self._backlog.look_again_s)
+            wait_s = max(0.0, sent_s + heartbeat_s - self._monotonic())
             try:
                 published = self._queue.get(timeout=wait_s if wait_s < float("inf") else None)
             except Empty:
-                self._backlog.free()
-                if wait_s < left_s:
-                    continue
                 self._skip_to(self._find_next_number())
                 beat: list[tuple[int, bytes]] = []
                 self._prepare(self._clock(), [], beat)
@@ -293,7 +286,6 @@ class ZMQEventPublisher:
     def _close_sockets(self) -> None:
         if self._replay_server is not None:
             self._replay_server.stop()
-        self._sockets.connections.stop()
         self._sockets.live.close()
 
     def _find_next_number(self) -> int:
@@ -370,9 +362,12 @@ class ZMQEventPublisher:
 
     def _send(self, ready: list[tuple[int, bytes]]) -> None:
         """Send batches that are already in the replay buffer. Never raises."""
+        send = self._sockets.live.send  # send_multipart takes three times as long
         for sequence, payload in ready:
             try:
-                self._backlog.send(self._topic, pack_sequence(sequence), payload)
+                send(self._topic, _MORE)
+                send(pack_sequence(sequence), _MORE)
+                send(payload)
             except Exception:
                 self._count_failed(1, 0)
                 continue

@@ -1,18 +1,19 @@
 """The tables behind a `PrefixMirror`: which publisher holds which hashes and token keys. Compiled.
 
 ```text
-publisher -> (group, medium) -> PublisherBlocks.keys: hash -> token key     removed on a clear
+publisher -> (group, medium) -> PublisherBlocks.held: hash -> token key     removed on a clear
              (group, medium) -> PublisherTable.publishers: hash -> publishers read by lookups
                                 PublisherTable.token_publishers: token key -> publishers
 ```
 
-While a single publisher has blocks in a table, lookups of hashes read its `PublisherBlocks.keys`, and
+While a single publisher has blocks in a table, lookups of hashes read its `PublisherBlocks.held`, and
 `publishers` is empty: each dict costs a cache miss per block stored and removed.
 
 A set of publishers is an int with one bit per publisher. Hashes, keys and bits are `Any` here: typed ints
 would be unboxed and boxed again at each step.
 """
 
+from collections import Counter
 from itertools import repeat
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 from kv_pool.core.block_keys import make_external_block_hashes
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockReported
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.events.held_hashes import ABSENT, HeldHashes
 from kv_pool.events.token_keys import chain_keys, count_packed, root_key
 from kv_pool.ids import GroupId
 
@@ -31,7 +33,6 @@ MAX_MEDIUM_CHARS = 64
 """Stores with a longer medium name are rejected."""
 
 _NO_KIND = frozenset({None, "unknown"})
-_ABSENT: Any = object()
 _MAX_64 = 2**64 - 1
 _MAX_BIT_SETS = 65536
 _MAX_DIGEST_BYTES = 64
@@ -42,7 +43,7 @@ class PublisherTable:
 
     Attributes:
         num_users: number of publishers with blocks in this table.
-        sole: `PublisherBlocks.keys` and bit of the only publisher so far, while `publishers` is empty; None
+        sole: the held hashes and bit of the only publisher so far, while `publishers` is empty; None
             once a second publisher has joined.
     """
 
@@ -76,15 +77,13 @@ class PublisherBlocks:
     """The blocks that one publisher holds in one group and medium.
 
     Attributes:
-        keys: hash -> token key, None if it is unknown.
-        copies: hash -> number of copies beyond the first.
+        held: the hashes; the value of each is its token key, None if it is unknown.
         key_copies: token key -> number of hashes beyond the first that map to it, while `table` is set.
         table: the table that lookups read; None for groups that are not looked up.
     """
 
     def __init__(self) -> None:
-        self.keys: dict[Any, Any] = {}
-        self.copies: dict[Any, int] = {}
+        self.held = HeldHashes()
         self.key_copies: dict[Any, int] = {}
         self.table: PublisherTable | None = None
 
@@ -94,7 +93,7 @@ class TrackedPublisher:
 
     Attributes:
         bit: its bit in sets of publishers.
-        held: its blocks, by group and medium.
+        places: its blocks, by group and medium.
         num_held: number of hashes it holds, summed over groups and media.
         prefix_groups: group -> whether its leading blocks form a prefix, for groups of known kind.
         block_sizes: the block sizes that can be found by tokens.
@@ -104,7 +103,7 @@ class TrackedPublisher:
     def __init__(self, bit: Any, counts_copies: bool, counts: Any) -> None:
         self.bit = bit
         self.counts_copies = counts_copies
-        self.held: dict[tuple[GroupId, str], PublisherBlocks] = {}
+        self.places: dict[tuple[GroupId, str], PublisherBlocks] = {}
         self.num_held = 0
         self.prefix_groups: dict[GroupId, bool] = {}
         self.block_sizes: set[int] = set()
@@ -112,9 +111,9 @@ class TrackedPublisher:
 
     def find_token_key(self, group: GroupId, block_hash: Any) -> Any:
         """Return the token key of this hash in any medium of the group; None if it is unknown."""
-        for place, held in self.held.items():
+        for place, blocks in self.places.items():
             if place[0] == group:
-                token_key = held.keys.get(block_hash)
+                token_key = blocks.held.values.get(block_hash)
                 if token_key is not None:
                     return token_key
         return None
@@ -135,7 +134,7 @@ class PublisherTables:
         self.max_blocks = max_blocks
         self.tables: dict[tuple[GroupId, str], PublisherTable] = {}
         self.block_sizes: tuple[int, ...] = ()
-        self._num_by_block_size: dict[int, int] = {}
+        self._num_by_block_size: Counter[int] = Counter()
         # Interned sets of publishers: equal sets are one object.
         self._bit_sets: dict[Any, Any] = {}
 
@@ -150,8 +149,8 @@ class PublisherTables:
         hashes = to_wire_hashes(event.block_hashes)
         group = GroupId(event.group_idx or 0)
         medium = to_medium(event.medium)
-        held = self._get_or_add_blocks(publisher, group, medium)
-        if held is None:
+        blocks = self._get_or_add_blocks(publisher, group, medium)
+        if blocks is None:
             counts.num_refused += len(hashes)
             return
         kind = event.kv_cache_spec_kind
@@ -161,44 +160,25 @@ class PublisherTables:
                 self._learn_kind(publisher, group, is_prefix)
         token_keys: list[Any] | None = None
         if self.learns_tokens:
-            token_keys = self._find_token_keys(publisher, group, held, event, hashes)
+            token_keys = self._find_token_keys(publisher, group, blocks, event, hashes)
         num_fitting = self.max_blocks - publisher.num_held
         if len(hashes) > num_fitting:
             counts.num_refused += len(hashes) - num_fitting
             hashes = hashes[:num_fitting]
-        keys = held.keys
-        bit = publisher.bit
-        table = held.table
-        publishers = None if table is None or table.sole is not None else table.publishers
-        num_before = len(keys)
-        num_held = num_before
-        position = -1
-        token_key: Any = None
-        for block_hash in hashes:
-            position += 1
+        counts_copies = publisher.counts_copies and not isinstance(event, BlockReported)
+        values: Any = repeat(None) if token_keys is None else token_keys
+        positions = blocks.held.store(hashes, values, counts_copies)
+        new = hashes
+        if positions is not None:
+            new = [hashes[position] for position in positions]
+            counts.num_stored_again += len(hashes) - len(new)
             if token_keys is not None:
-                token_key = token_keys[position]
-            # One lookup per dict: with many blocks each lookup is a cache miss.
-            keys.setdefault(block_hash, token_key)
-            if len(keys) == num_held:
-                counts.num_stored_again += 1
-                if publisher.counts_copies and not isinstance(event, BlockReported):
-                    held.copies[block_hash] = held.copies.get(block_hash, 0) + 1
-                if token_key is not None and keys[block_hash] is None:
-                    keys[block_hash] = token_key  # the first store had no known tokens
-                    if table is not None:
-                        self._add_token_key(held, table, bit, token_key)
-                continue
-            num_held += 1
-            if publishers is not None:
-                bits = publishers.setdefault(block_hash, bit)
-                if bits is not bit:
-                    publishers[block_hash] = self._share(bits | bit)
-            if token_key is not None and table is not None:
-                self._add_token_key(held, table, bit, token_key)
-        counts.num_stored += num_held - num_before
-        publisher.num_held += num_held - num_before
-        if not keys:
+                self._learn_token_keys(blocks, publisher.bit, hashes, token_keys)
+        if blocks.table is not None:
+            self._add_to_table(publisher, blocks, blocks.table, new)
+        counts.num_stored += len(new)
+        publisher.num_held += len(new)
+        if not blocks.held.values:
             self._drop_blocks(publisher, group, medium)
 
     def apply_removed(self, publisher: TrackedPublisher, event: Any) -> None:
@@ -210,54 +190,42 @@ class PublisherTables:
         hashes = to_wire_hashes(event.block_hashes)
         group = GroupId(event.group_idx or 0)
         medium = to_medium(event.medium)
-        held = publisher.held.get((group, medium))
-        if held is None:
+        blocks = publisher.places.get((group, medium))
+        if blocks is None:
             counts.num_removed_unknown += len(hashes)
             return
-        keys = held.keys
-        copies = held.copies
-        bit = publisher.bit
-        table = held.table
-        publishers = None if table is None or table.sole is not None else table.publishers
-        num_before = len(keys)
-        pop = keys.pop
-        for block_hash in hashes:
-            if copies and block_hash in copies:
-                num_copies = copies[block_hash]
-                if num_copies == 1:
-                    del copies[block_hash]
-                else:
-                    copies[block_hash] = num_copies - 1
-                continue
-            token_key = pop(block_hash, _ABSENT)
-            if token_key is _ABSENT:
-                counts.num_removed_unknown += 1
-                continue
-            if publishers is not None:
-                self._take_bit(publishers, block_hash, bit)
-            if token_key is not None and table is not None:
-                self._drop_token_key(held, table, bit, token_key)
-        counts.num_removed += num_before - len(keys)
-        publisher.num_held -= num_before - len(keys)
-        if not keys:
+        num_before = len(blocks.held)
+        gone, token_keys = blocks.held.remove(hashes)
+        num_removed = num_before - len(blocks.held)
+        self.remove_from_table(publisher, blocks, gone, token_keys)
+        counts.num_removed_unknown += len(gone) - num_removed
+        counts.num_removed += num_removed
+        publisher.num_held -= num_removed
+        if not blocks.held.values:
             self._drop_blocks(publisher, group, medium)
 
     def remove_from_table(
-        self, publisher: TrackedPublisher, table: PublisherTable, blocks: list[Any]
+        self, publisher: TrackedPublisher, blocks: PublisherBlocks, hashes: list[Any], token_keys: list[Any]
     ) -> None:
-        """Remove a publisher from these (hash, token key) pairs of a table that it is leaving."""
+        """Remove these blocks of a publisher from their table, if they have one; skip `ABSENT` token keys."""
+        table = blocks.table
+        if table is None or (table.sole is not None and not self.learns_tokens):
+            return
         bit = publisher.bit
-        for block_hash, token_key in blocks:
+        for index in range(len(hashes)):
+            token_key = token_keys[index]
+            if token_key is ABSENT:
+                continue
             if table.sole is None:
-                self._take_bit(table.publishers, block_hash, bit)
-            if token_key is not None and token_key in table.token_publishers:
-                self._take_bit(table.token_publishers, token_key, bit)
+                self._take_bit(table.publishers, hashes[index], bit)
+            if token_key is not None:
+                self._drop_token_key(blocks, table, bit, token_key)
 
-    def release_table(self, group: GroupId, medium: str, held: PublisherBlocks) -> None:
+    def release_table(self, blocks: PublisherBlocks) -> None:
         """Detach a publisher's blocks from their table; drop the table if no publisher is left in it."""
-        table = held.table
-        held.table = None
-        held.key_copies.clear()
+        table = blocks.table
+        blocks.table = None
+        blocks.key_copies.clear()
         if table is None:
             return
         table.num_users -= 1
@@ -266,10 +234,8 @@ class PublisherTables:
 
     def release_block_sizes(self, publisher: TrackedPublisher) -> None:
         """Remove the block sizes of this publisher."""
-        for block_size in publisher.block_sizes:
-            self._num_by_block_size[block_size] -= 1
-            if not self._num_by_block_size[block_size]:
-                del self._num_by_block_size[block_size]
+        self._num_by_block_size.subtract(publisher.block_sizes)
+        self._num_by_block_size = +self._num_by_block_size  # without those that are left with 0
         publisher.block_sizes.clear()
         self.block_sizes = tuple(self._num_by_block_size)
 
@@ -279,55 +245,80 @@ class PublisherTables:
         self, publisher: TrackedPublisher, group: GroupId, medium: str
     ) -> PublisherBlocks | None:
         """Return the publisher's blocks in a group and medium; None if a bound is exceeded."""
-        held = publisher.held.get((group, medium))
-        if held is None:
-            if len(publisher.held) >= self.max_places or len(medium) > MAX_MEDIUM_CHARS:
+        blocks = publisher.places.get((group, medium))
+        if blocks is None:
+            if len(publisher.places) >= self.max_places or len(medium) > MAX_MEDIUM_CHARS:
                 return None
-            held = PublisherBlocks()
-            publisher.held[group, medium] = held
+            blocks = PublisherBlocks()
+            publisher.places[group, medium] = blocks
             if publisher.prefix_groups.get(group, group == 0):
-                self._join_table(publisher, group, medium, held)
-        return held
+                self._join_table(publisher, group, medium, blocks)
+        return blocks
 
     def _drop_blocks(self, publisher: TrackedPublisher, group: GroupId, medium: str) -> None:
         """Drop a group and medium without blocks."""
-        self.release_table(group, medium, publisher.held.pop((group, medium)))
+        self.release_table(publisher.places.pop((group, medium)))
 
     def _join_table(
-        self, publisher: TrackedPublisher, group: GroupId, medium: str, held: PublisherBlocks
+        self, publisher: TrackedPublisher, group: GroupId, medium: str, blocks: PublisherBlocks
     ) -> None:
         table = self.tables.get((group, medium))
         if table is None:
-            table = PublisherTable((held.keys, publisher.bit))
+            table = PublisherTable((blocks.held.values, publisher.bit))
             self.tables = {**self.tables, (group, medium): table}
         else:
             table.open()
         table.num_users += 1
-        held.table = table
-        for block_hash, token_key in held.keys.items():
-            if table.sole is None:
-                bits = table.publishers.get(block_hash, 0)
-                table.publishers[block_hash] = self._share(bits | publisher.bit)
-            if token_key is not None:
-                self._add_token_key(held, table, publisher.bit, token_key)
+        blocks.table = table
+        self._add_to_table(publisher, blocks, table, blocks.held.values)
+
+    def _add_to_table(
+        self, publisher: TrackedPublisher, blocks: PublisherBlocks, table: PublisherTable, hashes: Any
+    ) -> None:
+        """Add held hashes of a publisher, and their token keys, to a table that does not have them yet."""
+        bit = publisher.bit
+        if table.sole is None:
+            publishers = table.publishers
+            for block_hash in hashes:
+                bits = publishers.setdefault(block_hash, bit)
+                if bits is not bit:
+                    publishers[block_hash] = self._share(bits | bit)
+        if self.learns_tokens:
+            token_keys = blocks.held.values
+            for block_hash in hashes:
+                token_key = token_keys[block_hash]
+                if token_key is not None:
+                    self._add_token_key(blocks, table, bit, token_key)
+
+    def _learn_token_keys(
+        self, blocks: PublisherBlocks, bit: Any, hashes: Any, token_keys: list[Any]
+    ) -> None:
+        """Set the token keys of hashes that were stored before without known tokens."""
+        known = blocks.held.values
+        for index in range(len(hashes)):
+            block_hash = hashes[index]
+            if known[block_hash] is None and token_keys[index] is not None:
+                known[block_hash] = token_keys[index]
+                if blocks.table is not None:
+                    self._add_token_key(blocks, blocks.table, bit, token_keys[index])
 
     def _learn_kind(self, publisher: TrackedPublisher, group: GroupId, is_prefix: bool) -> None:
         """Record whether lookups include a group's blocks from now on."""
         if group not in publisher.prefix_groups and len(publisher.prefix_groups) >= self.max_places:
             return  # bounds memory if a publisher keeps naming new groups
         publisher.prefix_groups[group] = is_prefix
-        for place, held in publisher.held.items():
-            table = held.table
-            if place[0] != group or is_prefix == (table is not None):
+        for place, blocks in publisher.places.items():
+            if place[0] != group or is_prefix == (blocks.table is not None):
                 continue
-            if table is not None:
-                self.remove_from_table(publisher, table, list(held.keys.items()))
-                self.release_table(group, place[1], held)
+            if is_prefix:
+                self._join_table(publisher, group, place[1], blocks)
             else:
-                self._join_table(publisher, group, place[1], held)
+                values = blocks.held.values
+                self.remove_from_table(publisher, blocks, list(values), list(values.values()))
+                self.release_table(blocks)
 
     def _find_token_keys(
-        self, publisher: TrackedPublisher, group: GroupId, held: PublisherBlocks, event: Any, hashes: Any
+        self, publisher: TrackedPublisher, group: GroupId, blocks: PublisherBlocks, event: Any, hashes: Any
     ) -> list[Any] | None:
         """Return the token keys of the event's blocks; None if they cannot be computed."""
         counts = publisher.counts
@@ -351,14 +342,14 @@ class PublisherTables:
                 counts.num_refused_sizes += len(hashes)
                 return None
             publisher.block_sizes.add(block_size)
-            self._num_by_block_size[block_size] = self._num_by_block_size.get(block_size, 0) + 1
+            self._num_by_block_size[block_size] += 1
             self.block_sizes = tuple(self._num_by_block_size)
         parent: Any
         if event.parent_block_hash is None:
             parent = root_key(lora_name)
         else:
             parent_hash = to_wire_hash(event.parent_block_hash)
-            parent = held.keys.get(parent_hash)
+            parent = blocks.held.values.get(parent_hash)
             if parent is None:
                 parent = publisher.find_token_key(group, parent_hash)
             if parent is None:
@@ -369,7 +360,9 @@ class PublisherTables:
         except (InvalidArgumentError, InvalidTypeError, ValueError):
             return None  # placeholders below 0 instead of tokens, or invalid tokens
 
-    def _add_token_key(self, held: PublisherBlocks, table: PublisherTable, bit: Any, token_key: Any) -> None:
+    def _add_token_key(
+        self, blocks: PublisherBlocks, table: PublisherTable, bit: Any, token_key: Any
+    ) -> None:
         publishers = table.token_publishers
         num_before = len(publishers)
         bits = publishers.setdefault(token_key, bit)
@@ -377,12 +370,14 @@ class PublisherTables:
             return
         if bits & bit:
             # Several hashes may map to one key: the engine may hash inputs that are unknown here.
-            held.key_copies[token_key] = held.key_copies.get(token_key, 0) + 1
+            blocks.key_copies[token_key] = blocks.key_copies.get(token_key, 0) + 1
         else:
             publishers[token_key] = self._share(bits | bit)
 
-    def _drop_token_key(self, held: PublisherBlocks, table: PublisherTable, bit: Any, token_key: Any) -> None:
-        key_copies = held.key_copies
+    def _drop_token_key(
+        self, blocks: PublisherBlocks, table: PublisherTable, bit: Any, token_key: Any
+    ) -> None:
+        key_copies = blocks.key_copies
         if key_copies and token_key in key_copies:
             num_copies = key_copies[token_key]
             if num_copies == 1:

@@ -49,7 +49,6 @@ class ReplayReader:
     """The replay server's state for one reader, from its first request until it has read all answers.
 
     Attributes:
-        descriptor: file descriptor of the connection of its first pending request; -1 for inproc.
         progress_s: the last time at which it read a reply or had none to read.
         starts: the start sequences of queued requests.
         answer: the rest of the current answer; None between two answers.
@@ -58,7 +57,6 @@ class ReplayReader:
     """
 
     identity: bytes
-    descriptor: int
     progress_s: float
     starts: deque[int] = field(default_factory=deque)
     answer: Iterator[Reply | None] | None = None
@@ -71,15 +69,20 @@ class ReplayReader:
             self.unread.popleft()
             self.progress_s = now
 
-    @property
-    def is_served(self) -> bool:
-        """Whether an answer is being sent, or a tracked reply is unread."""
-        return self.answer is not None or bool(self.unread)
+    def drop_requests(self) -> None:
+        """Drop its requests and the rest of the current answer; unread replies still count."""
+        self.answer = None
+        self.next_reply = None
+        self.starts.clear()
+
+    def is_waiting(self) -> bool:
+        """Return True if it has a request that is not answered completely."""
+        return self.answer is not None or bool(self.starts)
 
     @property
     def is_done(self) -> bool:
-        """Whether all its requests are answered and read."""
-        return not self.is_served and not self.starts
+        """Whether all its requests are answered, and all tracked replies read."""
+        return not self.is_waiting() and not self.unread
 
     def count_unread(self) -> int:
         """Return the size of its unread tracked replies, in bytes."""

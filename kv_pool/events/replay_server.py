@@ -12,9 +12,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import KVEventBatch
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.live_backlog import FRAMES_BYTES, return_free_memory
 from kv_pool.events.rare_warnings import is_worth_logging
-from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
 from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS, ReplayReader, Reply, UnreadReply
 from kv_pool.events.resident_state import ResidentState
@@ -39,12 +37,6 @@ TRACKED_BYTES = 2**16
 
 LOOK_AGAIN_MS = 20
 """Polling interval while readers are served, since ZeroMQ does not report every read."""
-
-TRIM_BYTES = 2**20
-"""After sending at least this much, the server returns memory to the system when it is idle."""
-
-NUM_TRIMS = 3
-"""The number of times it does so: ZeroMQ frees a reader's messages some time after the connection ends."""
 
 END_POSITION = 3
 """Index of the end marker's only non-empty frame, counted from the identity."""
@@ -76,12 +68,11 @@ class ReplayServer:
 
     All readers together use a bounded amount of memory. `MAX_ANSWERS` of them are served at the same time.
     For each, ZeroMQ holds at most `REPLAY_HWM` replies, and of tracked replies an equal share of
-    `max_unread_bytes`; replies are created only when they can be sent. A reader that reads nothing for
-    `slow_reader_s` is disconnected, and its memory returns to the system.
+    `max_unread_bytes`; replies are created only when they can be sent. The answers to a reader that reads
+    nothing for `slow_reader_s` end without an end marker; the kernel closes its connection meanwhile.
 
     Args:
         socket: a ROUTER, used and finally closed by the server's thread.
-        connections: the connections of the socket.
         encode: encodes the batches of snapshots.
         clock: time in those batches, in seconds since the epoch.
 
@@ -94,7 +85,6 @@ class ReplayServer:
         self,
         context: "zmq.Context[Any]",
         socket: "zmq.SyncSocket",
-        connections: ReaderConnections,
         buffer: ReplayBuffer,
         state: ResidentState | None,
         config: PublisherConfig,
@@ -110,7 +100,6 @@ class ReplayServer:
         self.num_events_failed = 0
         self.num_readers_dropped = 0
         self._socket = socket
-        self._connections = connections
         self._buffer = buffer
         self._state = state
         self._config = config
@@ -119,8 +108,6 @@ class ReplayServer:
         self._clock = clock
         self._readers: dict[bytes, ReplayReader] = {}
         self._snapshot: SentBatch | None = None
-        self._num_bytes_sent = 0
-        self._num_trims_due = 0
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
         # The thread polls sockets, so a socket is needed to wake it.
@@ -162,12 +149,13 @@ class ReplayServer:
         poller.register(self._wake_receiver, zmq.POLLIN)
         try:
             while not self._is_stopping:
-                poller.poll(LOOK_AGAIN_MS if self._readers or self._num_trims_due else None)
+                poller.poll(LOOK_AGAIN_MS if self._readers else None)
                 is_busy = True
                 while is_busy and not self._is_stopping:
                     is_busy = self._receive_requests() | self._serve_readers()
                 self._drop_slow_readers()
-                self._clean_up()
+                if not self._readers:
+                    self._snapshot = None
         except zmq.ContextTerminated:
             _logger.warning("the ZeroMQ context was terminated before the publisher was closed")
         self._close_sockets()
@@ -176,26 +164,13 @@ class ReplayServer:
         self._wake_receiver.close(linger=0)
         self._socket.close()
 
-    def _clean_up(self) -> None:
-        """Return memory to the system when no reader is served."""
-        if self._readers:
-            return
-        self._snapshot = None
-        if self._num_bytes_sent >= TRIM_BYTES:
-            self._num_trims_due = NUM_TRIMS
-            self._num_bytes_sent = 0
-        elif self._num_trims_due:
-            self._num_trims_due -= 1
-            self._socket.getsockopt(zmq.EVENTS)  # makes ZeroMQ free the messages of closed connections
-            return_free_memory()
-
     # ---- requests ------------------------------------------------------------------------------------
 
     def _receive_requests(self) -> bool:
         """Receive some of the pending requests; return False if there was none."""
         for num_received in range(REQUESTS_AT_ONCE):
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return num_received > 0
             try:
@@ -203,21 +178,21 @@ class ReplayServer:
                     raise EventStreamError(
                         f"a replay request has {len(frames)} frames; it must be identity, empty, start"
                     )
-                start = unpack_sequence(frames[2].bytes)
+                start = unpack_sequence(frames[2])
             except EventStreamError as error:
                 self.num_malformed += 1
                 _logger.debug("ignored a malformed replay request: %s", error)
                 continue
-            self._note_request(frames[0].bytes, _find_descriptor(frames[2]), start)
+            self._note_request(frames[0], start)
         return True
 
-    def _note_request(self, identity: bytes, descriptor: int, start: int) -> None:
+    def _note_request(self, identity: bytes, start: int) -> None:
         reader = self._readers.get(identity)
         if reader is None:
             if len(self._readers) >= self._config.max_readers:
                 self._abandon(f"{len(self._readers)} readers wait for replays")
                 return
-            reader = self._readers[identity] = ReplayReader(identity, descriptor, self._monotonic())
+            reader = self._readers[identity] = ReplayReader(identity, self._monotonic())
         if len(reader.starts) >= MAX_WAITING_REQUESTS:
             self._abandon("a reader sends requests without reading the answers")
             return
@@ -234,7 +209,7 @@ class ReplayServer:
         """Send a few replies to each reader; return False if none could be sent."""
         is_busy = False
         now = self._monotonic()
-        for reader in list(islice(self._readers.values(), MAX_ANSWERS)):
+        for reader in list(islice(filter(ReplayReader.is_waiting, self._readers.values()), MAX_ANSWERS)):
             if self._is_stopping:
                 break
             reader.note_progress(now)
@@ -256,8 +231,7 @@ class ReplayServer:
     def _serve(self, reader: ReplayReader, now: float) -> bool:
         """Send a few replies to a reader. Raises ZMQError if the reader is gone."""
         if reader.answer is None and reader.starts:
-            if not reader.unread:
-                reader.progress_s = now
+            reader.progress_s = now
             reader.answer = self._iter_answer(reader, reader.starts.popleft())
         for num_sent in range(REPLAY_HWM):
             if reader.next_reply is None and reader.answer is not None:
@@ -286,7 +260,6 @@ class ReplayServer:
         except zmq.Again:
             return False
         reader.progress_s = now
-        self._num_bytes_sent += num_bytes + FRAMES_BYTES
         if reply.is_tracked:
             reader.unread.append(UnreadReply(reply, tracker))
         self.num_snapshots += reply.is_snapshot
@@ -296,17 +269,16 @@ class ReplayServer:
         return True
 
     def _drop_slow_readers(self) -> None:
-        """Close the connections of readers that do not read; ZeroMQ then frees their messages."""
+        """End the answers to readers that do not read, so that others are served in their place."""
         now = self._monotonic()
         for reader in list(self._readers.values()):
             reader.note_progress(now)
-            if not reader.is_served or now < reader.find_deadline(self._config.slow_reader_s):
-                continue
-            self._connections.cut(reader.descriptor)
-            del self._readers[reader.identity]
-            self._num_trims_due = NUM_TRIMS
-            self.num_readers_dropped += 1
-            self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s and was disconnected")
+            if reader.answer is not None and now >= reader.find_deadline(self._config.slow_reader_s):
+                reader.drop_requests()
+                self.num_readers_dropped += 1
+                self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
+            if reader.is_done:
+                del self._readers[reader.identity]
 
     # ---- answers -------------------------------------------------------------------------------------
 
@@ -398,11 +370,3 @@ class ReplayServer:
             if self._is_stopping:
                 raise EventStreamError("the publisher was closed while taking a snapshot")
             yield chunk
-
-
-def _find_descriptor(frame: "zmq.Frame") -> int:
-    """Return the descriptor of the connection on which a frame arrived; -1 for inproc."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1

@@ -8,23 +8,6 @@ from kv_pool.events.block_spans import BlockKind
 from kv_pool.events.place_blocks import Change, Place, PlaceBlocks
 from kv_pool.ids import ExternalBlockHash
 
-# Positions of fields in the tuple that `msgspec.structs.astuple` makes of a `BlockStored`. In compiled code
-# that call takes as long as reading two fields by name.
-HASHES: Final = 0
-PARENT: Final = 1
-TOKEN_IDS: Final = 2
-BLOCK_SIZE: Final = 3
-LORA_ID: Final = 4
-MEDIUM: Final = 5
-LORA_NAME: Final = 6
-EXTRA_KEYS: Final = 7
-GROUP_IDX: Final = 8
-SPEC_KIND: Final = 9
-SLIDING_WINDOW: Final = 10
-LOCALITY: Final = 11
-OWNERSHIP: Final = 12
-LOOKAHEAD: Final = 14
-
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
 
@@ -44,27 +27,14 @@ class ResidentBlocks:
         self.changes: list[Change | None] | None = None
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, Any]] = []
-        # Most events have the same place and kind as the previous one.
-        self._last_blocks: PlaceBlocks | None = None
-        self._last_medium: Any = None
-        self._last_group_idx: Any = None
-        self._last_locality: Any = None
-        self._last_ownership: Any = None
-        self._last_kind: BlockKind | None = None
-        self._last_lora_id: Any = None
-        self._last_lora_name: Any = None
-        self._last_spec_kind: Any = None
-        self._last_window: Any = None
-        self._last_block_size: Any = None
-        self._last_has_extra_keys = False
 
     def __len__(self) -> int:
-        return sum(map(len, self.places.values()))
+        return sum(len(blocks.held) for blocks in self.places.values())
 
     def __iter__(self) -> Iterator[tuple[Place, ExternalBlockHash, int]]:
         """Yield each hash with its place and the number of blocks that carry it."""
         for place, blocks in self.places.items():
-            for block_hash, num_copies in blocks:
+            for block_hash, num_copies in blocks.held:
                 yield place, block_hash, num_copies
 
     def watch(self, changes: list[Change | None] | None) -> None:
@@ -73,101 +43,46 @@ class ResidentBlocks:
         for blocks in self.places.values():
             blocks.changes = changes
 
-    def get_or_add_place(self, medium: Any, group_idx: Any, locality: Any, ownership: Any) -> PlaceBlocks:
-        """Return the blocks of a place; a new place is added."""
-        blocks = self._last_blocks
-        if (
-            blocks is not None
-            and medium is self._last_medium
-            and group_idx is self._last_group_idx
-            and locality is self._last_locality
-            and ownership is self._last_ownership
-        ):
-            return blocks
-        place = Place(medium, group_idx, locality, ownership)
+    def get_or_add_place(self, place: Any) -> PlaceBlocks:
+        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
         blocks = self.places.get(place)
         if blocks is None:
-            blocks = self.places[place] = PlaceBlocks(place)
+            blocks = PlaceBlocks(Place(*place))
+            self.places[blocks.place] = blocks
             blocks.changes = self.changes
-        self._last_blocks = blocks
-        self._last_medium = medium
-        self._last_group_idx = group_idx
-        self._last_locality = locality
-        self._last_ownership = ownership
         return blocks
 
-    def get_or_add_stored_place(self, fields: tuple[Any, ...]) -> PlaceBlocks:
-        """Return the blocks of the place of a `BlockStored` with these fields."""
-        return self.get_or_add_place(fields[MEDIUM], fields[GROUP_IDX], fields[LOCALITY], fields[OWNERSHIP])
-
-    def _find_kind(self, fields: tuple[Any, ...]) -> BlockKind:
-        """Return the kind of an event's blocks; equal kinds are one object."""
-        last = self._last_kind
-        block_size: Any = fields[BLOCK_SIZE]
-        lora_id: Any = fields[LORA_ID]
-        lora_name: Any = fields[LORA_NAME]
-        spec_kind: Any = fields[SPEC_KIND]
-        window: Any = fields[SLIDING_WINDOW]
-        has_extra_keys = fields[EXTRA_KEYS] is not None
-        if (
-            last is not None
-            and block_size is self._last_block_size
-            and lora_id is self._last_lora_id
-            and lora_name is self._last_lora_name
-            and spec_kind is self._last_spec_kind
-            and window is self._last_window
-            and has_extra_keys == self._last_has_extra_keys
-        ):
-            return last
-        kind = BlockKind(block_size, lora_id, lora_name, spec_kind, window, has_extra_keys)
-        kind = self._kinds.setdefault(kind, kind)
-        self._last_kind = kind
-        self._last_block_size = block_size
-        self._last_lora_id = lora_id
-        self._last_lora_name = lora_name
-        self._last_spec_kind = spec_kind
-        self._last_window = window
-        self._last_has_extra_keys = has_extra_keys
-        return kind
-
-    def store(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
+    def store(self, fields: tuple[Any, ...]) -> tuple[PlaceBlocks, list[int] | None]:
         """Add one copy of each hash of a `BlockStored` that has hashes. O(hashes).
 
         Args:
-            blocks: the blocks of the event's place.
-            fields: the event as a tuple, from `astuple`.
+            fields: the event as a tuple, from `msgspec.structs.astuple`. In compiled code that call takes as
+                long as reading two fields by name.
         Returns:
-            The positions of hashes that had no copy before; None if this is all of them.
+            The blocks of the event's place, and the positions of hashes that had no copy before; None if this
+            is all of them.
         """
-        hashes: list[Any] = fields[HASHES]
+        hashes, parent, token_ids, block_size, lora_id, medium, lora_name, extra_keys, *others = fields
+        group_idx, spec_kind, window, locality, ownership, _, lookahead = others
         num_blocks = len(hashes)
-        token_ids: list[Any] | None = None
-        lookahead: Any = None
-        if self.keeps_token_ids:
-            block_size = fields[BLOCK_SIZE]
-            if block_size and len(fields[TOKEN_IDS]) == num_blocks * block_size:
-                token_ids = fields[TOKEN_IDS]
-            lookahead = one_each(fields[LOOKAHEAD], num_blocks)
-        extra_keys = fields[EXTRA_KEYS]
-        if extra_keys is not None:
-            extra_keys = one_each(extra_keys, num_blocks)
-        return blocks.store(hashes, fields[PARENT], self._find_kind(fields), token_ids, extra_keys, lookahead)
-
-    def remove(self, blocks: PlaceBlocks, hashes: list[Any]) -> list[Any]:
-        """Remove one copy of each hash, as `PlaceBlocks.remove`."""
-        gone = blocks.remove(hashes)
-        if self.changes is not None:
-            self.changes.append(Change(blocks.place, None, gone.copy()))
-        return gone
+        kind_key: Any = (block_size, lora_id, lora_name, spec_kind, window, extra_keys is not None)
+        kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
+        if kind is None:
+            kind = BlockKind(*kind_key)
+            self._kinds[kind] = kind
+        if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
+            token_ids = None
+        lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
+        blocks = self.get_or_add_place((medium, group_idx, locality, ownership))
+        extra_keys = one_each(extra_keys, num_blocks)
+        return blocks, blocks.store(hashes, parent, kind, token_ids, extra_keys, lookahead)
 
     def clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
-            self._forgotten += [blocks.spans, blocks.copies, blocks.children, *blocks.shards]
+            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
         self.places = {}
         self._kinds = {}
-        self._last_blocks = None
-        self._last_kind = None
         if self.changes is not None:
             self.changes.append(None)
 

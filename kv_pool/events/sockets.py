@@ -7,7 +7,6 @@ from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_key_pair
 from kv_pool.events.endpoints import check_unused, is_ipv6, should_bind
-from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.zmq_module import zmq
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ MAX_QUEUED_REQUESTS = 64
 HANDSHAKE_MS = 10_000
 """Time limit of the ZeroMQ handshake; connections without a valid key fail it."""
 
+MAX_TIMEOUT_MS = 2**31 - 1
+"""Maximum of a time limit in ZeroMQ."""
+
 
 class PublisherSockets:
     """A PUB socket for live batches and, if replay is configured, a ROUTER socket.
@@ -35,7 +37,6 @@ class PublisherSockets:
 
     Attributes:
         context, live, replay: the context and its sockets; `replay` may be None.
-        connections: the connections of the sockets; not started.
         endpoint, replay_endpoint: with the actual port instead of 0.
 
     Raises:
@@ -50,7 +51,6 @@ class PublisherSockets:
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._opened: list[zmq.SyncSocket] = []
-        self.connections = ReaderConnections(config.max_readers)
         with ExitStack() as on_failure:
             on_failure.callback(self._abort)
             self._keys = (
@@ -60,14 +60,14 @@ class PublisherSockets:
             )
             if config.curve_client_keys_dir is not None:
                 self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
-            self.live = self._open(zmq.PUB, endpoints, config.linger_s, config.hwm)
+            self.live = self._open(zmq.PUB, endpoints, config, config.hwm)
             self.endpoint = self._attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
             )
             self.replay: zmq.SyncSocket | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                self.replay = self._open(zmq.ROUTER, endpoints, config.linger_s, REPLAY_HWM)
+                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM)
                 self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -76,7 +76,6 @@ class PublisherSockets:
 
     def _abort(self) -> None:
         """Close what is open, without sending more."""
-        self.connections.stop()
         for socket in self._opened:
             socket.close(linger=0)
         self.end()
@@ -89,10 +88,12 @@ class PublisherSockets:
         if not self._is_shared:
             self.context.term()
 
-    def _open(self, kind: int, endpoints: list[str], linger_s: float, hwm: int) -> "zmq.SyncSocket":
+    def _open(self, kind: int, endpoints: list[str], config: PublisherConfig, hwm: int) -> "zmq.SyncSocket":
         socket = self.context.socket(kind)
         self._opened.append(socket)
-        socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
+        socket.setsockopt(zmq.LINGER, int(config.linger_s * 1000))
+        # The system closes a TCP connection that takes no bytes for this long; ZeroMQ frees its messages.
+        socket.setsockopt(zmq.TCP_MAXRT, max(1, min(int(config.slow_reader_s * 1000), MAX_TIMEOUT_MS)))
         socket.setsockopt(zmq.SNDHWM, hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -106,10 +107,8 @@ class PublisherSockets:
 
     def _attach(self, socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
         """Bind or connect a socket; return its endpoint with the actual port."""
-        self.connections.watch(socket)
         try:
             if not binds:
-                self.connections.add_address(endpoint)
                 socket.connect(endpoint)
                 return endpoint
             check_unused(endpoint)
@@ -122,9 +121,7 @@ class PublisherSockets:
                 else "a publisher binds to addresses of this machine and connects to those of other machines"
             )
             raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
-        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-        self.connections.add_address(bound)
-        return bound
+        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
 def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":

@@ -3,6 +3,7 @@
 import msgspec
 
 from kv_pool.core.kv_events import BlockStored
+from kv_pool.events.block_spans import find_ranges
 from kv_pool.events.resident_blocks import is_dense
 from kv_pool.ids import ExternalBlockHash
 
@@ -35,15 +36,11 @@ def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStore
     """
     if len(positions) == len(event.block_hashes):
         return [event]
-    parts: list[BlockStored] = []
-    first = 0
-    for index, position in enumerate(positions):
-        if index + 1 == len(positions) or positions[index + 1] != position + 1:
-            start = positions[first]
-            parent = event.block_hashes[start - 1] if start else event.parent_block_hash
-            parts.append(slice_event(event, start, position + 1, parent))
-            first = index + 1
-    return parts
+    hashes = event.block_hashes
+    return [
+        slice_event(event, first, end, hashes[first - 1] if first else event.parent_block_hash)
+        for first, end in find_ranges(positions, len(hashes))
+    ]
 
 
 def split_repeats(event: BlockStored) -> list[BlockStored]:

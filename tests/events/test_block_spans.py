@@ -6,10 +6,8 @@ import pytest
 from events.made_events import draw, removed, stored
 
 from kv_pool.events.block_spans import (
-    MAX_GROWN_BLOCKS,
     MAX_SPAN_BLOCKS,
     MIN_TRIMMED_BLOCKS,
-    join_tokens,
     pack_tokens,
     unpack_tokens,
 )
@@ -31,22 +29,17 @@ def snap(state):
 def list_spans(state):
     """Return the resident hashes of each span in the only place."""
     (blocks,) = state.resident.places.values()
-    return [span.hashes[span.start : span.end] for shard in blocks.shards for span in shard.values()]
+    return [
+        [block_hash for block_hash in span.hashes if blocks.held.values.get(block_hash) is span]
+        for shard in blocks.shards
+        for span in shard.values()
+    ]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 65535, 65536])
-def test_packed_tokens_can_be_unpacked_and_joined(num_tokens):
+def test_packed_tokens_can_be_unpacked(num_tokens):
     token_ids = [number * 7 for number in range(num_tokens)]
-    packed = pack_tokens(token_ids)
-    assert unpack_tokens(packed) == token_ids
-    joined = join_tokens(packed, num_tokens, pack_tokens([2**40, 5]), 2)
-    assert unpack_tokens(joined) == [*token_ids, 2**40, 5]
-    assert unpack_tokens(join_tokens(pack_tokens([5]), 1, joined, num_tokens + 2)) == [
-        5,
-        *token_ids,
-        2**40,
-        5,
-    ]
+    assert unpack_tokens(pack_tokens(token_ids)) == token_ids
 
 
 def test_values_that_msgpack_cannot_encode_are_not_packed():
@@ -54,24 +47,7 @@ def test_values_that_msgpack_cannot_encode_are_not_packed():
     assert pack_tokens([2**64]) is None
 
 
-def test_single_blocks_in_sequence_share_a_span():
-    numbers = range(1, 2 * MAX_GROWN_BLOCKS + 2)
-    state = made(*(stored([number], number - 1 or None) for number in numbers))
-    sizes = sorted(map(len, list_spans(state)))
-    assert sizes == [1, MAX_GROWN_BLOCKS, MAX_GROWN_BLOCKS]
-    assert snap(state) == ["> " + " ".join(map(str, numbers))]
-
-
-@pytest.mark.parametrize(
-    "fields", [{"lora_name": "a"}, {"extra_keys": [("salt",)]}, {"token_ids": [1, 2, 3]}, {"token_ids": []}]
-)
-def test_a_block_of_another_kind_does_not_join_a_span(fields):
-    state = made(stored([1, 2]), stored([3], 2, **fields))
-    assert len(list_spans(state)) == 2
-    assert snap(state)[0] == "> 1 2"
-
-
-def test_a_copy_does_not_join_a_span():
+def test_a_copy_is_removed_last():
     state = made(stored([1, 2]), stored([9]), stored([9], 2))
     assert sorted(map(len, list_spans(state))) == [1, 2]
     assert state.apply([removed(9)]) == []
@@ -94,24 +70,20 @@ def test_long_event_is_split_into_spans_but_sent_whole():
 def test_span_drops_fields_of_blocks_once_most_are_removed():
     numbers = list(range(1, 4 * MIN_TRIMMED_BLOCKS + 1))
     state = made(stored(numbers))
-    kept = numbers[8:16]
-    state.apply([removed(*reversed(numbers[16:])), removed(*numbers[:8])])
+    kept = numbers[:8]
+    state.apply([removed(*reversed(numbers[8:]))])
     (blocks,) = state.resident.places.values()
-    (span,) = {blocks.spans[number] for number in kept}
+    (span,) = {blocks.held.values[number] for number in kept}
     assert span.hashes == tuple(kept)
     assert unpack_tokens(span.tokens) == [token for n in kept for token in (10 * n, 10 * n + 1)]
-    assert snap(state) == ["8 > " + " ".join(map(str, kept))]
+    assert snap(state) == ["> " + " ".join(map(str, kept))]
 
 
-def test_removing_an_inner_block_splits_a_span():
+def test_removed_inner_blocks_leave_gaps_in_a_span():
     state = made(stored(range(1, 101)))
     state.apply([removed(50), removed(20), removed(80), removed(19), removed(51)])
-    assert sorted((span[0], span[-1]) for span in list_spans(state)) == [
-        (1, 18),
-        (21, 49),
-        (52, 79),
-        (81, 100),
-    ]
+    (resident,) = list_spans(state)
+    assert resident == [number for number in range(1, 101) if number not in (19, 20, 50, 51, 80)]
     assert draw(state.apply([stored([50], 49)])) == ["49 > 50"]
     assert draw(state.apply([stored([51], 50)]))[0].startswith("- 52 53")
 
@@ -189,8 +161,8 @@ def test_random_sequences_leave_readers_with_resident_blocks(seed):
         check_knowledge(state, reader, late)
     state.apply([removed(number) for number in forest.resident])
     (blocks,) = state.resident.places.values()
-    assert not blocks.spans
+    assert not blocks.held.values
     assert not blocks.children
     assert not blocks.tails
-    assert not blocks.copies
+    assert not blocks.held.copies
     assert not any(blocks.shards)

@@ -46,7 +46,7 @@ def test_e1_detects_a_lost_event():
 def test_e1_detects_a_lost_hash():
     pool, state, _ = make_followed()
     found, block_hash = find_block(state, 1)
-    del found.spans[block_hash]
+    del found.held.values[block_hash]
     with pytest.raises(CorruptedPoolError, match=r"E1: .* is cached, but not resident"):
         check_resident(state, pool)
 
@@ -54,7 +54,7 @@ def test_e1_detects_a_lost_hash():
 def test_e2_detects_a_wrong_number_of_copies():
     pool, state, _ = make_followed()
     found, block_hash = find_block(state, 0)
-    del found.copies[block_hash]
+    del found.held.copies[block_hash]
     with pytest.raises(CorruptedPoolError, match=r"E2: .* has 1 copies, but 2 blocks carry it"):
         check_resident(state, pool)
 
@@ -76,7 +76,7 @@ def test_e3_detects_a_snapshot_with_other_fields(damage):
     _, state, reader = make_followed()
     found, block_hash = find_block(state, 0)
     for name, wrong in damage.items():
-        setattr(found.spans[block_hash], name, wrong)
+        setattr(found.held.values[block_hash], name, wrong)
     late = Reader()
     late.read(state.take_snapshot()[1])
     with pytest.raises(CorruptedPoolError, match=r"E3: .* is known as .*, but sent as"):

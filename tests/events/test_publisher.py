@@ -486,7 +486,7 @@ def test_only_listed_clients_are_admitted(keys):
             assert handshake_of(kind, endpoint, **stranger) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-@pytest.mark.parametrize("module", ["reader_connections", "replay_server", "publisher"])
+@pytest.mark.parametrize("module", ["replay_server", "publisher"])
 def test_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
     with make_publisher(replay_endpoint=FREE_PORT) as publisher:
         places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}

@@ -15,7 +15,6 @@ from kv_pool.errors import OutOfThreadsError
 from kv_pool.events import replay_server
 from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS
 from kv_pool.events.replay_server import ReplayServer
@@ -411,11 +410,9 @@ def test_server_without_thread_can_start_later_or_stop():
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             buffer = ReplayBuffer(5, 0)
             buffer.append(0, encode_batch(KVEventBatch(0.0, [removed(0)])))
-            connections = ReaderConnections(3)
             server = ReplayServer(
                 context,
                 socket,
-                connections,
                 buffer,
                 None,
                 PublisherConfig(),
@@ -429,5 +426,4 @@ def test_server_without_thread_can_start_later_or_stop():
                 with Requester(f"tcp://127.0.0.1:{port}") as requester:
                     assert requester.ask_for_sequences(0) == [0]
             server.stop()
-            connections.stop()
             assert socket.closed

@@ -1,6 +1,6 @@
 """A dict in shards."""
 
-from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
+from kv_pool.events.resident_copy import NUM_SHARDS, ShardedDict
 
 
 def test_value_is_found_in_its_shard():
