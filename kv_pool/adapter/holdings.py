@@ -1,12 +1,12 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which sequences are frozen."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
-from kv_pool.adapter.access_order import AccessOrder
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
 from kv_pool.adapter.evictions import Evictions
-from kv_pool.adapter.holder import Holder
-from kv_pool.adapter.pins import Pins
-from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -15,15 +15,149 @@ from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
     InvalidBlockError,
+    PinLimitError,
     PinnedBlockError,
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockId, GroupId, RequestId, SequenceId
-from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.protocol import HIGH, NORMAL, URGENT
+
+if TYPE_CHECKING:
+    from kv_pool.manager.retention.block_retention import BlockRetention
 
 _RETENTION = {HIGH: 65, URGENT: 95}
 """Retention priorities of the blocks of HIGH and URGENT sequences; see `RetentionDirective`."""
+
+
+class Holder:
+    """A sequence and the distinct blocks that it holds, in the order of its tokens.
+
+    Attributes:
+        pins: the pins that were made in the sequence's name, by block; None before the first.
+        queue, ticket, info: its place in the order of evictions, and what a policy sees of it.
+    """
+
+    __slots__ = (
+        "blocks",
+        "info",
+        "last_access_time",
+        "pins",
+        "priority",
+        "queue",
+        "sequence_id",
+        "ticket",
+    )
+
+    def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
+        self.sequence_id = sequence_id
+        self.priority = priority
+        self.last_access_time = now
+        self.blocks: dict[KVCacheBlock, None] = {}
+        self.pins: dict[KVCacheBlock, int] | None = None
+        self.queue: OrderedDict[SequenceId, Holder] | None = None
+        self.ticket = 0
+        self.info: object = None
+
+
+class EvictionOrder(Protocol):
+    """The order in which sequences are evicted, as `Holdings` keeps it up to date; see `Victims`."""
+
+    def note_access(self, holder: Holder) -> None:
+        """Record that a sequence was accessed, or is new. O(1)."""
+
+    def note_change(self, holder: Holder) -> None:
+        """Record that a sequence has other blocks. O(1)."""
+
+    def remove(self, holder: Holder) -> None:
+        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        """Start again with these sequences, least recently accessed first."""
+
+
+class Pins:
+    """The pin count of each block; one hold keeps all pinned blocks in place.
+
+    Attributes:
+        counts: number of pins by block; pinned blocks only.
+        hold: holds each pinned block.
+        unpinned: blocks that lost their last pin; the order of evictions takes them out.
+
+    Args:
+        limit: how many blocks may be pinned at once, None for all; a block pinned twice counts once.
+    """
+
+    def __init__(self, block_pool: RunBlockPool, limit: int | None) -> None:
+        self.limit = limit
+        self._pool = block_pool
+        self.counts: dict[KVCacheBlock, int] = {}
+        self.hold = block_pool.holds.open([], "pinned")
+        self.unpinned: dict[KVCacheBlock, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        return block in self.counts
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """How many blocks may be pinned at once."""
+        return len(self._pool.blocks) - 1 if self.limit is None else self.limit
+
+    def check_room(self, num_blocks: int) -> None:
+        """Raise PinLimitError unless `num_blocks` more may be pinned."""
+        if len(self.counts) + num_blocks > self.max_pinned_blocks:
+            raise PinLimitError(
+                f"{len(self.counts)} blocks are pinned; {num_blocks} more would exceed the limit of "
+                f"{self.max_pinned_blocks}. Unpin others, or raise max_pinned_blocks."
+            )
+
+    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add one pin to each block. Raises PinLimitError with nothing changed."""
+        counts = self.counts
+        after: dict[KVCacheBlock, int] = {}
+        for block in blocks:
+            after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
+        self.check_room(len(after) - len(counts.keys() & after.keys()))
+        pool = self._pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        pool.holds.take_references(self.hold, [block for block in after if block not in counts])
+        counts |= after
+        pool.is_changing = was_changing
+
+    def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Remove one pin from each block.
+
+        Raises:
+            InvalidBlockError: a block has fewer pins than that. Nothing has changed.
+        """
+        counts = self.counts
+        left: dict[KVCacheBlock, int] = {}
+        for block in blocks:
+            count = (left[block] if block in left else counts.get(block, 0)) - 1
+            if count < 0:
+                raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
+            left[block] = count
+        unpinned = [block for block, count in left.items() if not count]
+        pool = self._pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        counts |= left
+        for block in unpinned:
+            del counts[block]
+            self.unpinned[block] = None
+        pool.holds.drop_references(self.hold, unpinned)
+        pool.is_changing = was_changing
+
+    def repair(self, held: Collection[KVCacheBlock]) -> None:
+        """Keep the pins of these blocks, before the pool counts its references again."""
+        self.counts = {block: count for block, count in self.counts.items() if count and block in held}
+        self.hold.forget(self.counts)
+
+    def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        return bool(self.counts) and not self.counts.keys().isdisjoint(blocks)
 
 
 class Holdings:
@@ -31,19 +165,20 @@ class Holdings:
 
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
-        order: the same by priority, for evictions.
-        first_holders: per block, the sequence that has held it longest.
-        later_holders: per block, its other holders, oldest first; only for blocks that have some.
+        holders_of: per block, the sequences that hold it, the one that has held it longest first.
+        order: the same sequences by priority, for evictions; `Victims` sets it.
         evictions: evicted sequences; none of them is in `holders`.
         retention: which cached blocks are kept longer than others; None until it is first needed.
         frozen: frozen sequence -> reason: it cannot be changed, freed, shared or pinned until its migration
             ends. Only a `PoolSite` changes this.
     """
 
+    order: EvictionOrder
+
     def __init__(
         self,
         block_pool: RunBlockPool,
-        pins: Pins,
+        max_pinned_blocks: int | None,
         clock: Callable[[], float],
         device_id: int,
     ) -> None:
@@ -51,29 +186,20 @@ class Holdings:
         self.retention: BlockRetention | None = None
         self._clock = clock
         self._device_id = device_id
-        self.pins = pins
+        self.pins = Pins(block_pool, max_pinned_blocks)
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
-        self.order: AccessOrder | RankedOrder = AccessOrder(pins, self.list_holders)
-        self.first_holders: dict[KVCacheBlock, Holder] = {}
-        self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
+        self.holders_of: dict[KVCacheBlock, tuple[Holder, ...]] = {}
         self.frozen: dict[SequenceId, str] = {}
         self.evictions = Evictions()
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks with references, as part of a larger call."""
-        first_holders = self.first_holders
-        added = dict.fromkeys(blocks, holder)
-        later_holders = self.later_holders
-        if later_holders or not first_holders.keys().isdisjoint(added):
-            for block in blocks:
-                if block in first_holders:
-                    if block in later_holders:
-                        later_holders[block].append(holder)
-                    else:
-                        later_holders[block] = [holder]
-                    del added[block]
-        first_holders |= added
+        holders_of = self.holders_of
+        added: dict[KVCacheBlock, tuple[Holder, ...]] = dict.fromkeys(blocks, (holder,))
+        if not holders_of.keys().isdisjoint(added):
+            added = {block: (*holders_of.get(block, ()), holder) for block in blocks}
+        holders_of |= added
         if holder.blocks:
             holder.blocks |= dict.fromkeys(blocks)
         else:
@@ -104,11 +230,9 @@ class Holdings:
         Raises:
             PinnedBlockError: a pinned block would become free. Nothing has changed.
         """
-        first_holders = self.first_holders
-        later_holders = self.later_holders
         if self.pins:
             for block in blocks:
-                if block in self.pins and block not in later_holders:
+                if block in self.pins and len(self.holders_of[block]) == 1:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and no other sequence holds it; unpin it first"
                     )
@@ -121,19 +245,28 @@ class Holdings:
         # Tail first, so that the head of a prefix stays cached longest.
         free_listed(pool, blocks[::-1])
         for holder, own in by_holder.items():
-            if later_holders:
-                for block in own:
-                    self.part(holder, block)
-                continue
-            held = holder.blocks
-            for block in own:
-                del held[block], first_holders[block]
-            if not held:
-                del self.holders[holder.sequence_id]
-                self.order.remove(holder)
-            else:
-                self.order.note_change(holder)
+            self.part(holder, own)
         pool.is_changing = was_changing
+
+    def part(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
+        """Remove a sequence from the holders of these blocks, as part of a larger call."""
+        held = holder.blocks
+        holders_of = self.holders_of
+        alone = (holder,)
+        for block in blocks:
+            held.pop(block, None)
+            holders = holders_of.pop(block, alone)
+            if holders != alone:
+                others = tuple(one for one in holders if one is not holder)
+                if others:
+                    holders_of[block] = others
+            if holder.pins:
+                self.pins.unpin([block] * holder.pins.pop(block, 0))
+        if held:
+            self.order.note_change(holder)
+        else:
+            self.holders.pop(holder.sequence_id, None)
+            self.order.remove(holder)
 
     def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
         """Add one pin to each block, in the name of a sequence that holds them, if one is given.
@@ -158,7 +291,8 @@ class Holdings:
         self.pins.unpin(blocks)
         self.block_pool.is_changing = True
         for block in blocks:
-            owners = [one for one in self.list_holders(block) if one.pins is not None and block in one.pins]
+            holders = self.holders_of.get(block, ())
+            owners = [one for one in holders if one.pins is not None and block in one.pins]
             num_named = sum(one.pins[block] for one in owners if one.pins is not None)
             if holder in owners or num_named > self.pins.counts.get(block, 0):
                 own = holder.pins if holder is not None and holder in owners else owners[0].pins
@@ -193,6 +327,8 @@ class Holdings:
     def open_retention(self) -> BlockRetention:
         """Return the retention of the pool; the first call creates it."""
         if self.retention is None:
+            from kv_pool.manager.retention.block_retention import BlockRetention
+
             self.retention = BlockRetention(self.block_pool, self._clock, self.pins.max_pinned_blocks)
         return self.retention
 
@@ -201,29 +337,6 @@ class Holdings:
         return self.retention is not None and self.retention.will_pin(
             RequestId(str(holder.sequence_id)), GroupId(0), position, block
         )
-
-    def part(self, holder: Holder, block: KVCacheBlock) -> None:
-        """Remove a sequence from a block's holders, as part of a larger call."""
-        holder.blocks.pop(block, None)
-        if holder.pins:
-            num_pins = holder.pins.pop(block, 0)
-            if num_pins:
-                self.pins.unpin([block] * num_pins)
-        if not holder.blocks:
-            self.holders.pop(holder.sequence_id, None)
-            self.order.remove(holder)
-        else:
-            self.order.note_change(holder)
-        later = self.later_holders.get(block)
-        if self.first_holders.get(block) is holder:
-            if later:
-                self.first_holders[block] = later.pop(0)
-            else:
-                del self.first_holders[block]
-        elif later and holder in later:
-            later.remove(holder)
-        if later is not None and not later:
-            del self.later_holders[block]
 
     def repair(self) -> list[KVCacheBlock]:
         """Make all records agree with the blocks of each sequence, before the pool counts references again.
@@ -237,13 +350,12 @@ class Holdings:
                 del self.holders[holder.sequence_id]
             for block in holder.blocks:
                 holders_of.setdefault(block, []).append(holder)
-        for block, holders in holders_of.items():
-            known = [holder for holder in self.list_holders(block) if holder in holders]
-            holders[:] = dict.fromkeys(known + holders)  # the longest holder stays first
-        first_holders = {block: holders[0] for block, holders in holders_of.items()}
-        later_holders = {block: holders[1:] for block, holders in holders_of.items() if len(holders) > 1}
-        self.first_holders, self.later_holders = first_holders, later_holders
-        self.pins.repair(first_holders)
+        known = self.holders_of
+        self.holders_of = {  # the longest holder stays first
+            block: tuple(dict.fromkeys([one for one in known.get(block, ()) if one in holders] + holders))
+            for block, holders in holders_of.items()
+        }
+        self.pins.repair(self.holders_of)
         num_left = dict(self.pins.counts)
         for holder in self.holders.values():
             own: dict[KVCacheBlock, int] = {}
@@ -298,15 +410,9 @@ class Holdings:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
         return self.block_pool.blocks[block_id]
 
-    def list_holders(self, block: KVCacheBlock) -> list[Holder]:
-        """Return the sequences that hold a block, the one that has held it longest first."""
-        first = self.first_holders.get(block)
-        return [] if first is None else [first, *self.later_holders.get(block, ())]
-
     def find_held(self, block_ids: Sequence[BlockId]) -> list[KVCacheBlock]:
         """Return the blocks. Raises InvalidBlockError for a block that no sequence holds."""
         blocks = self.block_pool.blocks
-        first_holders = self.first_holders
         num_blocks = len(blocks)
         found = []
         listed: list[BlockId] = as_list("block_ids", block_ids)
@@ -316,7 +422,7 @@ class Holdings:
             if not 0 < block_id < num_blocks:
                 self.find_block(block_id)
             block = blocks[block_id]
-            if block not in first_holders:
+            if block not in self.holders_of:
                 why = self.evictions.explain_id(block_id) or "Was it freed twice?"
                 raise InvalidBlockError(f"block {block_id} is held by no sequence. {why}")
             found.append(block)
@@ -363,7 +469,7 @@ class Holdings:
         if named is None:
             drops: dict[Holder, list[KVCacheBlock]] = {}
             for block in blocks:
-                drops.setdefault(self.first_holders[block], []).append(block)
+                drops.setdefault(self.holders_of[block][0], []).append(block)
         else:
             drops = {named: blocks} if blocks else {}
         if self.frozen:
@@ -375,8 +481,13 @@ class Holdings:
         """Raise FrozenSequenceError if a migration has frozen a sequence that holds one of these blocks."""
         if self.frozen:
             for block in blocks:
-                for holder in self.list_holders(block):
+                for holder in self.holders_of.get(block, ()):
                     self.check_usable(holder.sequence_id)
+
+
+def import_retention() -> None:
+    """Import what `Holdings.open_retention` needs. Call it first without the pool's lock: it takes long."""
+    import kv_pool.manager.retention.block_retention  # noqa: F401
 
 
 def as_sequence_id(name: str, sequence_id: SequenceId) -> SequenceId:

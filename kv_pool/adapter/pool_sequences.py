@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kv_pool.adapter.holder import Holder
-from kv_pool.adapter.holdings import Holdings, as_new_id
+from kv_pool.adapter.holdings import Holder, Holdings, as_new_id
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.taking import take, touch_listed
@@ -91,8 +90,8 @@ class PoolSequences:
         return [list(self._holdings.find(sequence_id).blocks)]
 
     def find_holder(self, block: KVCacheBlock) -> SequenceId | None:
-        holder = self._holdings.first_holders.get(block)
-        return None if holder is None else holder.sequence_id
+        holders = self._holdings.holders_of.get(block)
+        return None if holders is None else holders[0].sequence_id
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         return [self.pool.find_cached_prefix(block_hashes, len(block_hashes))]
@@ -169,5 +168,4 @@ class PoolSequences:
     def forget(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
         holder = self._holdings.holders.get(sequence_id)
         if holder is not None:
-            for block in [block for row in rows for block in row]:
-                self._holdings.part(holder, block)
+            self._holdings.part(holder, [block for row in rows for block in row])

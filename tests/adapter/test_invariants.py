@@ -4,7 +4,7 @@ import pytest
 from adapter.made_pool import make_storage
 
 from kv_pool import BlockAllocationRequest, CorruptedPoolError, Eviction, GPUKVPool
-from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import Holder
 from kv_pool.adapter.invariants import check
 
 
@@ -28,11 +28,11 @@ def lose_a_block(pool):
 
 
 def forget_a_holder(pool):
-    del pool.holdings.first_holders[pool.block_pool.blocks[3]]
+    del pool.holdings.holders_of[pool.block_pool.blocks[3]]
 
 
-def keep_an_empty_list(pool):
-    pool.holdings.later_holders[pool.block_pool.blocks[3]] = []
+def keep_an_entry_without_holders(pool):
+    pool.holdings.holders_of[pool.block_pool.blocks[9]] = ()
 
 
 def hold_a_free_block(pool):
@@ -69,7 +69,7 @@ def book_under_another_id(pool):
         (lose_a_block, "A1"),
         (book_under_another_id, "A1"),
         (forget_a_holder, "A2"),
-        (keep_an_empty_list, "A2"),
+        (keep_an_entry_without_holders, "A2"),
         (hold_a_free_block, "A3"),
         (count_a_reference_too_many, "A4"),
         (pin_too_many, "A5"),
