@@ -504,7 +504,7 @@ class GPUKVPool(KVPoolProtocol):
             blocks, holder = self.holdings.find_named(block_ids, sequence_id)
             self.holdings.check_not_frozen(blocks)
             self.block_pool.holds.check_whole()
-            self.holdings.pin(blocks, holder)
+            self.holdings.pins.pin(blocks, holder)
 
     def unpin(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         """Remove one pin from each block.
@@ -518,7 +518,7 @@ class GPUKVPool(KVPoolProtocol):
         with self.lock:
             named = self.holdings.find_named(block_ids, sequence_id)
             self.block_pool.holds.check_whole()
-            self.holdings.unpin(*named)
+            self.holdings.pins.unpin(*named)
 
     @property
     def num_pinned_blocks(self) -> int:

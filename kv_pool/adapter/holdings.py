@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kv_pool.adapter.evictions import Evictions
@@ -33,7 +33,6 @@ class Holder:
     """A sequence and the distinct blocks that it holds, in the order of its tokens.
 
     Attributes:
-        pins: the pins that were made in the sequence's name, by block; None before the first.
         queue, ticket, info: its place in the order of evictions, and what a policy sees of it.
     """
 
@@ -41,7 +40,6 @@ class Holder:
         "blocks",
         "info",
         "last_access_time",
-        "pins",
         "priority",
         "queue",
         "sequence_id",
@@ -53,7 +51,6 @@ class Holder:
         self.priority = priority
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
-        self.pins: dict[KVCacheBlock, int] | None = None
         self.queue: OrderedDict[SequenceId, Holder] | None = None
         self.ticket = 0
         self.info: object = None
@@ -76,10 +73,10 @@ class EvictionOrder(Protocol):
 
 
 class Pins:
-    """The pin count of each block; one hold keeps all pinned blocks in place.
+    """The pinned blocks, by whom each is pinned; one hold keeps them all in place.
 
     Attributes:
-        counts: number of pins by block; pinned blocks only.
+        owners: per pinned block, its number of pins in the name of each sequence, and of None.
         hold: holds each pinned block.
         unpinned: blocks that lost their last pin; the order of evictions takes them out.
 
@@ -90,15 +87,15 @@ class Pins:
     def __init__(self, block_pool: RunBlockPool, limit: int | None) -> None:
         self.limit = limit
         self._pool = block_pool
-        self.counts: dict[KVCacheBlock, int] = {}
+        self.owners: dict[KVCacheBlock, dict[Holder | None, int]] = {}
         self.hold = block_pool.holds.open([], "pinned")
         self.unpinned: dict[KVCacheBlock, None] = {}
 
     def __len__(self) -> int:
-        return len(self.counts)
+        return len(self.owners)
 
     def __contains__(self, block: KVCacheBlock) -> bool:
-        return block in self.counts
+        return block in self.owners
 
     @property
     def max_pinned_blocks(self) -> int:
@@ -107,57 +104,75 @@ class Pins:
 
     def check_room(self, num_blocks: int) -> None:
         """Raise PinLimitError unless `num_blocks` more may be pinned."""
-        if len(self.counts) + num_blocks > self.max_pinned_blocks:
+        if len(self) + num_blocks > self.max_pinned_blocks:
             raise PinLimitError(
-                f"{len(self.counts)} blocks are pinned; {num_blocks} more would exceed the limit of "
+                f"{len(self)} blocks are pinned; {num_blocks} more would exceed the limit of "
                 f"{self.max_pinned_blocks}. Unpin others, or raise max_pinned_blocks."
             )
 
-    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add one pin to each block. Raises PinLimitError with nothing changed."""
-        counts = self.counts
-        after: dict[KVCacheBlock, int] = {}
-        for block in blocks:
-            after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
-        self.check_room(len(after) - len(counts.keys() & after.keys()))
+    def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None = None) -> None:
+        """Add one pin to each block, in the name of a sequence that holds them, if one is given.
+
+        A block's pins in the name of a sequence end when the sequence releases the block.
+        Raises PinLimitError with nothing changed.
+        """
+        added = [block for block in dict.fromkeys(blocks) if block not in self.owners]
+        self.check_room(len(added))
         pool = self._pool
         was_changing = pool.is_changing
         pool.is_changing = True
-        pool.holds.take_references(self.hold, [block for block in after if block not in counts])
-        counts |= after
+        pool.holds.take_references(self.hold, added)
+        for block in blocks:
+            counts = self.owners.setdefault(block, {})
+            counts[holder] = counts.get(holder, 0) + 1
         pool.is_changing = was_changing
 
-    def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove one pin from each block.
+    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None = None) -> None:
+        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
 
         Raises:
             InvalidBlockError: a block has fewer pins than that. Nothing has changed.
         """
-        counts = self.counts
-        left: dict[KVCacheBlock, int] = {}
-        for block in blocks:
-            count = (left[block] if block in left else counts.get(block, 0)) - 1
-            if count < 0:
+        for block, count in Counter(blocks).items():
+            if count > sum(self.owners.get(block, {}).values()):
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
-            left[block] = count
-        unpinned = [block for block, count in left.items() if not count]
-        pool = self._pool
-        was_changing = pool.is_changing
-        pool.is_changing = True
-        counts |= left
-        for block in unpinned:
-            del counts[block]
-            self.unpinned[block] = None
-        pool.holds.drop_references(self.hold, unpinned)
-        pool.is_changing = was_changing
+        was_changing = self._pool.is_changing
+        self._pool.is_changing = True
+        for block in blocks:
+            counts = self.owners[block]
+            owner = next((one for one in (holder, None) if one in counts), next(iter(counts)))
+            counts[owner] -= 1
+            self._end(block, owner, counts[owner])
+        self._pool.is_changing = was_changing
 
-    def repair(self, held: Collection[KVCacheBlock]) -> None:
-        """Keep the pins of these blocks, before the pool counts its references again."""
-        self.counts = {block: count for block, count in self.counts.items() if count and block in held}
-        self.hold.forget(self.counts)
+    def end(self, blocks: Iterable[KVCacheBlock], holder: Holder) -> None:
+        """Remove the pins in the name of a sequence that releases these blocks, as part of a larger call."""
+        for block in blocks:
+            if holder in self.owners.get(block, ()):
+                self._end(block, holder, 0)
+
+    def _end(self, block: KVCacheBlock, owner: Holder | None, num_left: int) -> None:
+        """Forget the owner if no pins are left in its name, and unpin the block if none are left at all."""
+        if not num_left:
+            del self.owners[block][owner]
+        if not self.owners[block]:
+            del self.owners[block]
+            self.unpinned[block] = None
+            self._pool.holds.drop_references(self.hold, [block])
+
+    def repair(self, holders_of: Mapping[KVCacheBlock, Collection[Holder]]) -> None:
+        """Keep the pins of held blocks, before the pool counts its references again."""
+        for block, counts in list(self.owners.items()):
+            names = (None, *holders_of[block]) if block in holders_of else ()
+            left = {owner: count for owner, count in counts.items() if count and owner in names}
+            if left:
+                self.owners[block] = left
+            else:
+                del self.owners[block]
+        self.hold.forget(self.owners)
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
-        return bool(self.counts) and not self.counts.keys().isdisjoint(blocks)
+        return bool(self.owners) and not self.owners.keys().isdisjoint(blocks)
 
 
 class Holdings:
@@ -205,11 +220,6 @@ class Holdings:
         else:
             holder.blocks = dict.fromkeys(blocks)
         self.note_access(holder)
-
-    def hold_arrived(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Enter the sequence as a holder of migrated blocks, as part of a larger call."""
-        self.evictions.forget(holder.sequence_id)
-        self.hold(holder, blocks)
 
     def note_access(self, holder: Holder) -> None:
         """Mark the sequence as the most recently used: move it to the end of `holders`."""
@@ -260,47 +270,13 @@ class Holdings:
                 others = tuple(one for one in holders if one is not holder)
                 if others:
                     holders_of[block] = others
-            if holder.pins:
-                self.pins.unpin([block] * holder.pins.pop(block, 0))
+        if self.pins:
+            self.pins.end(blocks, holder)
         if held:
             self.order.note_change(holder)
         else:
             self.holders.pop(holder.sequence_id, None)
             self.order.remove(holder)
-
-    def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
-        """Add one pin to each block, in the name of a sequence that holds them, if one is given.
-
-        A block's pins in the name of a sequence end when the sequence releases the block.
-        Raises PinLimitError with nothing changed.
-        """
-        own: dict[KVCacheBlock, int] = {}
-        if holder is not None:
-            own |= holder.pins or {}
-            for block in blocks:
-                own[block] = own.get(block, 0) + 1
-        self.pins.pin(blocks)
-        if holder is not None:
-            holder.pins = own
-
-    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
-        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
-
-        Raises InvalidBlockError with nothing changed.
-        """
-        self.pins.unpin(blocks)
-        self.block_pool.is_changing = True
-        for block in blocks:
-            holders = self.holders_of.get(block, ())
-            owners = [one for one in holders if one.pins is not None and block in one.pins]
-            num_named = sum(one.pins[block] for one in owners if one.pins is not None)
-            if holder in owners or num_named > self.pins.counts.get(block, 0):
-                own = holder.pins if holder is not None and holder in owners else owners[0].pins
-                assert own is not None
-                own[block] -= 1
-                if not own[block]:
-                    del own[block]
-        self.block_pool.is_changing = False
 
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
@@ -356,15 +332,6 @@ class Holdings:
             for block, holders in holders_of.items()
         }
         self.pins.repair(self.holders_of)
-        num_left = dict(self.pins.counts)
-        for holder in self.holders.values():
-            own: dict[KVCacheBlock, int] = {}
-            for block, count in (holder.pins or {}).items():
-                num_own = min(count, num_left.get(block, 0)) if block in holder.blocks else 0
-                if num_own:
-                    own[block] = num_own
-                    num_left[block] -= num_own
-            holder.pins = own
         self.evictions.repair(self.holders)
         self.order.rebuild(self.holders.values())
         return [block for holder in self.holders.values() for block in holder.blocks]

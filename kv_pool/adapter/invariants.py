@@ -5,7 +5,7 @@
     A3  a held block belongs to this pool, is not null, and is in use
     A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
     A5  every pinned block is held by a sequence and by the pins' hold; at most `max_pinned_blocks` are
-        pinned;  a block has no more pins in the names of sequences than pins, and these sequences hold it
+        pinned; a sequence in whose name a block is pinned holds it
     A6  a storage has at least as many blocks as the block pool
     A7  no evicted sequence is in `holders`
 
@@ -86,18 +86,14 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
     for block in pool.block_pool.blocks:
         if block in holdings.pins and block not in holdings.holders_of:
             raise CorruptedPoolError(f"A5: block {block.block_id} is pinned and held by no sequence")
-    if set(holdings.pins.hold.blocks) != set(holdings.pins.counts):
+    if set(holdings.pins.hold.blocks) != set(holdings.pins.owners):
         raise CorruptedPoolError(
             f"A5: {len(holdings.pins)} blocks are pinned, {len(holdings.pins.hold.blocks)} are in their hold"
         )
-    named: Counter[KVCacheBlock] = Counter()
-    for holder in holdings.holders.values():
-        for block, count in (holder.pins or {}).items():
-            named[block] += count
-            if block not in holder.blocks or named[block] > holdings.pins.counts.get(block, 0):
-                raise CorruptedPoolError(
-                    f"A5: block {block.block_id} has pins of sequence {holder.sequence_id} that do not exist"
-                )
+    for block, counts in holdings.pins.owners.items():
+        names = {*counts} - {None, *holdings.holders_of.get(block, ())}
+        if names or min(counts.values(), default=0) < 1:
+            raise CorruptedPoolError(f"A5: block {block.block_id} has pins of sequences that do not hold it")
     num_blocks = pool.block_pool.num_gpu_blocks
     if pool.storage is not None and pool.storage.num_blocks < num_blocks:
         raise CorruptedPoolError(f"A6: a storage of {pool.storage.num_blocks} blocks for {num_blocks}")

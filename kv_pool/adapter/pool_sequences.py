@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -142,10 +141,15 @@ class PoolSequences:
     def make_join(
         self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
-        holder = self._holdings.holders.get(sequence_id)
-        if holder is None:
-            holder = Holder(sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time())
-        return partial(self._holdings.hold_arrived, holder, blocks), [blocks]
+        joining = self._holdings.holders.get(sequence_id) or Holder(
+            sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time()
+        )
+
+        def join() -> None:
+            self._holdings.evictions.forget(sequence_id)
+            self._holdings.hold(joining, blocks)
+
+        return join, [blocks]
 
     # ---- leaving ---------------------------------------------------------------------------------
 

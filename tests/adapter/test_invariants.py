@@ -48,7 +48,11 @@ def pin_too_many(pool):
 
 
 def pin_a_free_block(pool):
-    pool.holdings.pins.counts[pool.block_pool.blocks[9]] = 1
+    pool.holdings.pins.owners[pool.block_pool.blocks[9]] = {None: 1}
+
+
+def pin_in_the_name_of_another_sequence(pool):
+    pool.holdings.pins.owners[pool.block_pool.blocks[1]][Holder(4, 0, 0.0)] = 1
 
 
 def use_a_small_storage(pool):
@@ -74,6 +78,7 @@ def book_under_another_id(pool):
         (count_a_reference_too_many, "A4"),
         (pin_too_many, "A5"),
         (pin_a_free_block, "A5"),
+        (pin_in_the_name_of_another_sequence, "A5"),
         (use_a_small_storage, "A6"),
         (hold_blocks_after_an_eviction, "A7"),
     ],
@@ -88,7 +93,7 @@ def test_damage_is_named_by_its_number(damage, number):
 def test_a_pinned_block_without_holder_is_detected():
     pool = make_pool()
     taken = pool.block_pool.get_new_blocks(1)
-    pool.holdings.pins.counts[taken[0]] = 1
+    pool.holdings.pins.owners[taken[0]] = {None: 1}
     with pytest.raises(CorruptedPoolError, match=r"^A5:"):
         check(pool, taken)
 
