@@ -51,7 +51,7 @@ from kv_pool.reports.statistics import PoolStatistics, read_statistics
 if TYPE_CHECKING:
     from os import PathLike
 
-    from kv_pool.adapter.migration_routes import MigrationRoutes
+    from kv_pool.adapter.pool_sequences import MigrationRoutes
     from kv_pool.core.cache_policy import CachePolicy
     from kv_pool.events.resident_state import ResidentState
     from kv_pool.manager.retention.block_retention import BlockRetention
@@ -1056,7 +1056,7 @@ class GPUKVPool(KVPoolProtocol):
     def _open_routes(self) -> "MigrationRoutes":
         """Return the ways to other pools and nodes. The first call creates them, locked or not."""
         if self._routes is None:
-            from kv_pool.adapter.migration_routes import MigrationRoutes
+            from kv_pool.adapter.pool_sequences import MigrationRoutes
 
             with self.lock:
                 if self._routes is None:
