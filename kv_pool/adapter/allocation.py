@@ -33,16 +33,16 @@ The second argument is the last block of the request's sequence.
 class Allocation:
     """Takes blocks for one request at a time. Use it only with the pool's lock held.
 
-        step            takes                                               prefer   no   require
-        free run        the ids after the sequence, else a run by placement   1            1
-        cleared run     a run that other blocks are moved out of              2            2
-        retained run    the same, with cached blocks of high priority in it                3
-        any blocks      the cheapest blocks                                   3       1
-        eviction        evicts sequences, in the policy's order; as above     4       2    4
+        step           takes                                               found by
+        free run       the ids after the sequence, else a run              FreeRunIndex.take_run, BuddySystem
+        cleared run    a run that other blocks are moved out of            plan_clear_run, apply_moves
+        retained run   like these, with cached blocks of high priority     the same
+        any blocks     the cheapest blocks                                 core.taking.take
+        eviction       the same as above, after evicting sequences         Victims.choose, Victims.evict
 
-    `contiguous` of the request chooses the column. All steps but the last need enough free blocks. If no step
-    has found blocks: PoolExhaustedError, which lists what was tried. The migration hook is called, and the
-    request repeated, by `GPUKVPool`, since that must not hold the lock.
+    If a run is required: all but any blocks. If one is preferred: all but the retained run. Otherwise: the
+    last two. Each step but eviction needs enough free blocks. If none finds blocks, PoolExhaustedError lists
+    what was tried. `GPUKVPool` calls the migration hook, without the lock, and then repeats the request.
 
     Args:
         count_available: returns how many blocks a request of this priority can take, the reserve deducted.

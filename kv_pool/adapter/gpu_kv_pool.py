@@ -255,13 +255,14 @@ class GPUKVPool(KVPoolProtocol):
     def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
         """Allocate blocks and append them to a sequence.
 
-        The pool prefers the ids directly after the sequence's last block, then a free run, see `placement`,
-        then a run that it clears by moving at most `max_moves` blocks, if the pool has `on_moved`. Then:
+        Takes the first of these that is there, see `Allocation`:
 
-            1  compaction     a run is required and enough blocks are free: move other blocks out of the way
-            2  eviction       too few free blocks, or no run: evict sequences, in `eviction_policy`'s order
-            3  migration      call the migration hook, then retry once
-            4  refusal        PoolExhaustedError
+            1  the ids after the sequence's last block, else a free run where `placement` finds one
+            2  compaction: a run cleared by moving at most `max_moves` blocks, if the pool has `on_moved`
+            3  any free blocks, unless a run is required
+            4  eviction: evict sequences in the order of `eviction_policy`, then again from 1
+            5  migration: call the migration hook, then again from 1, once
+            6  refusal: PoolExhaustedError
 
         Returns:
             `num_blocks` ids in the order of the sequence; no other sequence holds them.
@@ -309,12 +310,14 @@ class GPUKVPool(KVPoolProtocol):
         except KVPoolError as refusal:
             error = refusal
         ended = self._clock()
+        with self.lock:
+            rate = self.block_pool.track_fragmentation_rate(self.run_length)
         return AllocationResult(
             success=error is None,
             block_ids=ids,
             allocated_memory=len(ids) * self.block_bytes,
             allocation_time=(ended - started) * 1000,
-            fragmentation_rate=self._track_fragmentation_rate(),
+            fragmentation_rate=rate,
             is_contiguous=error is None and is_run(ids),
             error=error,
         )
@@ -337,7 +340,7 @@ class GPUKVPool(KVPoolProtocol):
         if self._migration_hook is not None and requests:
             return self._allocate_with_hook(requests)
         with self.lock:
-            return self._append_all(requests)
+            return self._append_all(requests, [])
 
     def fork(
         self, parent_id: SequenceId, child_id: SequenceId, num_blocks: int | None = None
@@ -358,12 +361,7 @@ class GPUKVPool(KVPoolProtocol):
             child_id = as_new_id("child_id", child_id)
             if num_blocks is not None:
                 num_blocks = as_int("num_blocks", num_blocks)
-            self.block_pool.holds.check_whole()
-            self.holdings.check_usable(child_id)
-            if child_id in self.holdings.holders:
-                raise InvalidArgumentError(
-                    f"sequence {child_id} already holds blocks; fork() creates a new sequence"
-                )
+            self._check_new(child_id, "fork() creates a new sequence")
             count = len(parent.blocks) if num_blocks is None else num_blocks
             if not 0 <= count <= len(parent.blocks):
                 raise InvalidArgumentError(
@@ -591,12 +589,7 @@ class GPUKVPool(KVPoolProtocol):
         if priority != NORMAL:
             import_retention()
         with self.lock:
-            self.block_pool.holds.check_whole()
-            self.holdings.check_usable(sequence_id)
-            if sequence_id in self.holdings.holders:
-                raise InvalidArgumentError(
-                    f"sequence {sequence_id} already holds blocks; claim its prefix first"
-                )
+            self._check_new(sequence_id, "claim its prefix first")
             self.holdings.evictions.begin(sequence_id)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             self._num_looked_up_blocks += len(block_hashes)
@@ -944,9 +937,9 @@ class GPUKVPool(KVPoolProtocol):
     # ---- internals, called with the lock held unless stated otherwise ------------------------------
 
     def _allocate_with_hook(self, requests: list[BlockAllocationRequest]) -> list[list[BlockId]]:
-        """Like `_append_all`, but call the migration hook first if that would leave too few blocks free, and
-        before a refusal. The pool is not locked: the hook may wait for another pool, whose hook may wait for
-        this one.
+        """Like `_append_all`, with the migration hook: before too few blocks would be left, and on refusal.
+
+        The pool is not locked: the hook may wait for another pool, whose hook may wait for this one.
         """
         hook = self._migration_hook
         assert hook is not None
@@ -973,7 +966,7 @@ class GPUKVPool(KVPoolProtocol):
     def _append_all(
         self,
         requests: Sequence[BlockAllocationRequest],
-        done: list[list[KVCacheBlock]] | None = None,
+        done: list[list[KVCacheBlock]],
         tried: Sequence[str] = (),
     ) -> list[list[BlockId]]:
         """Allocate the blocks of all requests, or of none.
@@ -981,7 +974,6 @@ class GPUKVPool(KVPoolProtocol):
         Args:
             done: empty; receives the blocks of each served request, even if a later request fails.
         """
-        done = [] if done is None else done
         together = {request.sequence_id for request in requests}
         try:
             for request in requests:
@@ -1037,6 +1029,13 @@ class GPUKVPool(KVPoolProtocol):
         pool.is_changing = False
         return taken
 
+    def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
+        """Raise unless a new sequence may have this id, as far as it was not evicted."""
+        self.block_pool.holds.check_whole()
+        self.holdings.check_usable(sequence_id)
+        if sequence_id in self.holdings.holders:
+            raise InvalidArgumentError(f"sequence {sequence_id} already holds blocks; {hint}")
+
     def _share(self, sequence: Holder, blocks: list[KVCacheBlock]) -> None:
         """Add one reference to each block and enter a new sequence that holds them; no-op without blocks."""
         if not blocks:
@@ -1048,10 +1047,6 @@ class GPUKVPool(KVPoolProtocol):
             self.holdings.retention.note_taken(blocks)
         self.holdings.hold(sequence, blocks)
         pool.is_changing = False
-
-    def _track_fragmentation_rate(self) -> float:
-        with self.lock:
-            return self.block_pool.track_fragmentation_rate(self.run_length)
 
     def _open_routes(self) -> "MigrationRoutes":
         """Return the ways to other pools and nodes. The first call creates them, locked or not."""

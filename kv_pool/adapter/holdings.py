@@ -262,14 +262,13 @@ class Holdings:
         """Remove a sequence from the holders of these blocks, as part of a larger call."""
         held = holder.blocks
         holders_of = self.holders_of
-        alone = (holder,)
         for block in blocks:
-            held.pop(block, None)
-            holders = holders_of.pop(block, alone)
-            if holders != alone:
-                others = tuple(one for one in holders if one is not holder)
-                if others:
-                    holders_of[block] = others
+            del held[block]
+            holders = holders_of[block]
+            if len(holders) == 1:
+                del holders_of[block]
+            else:
+                holders_of[block] = tuple(one for one in holders if one is not holder)
         if self.pins:
             self.pins.end(blocks, holder)
         if held:

@@ -167,16 +167,22 @@ class PoolSequences:
         return True
 
     def free(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
-        holder = self._holdings.holders.get(sequence_id)
-        if holder is not None:
-            left = [block for row in rows for block in row if block in holder.blocks]
-            if left:
-                self._holdings.drop(left, {holder: left})
+        for holder, blocks in self._list_held(sequence_id, rows):
+            self._holdings.drop(blocks, {holder: blocks})
 
     def forget(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
+        for holder, blocks in self._list_held(sequence_id, rows):
+            self._holdings.part(holder, blocks)
+
+    def _list_held(
+        self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]
+    ) -> list[tuple[Holder, list[KVCacheBlock]]]:
+        """Return the sequence with those of the blocks that it still holds; [] if there are none."""
         holder = self._holdings.holders.get(sequence_id)
-        if holder is not None:
-            self._holdings.part(holder, [block for row in rows for block in row])
+        if holder is None:
+            return []
+        held = [block for row in rows for block in row if block in holder.blocks]
+        return [(holder, held)] if held else []
 
 
 class MigrationRoutes:

@@ -270,9 +270,11 @@ class AccessOrder(_KeptOrder):
         pins = self._holdings.pins
         for number in range(priority + 1):
             pinned: list[Holder] = []
-            queues = self._returned[number].values(), self._queues[number].values()
+            holders: Iterable[Holder] = self._queues[number].values()
+            if self._returned[number]:
+                holders = merge(self._returned[number].values(), holders, key=_get_access_time)
             try:
-                for holder in merge(*queues, key=_get_access_time):
+                for holder in holders:
                     if pins.is_any_pinned(holder.blocks):
                         pinned.append(holder)
                     else:
