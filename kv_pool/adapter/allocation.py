@@ -24,7 +24,7 @@ _MAX_SCAN = 65_536
 """Maximum number of ids that one request scans; the next request continues from there."""
 
 Step = Callable[[BlockAllocationRequest, KVCacheBlock | None], list[KVCacheBlock] | str]
-"""Returns the blocks, or why there are none, for the error message; "" if the step does not apply.
+"""Returns the blocks, or why there are none, for the error message; "" if that says nothing.
 
 The second argument is the last block of the request's sequence.
 """
@@ -86,12 +86,12 @@ class Allocation:
         Raises:
             PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
         """
-        if request.num_blocks == 1:
-            steps = self._steps["no"]
-        elif request.contiguous in ("prefer", "no", "require"):
-            steps = self._steps[request.contiguous]
-        else:
-            raise InvalidArgumentError(f"contiguous is {request.contiguous!r}; it is require, prefer or no")
+        contiguous = request.contiguous if request.num_blocks > 1 else "no"
+        if contiguous not in ("prefer", "no", "require"):
+            raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
+        if contiguous == "prefer" and self._pool.policy_host is not None:
+            contiguous = "no"  # a run would take other blocks than the cache policy chooses
+        steps = self._steps[contiguous]
         reasons = list(tried)
         taken = self._climb(steps, request, after, reasons) if self._is_enough(request) else None
         if taken is None:
@@ -123,8 +123,6 @@ class Allocation:
         """Take consecutive ids, preferably directly after `after`."""
         pool = self._pool
         num_blocks = request.num_blocks
-        if pool.policy_host is not None and request.contiguous != "require":
-            return ""
         ages = pool.run_index.ages
         empty = bytes([EMPTY]) * num_blocks
         if after is not None and ages.startswith(empty, after.block_id + 1):
@@ -145,10 +143,8 @@ class Allocation:
     ) -> list[KVCacheBlock] | str:
         """Move blocks out of a run and take it, unless that exceeds `max_moves` of the request."""
         max_moves = request.max_moves
-        if request.contiguous == "prefer":
-            if self._pool.policy_host is not None:
-                return ""
-            max_moves = request.num_blocks if max_moves is None else max_moves
+        if max_moves is None and request.contiguous == "prefer":
+            max_moves = request.num_blocks
         if self._on_moved is None:
             return _NO_COMPACTION
         clearance = plan.plan_clear_run(
