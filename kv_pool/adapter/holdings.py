@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kv_pool.adapter.evictions import Evictions
@@ -29,31 +30,20 @@ _RETENTION = {HIGH: 65, URGENT: 95}
 """Retention priorities of the blocks of HIGH and URGENT sequences; see `RetentionDirective`."""
 
 
+@dataclass(eq=False, slots=True)
 class Holder:
     """A sequence and the distinct blocks that it holds, in the order of its tokens.
 
     Attributes:
-        queue, ticket, info: its place in the order of evictions, and what a policy sees of it.
+        queue, ticket: its place in the order of evictions.
     """
 
-    __slots__ = (
-        "blocks",
-        "info",
-        "last_access_time",
-        "priority",
-        "queue",
-        "sequence_id",
-        "ticket",
-    )
-
-    def __init__(self, sequence_id: SequenceId, priority: int, now: float) -> None:
-        self.sequence_id = sequence_id
-        self.priority = priority
-        self.last_access_time = now
-        self.blocks: dict[KVCacheBlock, None] = {}
-        self.queue: OrderedDict[SequenceId, Holder] | None = None
-        self.ticket = 0
-        self.info: object = None
+    sequence_id: SequenceId
+    priority: int
+    last_access_time: float
+    blocks: dict[KVCacheBlock, None] = field(default_factory=dict)
+    queue: OrderedDict[SequenceId, Holder] | None = None
+    ticket: int = 0
 
 
 class EvictionOrder(Protocol):

@@ -178,17 +178,11 @@ class Victims:
 
 def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
     """Return these sequences, least recently accessed first, in the order of a policy."""
-    by_id: dict[SequenceId, Holder] = {}
-    infos: list[SequenceInfo] = []
-    for holder in holders:
-        info = holder.info
-        if not isinstance(info, SequenceInfo):
-            info = SequenceInfo(
-                holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time
-            )
-            holder.info = info
-        by_id[holder.sequence_id] = holder
-        infos.append(info)
+    by_id = {holder.sequence_id: holder for holder in holders}
+    infos = [
+        SequenceInfo(holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time)
+        for holder in holders
+    ]
     return [by_id[one] for one in dict.fromkeys(policy.rank(infos)) if one in by_id]
 
 
@@ -317,7 +311,6 @@ class RankedOrder(_KeptOrder):
         self.has_excluded = False
 
     def note_access(self, holder: Holder) -> None:
-        holder.info = None
         self._move(holder, self._changed)
 
     note_change = note_access
