@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Protocol
 
@@ -217,8 +217,7 @@ class MigrationRoutes:
 
     def get_node(self, device_id: int) -> NodeName:
         """Return the name of the node attached as this device. Raises UnknownDeviceError."""
-        if device_id not in self._nodes:
-            self._refuse(device_id)
+        self._check_connected(device_id, self._nodes)
         return self._nodes[device_id][1]
 
     def count_free(self) -> dict[int, int]:
@@ -227,32 +226,28 @@ class MigrationRoutes:
 
     def migrate(self, block_ids: Sequence[BlockId], device_id: int) -> list[BlockId]:
         """See `GPUKVPool.migrate_blocks`."""
-        if device_id not in self._peers and device_id not in self._nodes:
-            self._refuse(device_id)
+        self._check_connected(device_id, {*self._peers, *self._nodes})
         with self._pool.lock:
             blocks, _ = self._pool.holdings.find_named(block_ids, None)
             subject = BlocksSubject(tuple(block_ids), tuple(block.generation for block in blocks))
-        if device_id in self._peers:
-            return self._move_to_peer(subject, device_id)[1]
-        if not block_ids:
+        if not block_ids and device_id in self._nodes:
             return []
-        migrator, name = self._nodes[device_id]
-        return migrator.migrate(subject, name).wait()
+        return self._move(subject, device_id)[1]
 
     def migrate_sequence(
         self, sequence_id: SequenceId, device_id: int
     ) -> tuple[list[BlockId], list[BlockId]]:
         """See `GPUKVPool.migrate_sequence`."""
-        if device_id in self._peers:
-            return self._move_to_peer(SequenceSubject(sequence_id), device_id)
-        if device_id not in self._nodes:
-            self._refuse(device_id)
-        migrator, name = self._nodes[device_id]
-        migration = migrator.migrate(SequenceSubject(sequence_id), name)
-        new_ids = migration.wait()
-        return migration.old_ids, new_ids
+        self._check_connected(device_id, {*self._peers, *self._nodes})
+        return self._move(SequenceSubject(sequence_id), device_id)
 
-    def _move_to_peer(self, subject: Subject, device_id: int) -> tuple[list[BlockId], list[BlockId]]:
+    def _move(self, subject: Subject, device_id: int) -> tuple[list[BlockId], list[BlockId]]:
+        """Move blocks to a pool or a node; return their old and new ids."""
+        if device_id in self._nodes:
+            migrator, name = self._nodes[device_id]
+            migration = migrator.migrate(subject, name)
+            new_ids = migration.wait()
+            return migration.old_ids, new_ids
         peer = self._peers[device_id]
         with self._lock_both(peer):
             move = _Move(self.open_site(), peer.open_site(), subject, NodeName(f"device {device_id}"))
@@ -292,11 +287,12 @@ class MigrationRoutes:
             self._site = PoolSite(PoolSequences(self._pool))
         return self._site
 
-    def _refuse(self, device_id: int) -> None:
-        raise UnknownDeviceError(
-            f"device {device_id!r} is not connected to device {self._pool.device_id}; the connected devices "
-            f"are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
-        )
+    def _check_connected(self, device_id: int, devices: Container[int]) -> None:
+        if device_id not in devices:
+            raise UnknownDeviceError(
+                f"device {device_id!r} is not connected to device {self._pool.device_id}; the connected "
+                f"devices are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
+            )
 
 
 class _Move:
