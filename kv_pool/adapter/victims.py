@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -102,10 +103,7 @@ class Victims:
 
         Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
         """
-        with closing(self._order.iterate(priority)) as holders:
-            for holder in holders:
-                if holder.sequence_id not in spared and holder.sequence_id not in self._holdings.frozen:
-                    yield holder
+        return self._order.rank(priority, spared)
 
     def choose(
         self,
@@ -186,7 +184,7 @@ def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Hol
     return [by_id[one] for one in dict.fromkeys(policy.rank(infos)) if one in by_id]
 
 
-class _KeptOrder:
+class _KeptOrder(ABC):
     """What the orders of eviction have in common: queues, of which a sequence is in one or none.
 
     `_aside` has the sequences that had a pinned block when they were next, until one of their blocks is
@@ -196,6 +194,30 @@ class _KeptOrder:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
+
+    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
+        """See `Victims.rank`. Each sequence with pinned blocks is passed once since they were pinned."""
+        self._return(self._find_unpinned())
+        pins = self._holdings.pins
+        frozen = self._holdings.frozen
+        pinned: list[Holder] = []
+        try:
+            for holder in self._iterate(priority):
+                if pins.is_any_pinned(holder.blocks):
+                    pinned.append(holder)
+                elif holder.sequence_id not in spared and holder.sequence_id not in frozen:
+                    yield holder
+        finally:
+            for holder in pinned:
+                self._move(holder, self._aside)
+
+    @abstractmethod
+    def _return(self, unpinned: list[Holder]) -> None:
+        """Let sequences that were aside take their places again."""
+
+    @abstractmethod
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
 
     def remove(self, holder: Holder) -> None:
         holder.ticket = 0
@@ -254,37 +276,20 @@ class AccessOrder(_KeptOrder):
             holder.queue = None
             self.note_access(holder)
 
-    def iterate(self, priority: int) -> Generator[Holder, None, None]:
-        """Yield the sequences of at most this priority without pinned blocks, in the order of eviction.
-
-        Lower priority first; within one, the least recently accessed first. Nothing may change meanwhile.
-        Cost: O(1) for each, and once for each that has pinned blocks since they were pinned.
-        """
-        self._return_unpinned()
-        pins = self._holdings.pins
-        for number in range(priority + 1):
-            pinned: list[Holder] = []
-            holders: Iterable[Holder] = self._queues[number].values()
-            if self._returned[number]:
-                holders = merge(self._returned[number].values(), holders, key=_get_access_time)
-            try:
-                for holder in holders:
-                    if pins.is_any_pinned(holder.blocks):
-                        pinned.append(holder)
-                    else:
-                        yield holder
-            finally:
-                for holder in pinned:
-                    self._move(holder, self._aside)
-
-    def _return_unpinned(self) -> None:
-        unpinned = self._find_unpinned()
+    def _return(self, unpinned: list[Holder]) -> None:
         for holder in unpinned:
             self._move(holder, self._returned[holder.priority])
         for number in {holder.priority for holder in unpinned}:
             returned = self._returned[number]
             for holder in sorted(returned.values(), key=_get_access_time):
                 returned.move_to_end(holder.sequence_id)
+
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        for number in range(priority + 1):
+            holders: Iterable[Holder] = self._queues[number].values()
+            if self._returned[number]:
+                holders = merge(self._returned[number].values(), holders, key=_get_access_time)
+            yield from holders
 
 
 class RankedOrder(_KeptOrder):
@@ -325,13 +330,12 @@ class RankedOrder(_KeptOrder):
             holder.queue = None
             self.note_access(holder)
 
-    def iterate(self, priority: int) -> Generator[Holder, None, None]:
-        """Yield the sequences of at most this priority without pinned blocks, in the policy's order.
+    def _return(self, unpinned: list[Holder]) -> None:
+        for holder in unpinned:
+            self.note_access(holder)
 
-        Nothing may change meanwhile.
-        """
+    def _iterate(self, priority: int) -> Iterator[Holder]:
         self._settle()
-        pins = self._holdings.pins
         runs: list[Run] = []
         for number in range(priority + 1):
             for run in self._runs[number]:
@@ -339,34 +343,24 @@ class RankedOrder(_KeptOrder):
                     run.pop()
                 runs.append(run)
         next_of = {number: len(run) - 1 for number, run in enumerate(runs) if run}
-        pinned: list[Holder] = []
-        try:
-            while next_of:
-                heads = {runs[number][at][0]: number for number, at in next_of.items()}
-                first = next(iter(heads))
-                if len(heads) > 1:
-                    by_access = sorted(heads, key=_get_access_time)
-                    first = next(iter(self._rank(by_access)), first)
-                number = heads[first]
-                run, at = runs[number], next_of[number] - 1
-                while at >= 0 and run[at][0].ticket != run[at][1]:
-                    at -= 1
-                if at >= 0:
-                    next_of[number] = at
-                else:
-                    del next_of[number]
-                if pins.is_any_pinned(first.blocks):
-                    pinned.append(first)
-                else:
-                    yield first
-        finally:
-            for holder in pinned:
-                self._move(holder, self._aside)
+        while next_of:
+            heads = {runs[number][at][0]: number for number, at in next_of.items()}
+            first = next(iter(heads))
+            if len(heads) > 1:
+                by_access = sorted(heads, key=_get_access_time)
+                first = next(iter(self._rank(by_access)), first)
+            number = heads[first]
+            run, at = runs[number], next_of[number] - 1
+            while at >= 0 and run[at][0].ticket != run[at][1]:
+                at -= 1
+            if at >= 0:
+                next_of[number] = at
+            else:
+                del next_of[number]
+            yield first
 
     def _settle(self) -> None:
         """Rank the sequences that have changed."""
-        for holder in self._find_unpinned():
-            self.note_access(holder)
         if self._ranks_each_time:
             self.rebuild(self._holdings.holders.values())
         for number in range(_NUM_PRIORITIES):
