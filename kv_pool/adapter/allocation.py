@@ -93,7 +93,9 @@ class Allocation:
             contiguous = "no"  # a run would take other blocks than the cache policy chooses
         steps = self._steps[contiguous]
         reasons = list(tried)
-        taken = self._climb(steps, request, after, reasons) if self._is_enough(request) else None
+        taken = None
+        if request.num_blocks <= self._count_available(request.priority):
+            taken = self._climb(steps, request, after, reasons)
         if taken is None:
             taken = self._take_by_eviction(steps, request, after, together, reasons)
         if taken is None:
@@ -192,8 +194,9 @@ class Allocation:
         if not self._victims.has_policy:
             reasons.append(_NO_EVICTION)
             return None
+        is_enough = request.num_blocks <= self._count_available(request.priority)
         is_required = request.contiguous == "require" and request.num_blocks > 1
-        if not self._is_enough(request) and (not is_required or self._may_clear(request)):
+        if not is_enough and (not is_required or self._may_clear(request)):
             if not self._evict(request, together):
                 reasons.append("eviction (too few blocks may be evicted)")
                 return None
@@ -221,9 +224,6 @@ class Allocation:
             return False
         self._victims.evict(victims, request.sequence_id)
         return True
-
-    def _is_enough(self, request: BlockAllocationRequest) -> bool:
-        return request.num_blocks <= self._count_available(request.priority)
 
     def _may_clear(self, request: BlockAllocationRequest) -> bool:
         """Return whether moves could clear a run if enough blocks were free.

@@ -230,7 +230,7 @@ class Holdings:
         Raises:
             PinnedBlockError: a pinned block would become free. Nothing has changed.
         """
-        if self.pins:
+        if self.pins.owners:
             for block in blocks:
                 if block in self.pins and len(self.holders_of[block]) == 1:
                     raise PinnedBlockError(
@@ -259,7 +259,7 @@ class Holdings:
                 del holders_of[block]
             else:
                 holders_of[block] = tuple(one for one in holders if one is not holder)
-        if self.pins:
+        if self.pins.owners:
             self.pins.end(blocks, holder)
         if held:
             self.order.note_change(holder)
@@ -370,6 +370,7 @@ class Holdings:
         """Return the blocks. Raises InvalidBlockError for a block that no sequence holds."""
         blocks = self.block_pool.blocks
         num_blocks = len(blocks)
+        holders_of = self.holders_of
         found = []
         listed: list[BlockId] = as_list("block_ids", block_ids)
         for block_id in listed:
@@ -378,7 +379,7 @@ class Holdings:
             if not 0 < block_id < num_blocks:
                 self.find_block(block_id)
             block = blocks[block_id]
-            if block not in self.holders_of:
+            if block not in holders_of:
                 why = self.evictions.explain_id(block_id) or "Was it freed twice?"
                 raise InvalidBlockError(f"block {block_id} is held by no sequence. {why}")
             found.append(block)
@@ -424,8 +425,9 @@ class Holdings:
             raise InvalidBlockError(f"block {twice} is listed twice")
         if named is None:
             drops: dict[Holder, list[KVCacheBlock]] = {}
+            holders_of = self.holders_of
             for block in blocks:
-                drops.setdefault(self.holders_of[block][0], []).append(block)
+                drops.setdefault(holders_of[block][0], []).append(block)
         else:
             drops = {named: blocks} if blocks else {}
         if self.frozen:

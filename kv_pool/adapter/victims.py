@@ -227,7 +227,9 @@ class _KeptOrder(ABC):
 
     def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
         """Move a sequence to the end of a queue."""
-        self.remove(holder)
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
         queue[holder.sequence_id] = holder
         holder.queue = queue
 
