@@ -366,25 +366,6 @@ class Holdings:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
         return self.block_pool.blocks[block_id]
 
-    def find_held(self, block_ids: Sequence[BlockId]) -> list[KVCacheBlock]:
-        """Return the blocks. Raises InvalidBlockError for a block that no sequence holds."""
-        blocks = self.block_pool.blocks
-        num_blocks = len(blocks)
-        holders_of = self.holders_of
-        found = []
-        listed: list[BlockId] = as_list("block_ids", block_ids)
-        for block_id in listed:
-            if type(block_id) is not int:
-                block_id = BlockId(as_int("block_ids", block_id))
-            if not 0 < block_id < num_blocks:
-                self.find_block(block_id)
-            block = blocks[block_id]
-            if block not in holders_of:
-                why = self.evictions.explain_id(block_id) or "Was it freed twice?"
-                raise InvalidBlockError(f"block {block_id} is held by no sequence. {why}")
-            found.append(block)
-        return found
-
     def find_named(
         self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None
     ) -> tuple[list[KVCacheBlock], Holder | None]:
@@ -396,17 +377,27 @@ class Holdings:
             EvictedSequenceError: the named sequence was evicted. Without a name: a block was held by an
                 evicted sequence whose owner is not notified yet.
         """
-        listed = as_list("block_ids", block_ids)
-        if sequence_id is None:
-            if self.evictions:
-                self.evictions.check_ids(listed)
-            return self.find_held(listed), None
-        holder = self.find(sequence_id)
-        blocks = self.find_held(listed)
-        for block in blocks:
-            if block not in holder.blocks:
-                raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
-        return blocks, holder
+        listed: list[BlockId] = as_list("block_ids", block_ids)
+        holder = None if sequence_id is None else self.find(sequence_id)
+        if holder is None and self.evictions:
+            self.evictions.check_ids(listed)
+        blocks = self.block_pool.blocks
+        num_blocks = len(blocks)
+        holders_of = self.holders_of
+        found = []
+        for block_id in listed:
+            if type(block_id) is not int:
+                block_id = BlockId(as_int("block_ids", block_id))
+            if not 0 < block_id < num_blocks:
+                self.find_block(block_id)
+            block = blocks[block_id]
+            if block not in holders_of:
+                why = self.evictions.explain_id(block_id) or "Was it freed twice?"
+                raise InvalidBlockError(f"block {block_id} is held by no sequence. {why}")
+            if holder is not None and block not in holder.blocks:
+                raise InvalidBlockError(f"block {block_id} is not held by sequence {sequence_id}")
+            found.append(block)
+        return found, holder
 
     def find_drops(
         self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None
@@ -418,11 +409,10 @@ class Holdings:
             EvictedSequenceError: as `find_named`.
             FrozenSequenceError: a migration has frozen one of the sequences.
         """
-        listed = as_list("block_ids", block_ids)
-        blocks, named = self.find_named(listed, sequence_id)
-        if len(set(listed)) != len(listed):
-            twice = next(block_id for at, block_id in enumerate(listed) if block_id in listed[:at])
-            raise InvalidBlockError(f"block {twice} is listed twice")
+        blocks, named = self.find_named(block_ids, sequence_id)
+        if len(set(blocks)) != len(blocks):
+            twice = next(block for at, block in enumerate(blocks) if block in blocks[:at])
+            raise InvalidBlockError(f"block {twice.block_id} is listed twice")
         if named is None:
             drops: dict[Holder, list[KVCacheBlock]] = {}
             holders_of = self.holders_of
