@@ -13,6 +13,7 @@ from measuring import find_cpu_model
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId
+from kv_pool.adapter.allocation import as_request
 
 NUM_REQUESTS = 100
 REQUEST_BLOCKS = 10
@@ -22,11 +23,13 @@ class UntimedPool(GPUKVPool):
     """The same calls without timing."""
 
     def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
-        return [block.block_id for block in self._allocate(request)]
+        request = as_request(request)
+        with self.lock:
+            return [block.block_id for block in self._append(request)]
 
     def free(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         with self.lock:
-            self._drop(*self.holdings.find_drops(block_ids, sequence_id))
+            self.holdings.drop(*self.holdings.find_drops(block_ids, sequence_id))
 
 
 class UntimedAgain(UntimedPool):

@@ -12,8 +12,8 @@ from kv_pool.adapter.victims import LRUEviction as LRUEviction
 from kv_pool.adapter.victims import SequenceInfo as SequenceInfo
 from kv_pool.adapter.device_pools import DevicePools as DevicePools
 from kv_pool.adapter.migration_hook import MigrationHook as MigrationHook
-from kv_pool.adapter.migration_manager import KVPoolMigrationManager as KVPoolMigrationManager
-from kv_pool.adapter.migration_manager import RemoteMigration as RemoteMigration
+from kv_pool.adapter.migration_hook import KVPoolMigrationManager as KVPoolMigrationManager
+from kv_pool.adapter.migration_hook import RemoteMigration as RemoteMigration
 from kv_pool.adapter.pool_sequences import PoolSequences as PoolSequences
 from kv_pool.errors import PoolExhaustedError as PoolExhaustedError
 from kv_pool.errors import UnknownSequenceError as UnknownSequenceError

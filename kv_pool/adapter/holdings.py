@@ -1,12 +1,13 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which sequences are frozen."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
-from kv_pool.adapter.access_order import AccessOrder
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
 from kv_pool.adapter.evictions import Evictions
-from kv_pool.adapter.holder import Holder
-from kv_pool.adapter.pins import Pins
-from kv_pool.adapter.ranked_order import RankedOrder
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -15,15 +16,153 @@ from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
     InvalidBlockError,
+    PinLimitError,
     PinnedBlockError,
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockId, GroupId, RequestId, SequenceId
-from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.protocol import HIGH, NORMAL, URGENT
+
+if TYPE_CHECKING:
+    from kv_pool.manager.retention.block_retention import BlockRetention
 
 _RETENTION = {HIGH: 65, URGENT: 95}
 """Retention priorities of the blocks of HIGH and URGENT sequences; see `RetentionDirective`."""
+
+
+@dataclass(eq=False, slots=True)
+class Holder:
+    """A sequence and the distinct blocks that it holds, in the order of its tokens.
+
+    Attributes:
+        queue, ticket: its place in the order of evictions.
+    """
+
+    sequence_id: SequenceId
+    priority: int
+    last_access_time: float
+    blocks: dict[KVCacheBlock, None] = field(default_factory=dict)
+    queue: OrderedDict[SequenceId, Holder] | None = None
+    ticket: int = 0
+
+
+class EvictionOrder(Protocol):
+    """The order in which sequences are evicted, as `Holdings` keeps it up to date; see `Victims`."""
+
+    def note_access(self, holder: Holder) -> None:
+        """Record that a sequence was accessed, or is new. O(1)."""
+
+    def note_change(self, holder: Holder) -> None:
+        """Record that a sequence has other blocks. O(1)."""
+
+    def remove(self, holder: Holder) -> None:
+        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        """Start again with these sequences, least recently accessed first."""
+
+
+class Pins:
+    """The pinned blocks, by whom each is pinned; one hold keeps them all in place.
+
+    Attributes:
+        owners: per pinned block, its number of pins in the name of each sequence, and of None.
+        hold: holds each pinned block.
+        unpinned: blocks that lost their last pin; the order of evictions takes them out.
+
+    Args:
+        limit: how many blocks may be pinned at once, None for all; a block pinned twice counts once.
+    """
+
+    def __init__(self, block_pool: RunBlockPool, limit: int | None) -> None:
+        self.limit = limit
+        self._pool = block_pool
+        self.owners: dict[KVCacheBlock, dict[Holder | None, int]] = {}
+        self.hold = block_pool.holds.open([], "pinned")
+        self.unpinned: dict[KVCacheBlock, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        return block in self.owners
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """How many blocks may be pinned at once."""
+        return len(self._pool.blocks) - 1 if self.limit is None else self.limit
+
+    def check_room(self, num_blocks: int) -> None:
+        """Raise PinLimitError unless `num_blocks` more may be pinned."""
+        if len(self) + num_blocks > self.max_pinned_blocks:
+            raise PinLimitError(
+                f"{len(self)} blocks are pinned; {num_blocks} more would exceed the limit of "
+                f"{self.max_pinned_blocks}. Unpin others, or raise max_pinned_blocks."
+            )
+
+    def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None = None) -> None:
+        """Add one pin to each block, in the name of a sequence that holds them, if one is given.
+
+        A block's pins in the name of a sequence end when the sequence releases the block.
+        Raises PinLimitError with nothing changed.
+        """
+        added = [block for block in dict.fromkeys(blocks) if block not in self.owners]
+        self.check_room(len(added))
+        pool = self._pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        pool.holds.take_references(self.hold, added)
+        for block in blocks:
+            counts = self.owners.setdefault(block, {})
+            counts[holder] = counts.get(holder, 0) + 1
+        pool.is_changing = was_changing
+
+    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None = None) -> None:
+        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
+
+        Raises:
+            InvalidBlockError: a block has fewer pins than that. Nothing has changed.
+        """
+        for block, count in Counter(blocks).items():
+            if count > sum(self.owners.get(block, {}).values()):
+                raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
+        was_changing = self._pool.is_changing
+        self._pool.is_changing = True
+        for block in blocks:
+            counts = self.owners[block]
+            owner = next((one for one in (holder, None) if one in counts), next(iter(counts)))
+            counts[owner] -= 1
+            self._end(block, owner, counts[owner])
+        self._pool.is_changing = was_changing
+
+    def end(self, blocks: Iterable[KVCacheBlock], holder: Holder) -> None:
+        """Remove the pins in the name of a sequence that releases these blocks, as part of a larger call."""
+        for block in blocks:
+            if holder in self.owners.get(block, ()):
+                self._end(block, holder, 0)
+
+    def _end(self, block: KVCacheBlock, owner: Holder | None, num_left: int) -> None:
+        """Forget the owner if no pins are left in its name, and unpin the block if none are left at all."""
+        if not num_left:
+            del self.owners[block][owner]
+        if not self.owners[block]:
+            del self.owners[block]
+            self.unpinned[block] = None
+            self._pool.holds.drop_references(self.hold, [block])
+
+    def repair(self, holders_of: Mapping[KVCacheBlock, Collection[Holder]]) -> None:
+        """Keep the pins of held blocks, before the pool counts its references again."""
+        for block, counts in list(self.owners.items()):
+            names = (None, *holders_of[block]) if block in holders_of else ()
+            left = {owner: count for owner, count in counts.items() if count and owner in names}
+            if left:
+                self.owners[block] = left
+            else:
+                del self.owners[block]
+        self.hold.forget(self.owners)
+
+    def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        return bool(self.owners) and not self.owners.keys().isdisjoint(blocks)
 
 
 class Holdings:
@@ -31,19 +170,20 @@ class Holdings:
 
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
-        order: the same by priority, for evictions.
-        first_holders: per block, the sequence that has held it longest.
-        later_holders: per block, its other holders, oldest first; only for blocks that have some.
+        holders_of: per block, the sequences that hold it, the one that has held it longest first.
+        order: the same sequences by priority, for evictions; `Victims` sets it.
         evictions: evicted sequences; none of them is in `holders`.
         retention: which cached blocks are kept longer than others; None until it is first needed.
         frozen: frozen sequence -> reason: it cannot be changed, freed, shared or pinned until its migration
             ends. Only a `PoolSite` changes this.
     """
 
+    order: EvictionOrder
+
     def __init__(
         self,
         block_pool: RunBlockPool,
-        pins: Pins,
+        max_pinned_blocks: int | None,
         clock: Callable[[], float],
         device_id: int,
     ) -> None:
@@ -51,39 +191,25 @@ class Holdings:
         self.retention: BlockRetention | None = None
         self._clock = clock
         self._device_id = device_id
-        self.pins = pins
+        self.pins = Pins(block_pool, max_pinned_blocks)
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
-        self.order: AccessOrder | RankedOrder = AccessOrder(pins, self.list_holders)
-        self.first_holders: dict[KVCacheBlock, Holder] = {}
-        self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
+        self.holders_of: dict[KVCacheBlock, tuple[Holder, ...]] = {}
         self.frozen: dict[SequenceId, str] = {}
         self.evictions = Evictions()
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks with references, as part of a larger call."""
-        first_holders = self.first_holders
-        added = dict.fromkeys(blocks, holder)
-        later_holders = self.later_holders
-        if later_holders or not first_holders.keys().isdisjoint(added):
-            for block in blocks:
-                if block in first_holders:
-                    if block in later_holders:
-                        later_holders[block].append(holder)
-                    else:
-                        later_holders[block] = [holder]
-                    del added[block]
-        first_holders |= added
+        holders_of = self.holders_of
+        added: dict[KVCacheBlock, tuple[Holder, ...]] = dict.fromkeys(blocks, (holder,))
+        if not holders_of.keys().isdisjoint(added):
+            added = {block: (*holders_of.get(block, ()), holder) for block in blocks}
+        holders_of |= added
         if holder.blocks:
             holder.blocks |= dict.fromkeys(blocks)
         else:
             holder.blocks = dict.fromkeys(blocks)
         self.note_access(holder)
-
-    def hold_arrived(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Enter the sequence as a holder of migrated blocks, as part of a larger call."""
-        self.evictions.forget(holder.sequence_id)
-        self.hold(holder, blocks)
 
     def note_access(self, holder: Holder) -> None:
         """Mark the sequence as the most recently used: move it to the end of `holders`."""
@@ -104,11 +230,9 @@ class Holdings:
         Raises:
             PinnedBlockError: a pinned block would become free. Nothing has changed.
         """
-        first_holders = self.first_holders
-        later_holders = self.later_holders
-        if self.pins:
+        if self.pins.owners:
             for block in blocks:
-                if block in self.pins and block not in later_holders:
+                if block in self.pins and len(self.holders_of[block]) == 1:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and no other sequence holds it; unpin it first"
                     )
@@ -121,52 +245,27 @@ class Holdings:
         # Tail first, so that the head of a prefix stays cached longest.
         free_listed(pool, blocks[::-1])
         for holder, own in by_holder.items():
-            if later_holders:
-                for block in own:
-                    self.part(holder, block)
-                continue
-            held = holder.blocks
-            for block in own:
-                del held[block], first_holders[block]
-            if not held:
-                del self.holders[holder.sequence_id]
-                self.order.remove(holder)
-            else:
-                self.order.note_change(holder)
+            self.part(holder, own)
         pool.is_changing = was_changing
 
-    def pin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
-        """Add one pin to each block, in the name of a sequence that holds them, if one is given.
-
-        A block's pins in the name of a sequence end when the sequence releases the block.
-        Raises PinLimitError with nothing changed.
-        """
-        own: dict[KVCacheBlock, int] = {}
-        if holder is not None:
-            own |= holder.pins or {}
-            for block in blocks:
-                own[block] = own.get(block, 0) + 1
-        self.pins.pin(blocks)
-        if holder is not None:
-            holder.pins = own
-
-    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None) -> None:
-        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
-
-        Raises InvalidBlockError with nothing changed.
-        """
-        self.pins.unpin(blocks)
-        self.block_pool.is_changing = True
+    def part(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
+        """Remove a sequence from the holders of these blocks, as part of a larger call."""
+        held = holder.blocks
+        holders_of = self.holders_of
         for block in blocks:
-            owners = [one for one in self.list_holders(block) if one.pins is not None and block in one.pins]
-            num_named = sum(one.pins[block] for one in owners if one.pins is not None)
-            if holder in owners or num_named > self.pins.counts.get(block, 0):
-                own = holder.pins if holder is not None and holder in owners else owners[0].pins
-                assert own is not None
-                own[block] -= 1
-                if not own[block]:
-                    del own[block]
-        self.block_pool.is_changing = False
+            del held[block]
+            holders = holders_of[block]
+            if len(holders) == 1:
+                del holders_of[block]
+            else:
+                holders_of[block] = tuple(one for one in holders if one is not holder)
+        if self.pins.owners:
+            self.pins.end(blocks, holder)
+        if held:
+            self.order.note_change(holder)
+        else:
+            self.holders.pop(holder.sequence_id, None)
+            self.order.remove(holder)
 
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
@@ -193,6 +292,8 @@ class Holdings:
     def open_retention(self) -> BlockRetention:
         """Return the retention of the pool; the first call creates it."""
         if self.retention is None:
+            from kv_pool.manager.retention.block_retention import BlockRetention
+
             self.retention = BlockRetention(self.block_pool, self._clock, self.pins.max_pinned_blocks)
         return self.retention
 
@@ -201,29 +302,6 @@ class Holdings:
         return self.retention is not None and self.retention.will_pin(
             RequestId(str(holder.sequence_id)), GroupId(0), position, block
         )
-
-    def part(self, holder: Holder, block: KVCacheBlock) -> None:
-        """Remove a sequence from a block's holders, as part of a larger call."""
-        holder.blocks.pop(block, None)
-        if holder.pins:
-            num_pins = holder.pins.pop(block, 0)
-            if num_pins:
-                self.pins.unpin([block] * num_pins)
-        if not holder.blocks:
-            self.holders.pop(holder.sequence_id, None)
-            self.order.remove(holder)
-        else:
-            self.order.note_change(holder)
-        later = self.later_holders.get(block)
-        if self.first_holders.get(block) is holder:
-            if later:
-                self.first_holders[block] = later.pop(0)
-            else:
-                del self.first_holders[block]
-        elif later and holder in later:
-            later.remove(holder)
-        if later is not None and not later:
-            del self.later_holders[block]
 
     def repair(self) -> list[KVCacheBlock]:
         """Make all records agree with the blocks of each sequence, before the pool counts references again.
@@ -237,22 +315,12 @@ class Holdings:
                 del self.holders[holder.sequence_id]
             for block in holder.blocks:
                 holders_of.setdefault(block, []).append(holder)
-        for block, holders in holders_of.items():
-            known = [holder for holder in self.list_holders(block) if holder in holders]
-            holders[:] = dict.fromkeys(known + holders)  # the longest holder stays first
-        first_holders = {block: holders[0] for block, holders in holders_of.items()}
-        later_holders = {block: holders[1:] for block, holders in holders_of.items() if len(holders) > 1}
-        self.first_holders, self.later_holders = first_holders, later_holders
-        self.pins.repair(first_holders)
-        num_left = dict(self.pins.counts)
-        for holder in self.holders.values():
-            own: dict[KVCacheBlock, int] = {}
-            for block, count in (holder.pins or {}).items():
-                num_own = min(count, num_left.get(block, 0)) if block in holder.blocks else 0
-                if num_own:
-                    own[block] = num_own
-                    num_left[block] -= num_own
-            holder.pins = own
+        known = self.holders_of
+        self.holders_of = {  # the longest holder stays first
+            block: tuple(dict.fromkeys([one for one in known.get(block, ()) if one in holders] + holders))
+            for block, holders in holders_of.items()
+        }
+        self.pins.repair(self.holders_of)
         self.evictions.repair(self.holders)
         self.order.rebuild(self.holders.values())
         return [block for holder in self.holders.values() for block in holder.blocks]
@@ -298,30 +366,6 @@ class Holdings:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
         return self.block_pool.blocks[block_id]
 
-    def list_holders(self, block: KVCacheBlock) -> list[Holder]:
-        """Return the sequences that hold a block, the one that has held it longest first."""
-        first = self.first_holders.get(block)
-        return [] if first is None else [first, *self.later_holders.get(block, ())]
-
-    def find_held(self, block_ids: Sequence[BlockId]) -> list[KVCacheBlock]:
-        """Return the blocks. Raises InvalidBlockError for a block that no sequence holds."""
-        blocks = self.block_pool.blocks
-        first_holders = self.first_holders
-        num_blocks = len(blocks)
-        found = []
-        listed: list[BlockId] = as_list("block_ids", block_ids)
-        for block_id in listed:
-            if type(block_id) is not int:
-                block_id = BlockId(as_int("block_ids", block_id))
-            if not 0 < block_id < num_blocks:
-                self.find_block(block_id)
-            block = blocks[block_id]
-            if block not in first_holders:
-                why = self.evictions.explain_id(block_id) or "Was it freed twice?"
-                raise InvalidBlockError(f"block {block_id} is held by no sequence. {why}")
-            found.append(block)
-        return found
-
     def find_named(
         self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None
     ) -> tuple[list[KVCacheBlock], Holder | None]:
@@ -333,17 +377,27 @@ class Holdings:
             EvictedSequenceError: the named sequence was evicted. Without a name: a block was held by an
                 evicted sequence whose owner is not notified yet.
         """
-        listed = as_list("block_ids", block_ids)
-        if sequence_id is None:
-            if self.evictions:
-                self.evictions.check_ids(listed)
-            return self.find_held(listed), None
-        holder = self.find(sequence_id)
-        blocks = self.find_held(listed)
-        for block in blocks:
-            if block not in holder.blocks:
-                raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
-        return blocks, holder
+        listed: list[BlockId] = as_list("block_ids", block_ids)
+        holder = None if sequence_id is None else self.find(sequence_id)
+        if holder is None and self.evictions:
+            self.evictions.check_ids(listed)
+        blocks = self.block_pool.blocks
+        num_blocks = len(blocks)
+        holders_of = self.holders_of
+        found = []
+        for block_id in listed:
+            if type(block_id) is not int:
+                block_id = BlockId(as_int("block_ids", block_id))
+            if not 0 < block_id < num_blocks:
+                self.find_block(block_id)
+            block = blocks[block_id]
+            if block not in holders_of:
+                why = self.evictions.explain_id(block_id) or "Was it freed twice?"
+                raise InvalidBlockError(f"block {block_id} is held by no sequence. {why}")
+            if holder is not None and block not in holder.blocks:
+                raise InvalidBlockError(f"block {block_id} is not held by sequence {sequence_id}")
+            found.append(block)
+        return found, holder
 
     def find_drops(
         self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None
@@ -355,15 +409,15 @@ class Holdings:
             EvictedSequenceError: as `find_named`.
             FrozenSequenceError: a migration has frozen one of the sequences.
         """
-        listed = as_list("block_ids", block_ids)
-        blocks, named = self.find_named(listed, sequence_id)
-        if len(set(listed)) != len(listed):
-            twice = next(block_id for at, block_id in enumerate(listed) if block_id in listed[:at])
-            raise InvalidBlockError(f"block {twice} is listed twice")
+        blocks, named = self.find_named(block_ids, sequence_id)
+        if len(set(blocks)) != len(blocks):
+            twice = next(block for at, block in enumerate(blocks) if block in blocks[:at])
+            raise InvalidBlockError(f"block {twice.block_id} is listed twice")
         if named is None:
             drops: dict[Holder, list[KVCacheBlock]] = {}
+            holders_of = self.holders_of
             for block in blocks:
-                drops.setdefault(self.first_holders[block], []).append(block)
+                drops.setdefault(holders_of[block][0], []).append(block)
         else:
             drops = {named: blocks} if blocks else {}
         if self.frozen:
@@ -375,8 +429,13 @@ class Holdings:
         """Raise FrozenSequenceError if a migration has frozen a sequence that holds one of these blocks."""
         if self.frozen:
             for block in blocks:
-                for holder in self.list_holders(block):
+                for holder in self.holders_of.get(block, ()):
                     self.check_usable(holder.sequence_id)
+
+
+def import_retention() -> None:
+    """Import what `Holdings.open_retention` needs. Call it first without the pool's lock: it takes long."""
+    import kv_pool.manager.retention.block_retention  # noqa: F401
 
 
 def as_sequence_id(name: str, sequence_id: SequenceId) -> SequenceId:

@@ -1,11 +1,11 @@
 """The numbered invariants of a `GPUKVPool`, with a check for each; extends `contiguous/invariants.py`.
 
     A1  every sequence in `holders` is stored under its own id and holds at least one block
-    A2  first_holders[b] and later_holders[b] are the sequences whose blocks include b; no list is empty
+    A2  holders_of[b] are the sequences whose blocks include b, if there are any
     A3  a held block belongs to this pool, is not null, and is in use
     A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
     A5  every pinned block is held by a sequence and by the pins' hold; at most `max_pinned_blocks` are
-        pinned;  a block has no more pins in the names of sequences than pins, and these sequences hold it
+        pinned; a sequence in whose name a block is pinned holds it
     A6  a storage has at least as many blocks as the block pool
     A7  no evicted sequence is in `holders`
 
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import Holder
 from kv_pool.contiguous import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError
@@ -53,13 +53,9 @@ def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
     for sequence_id in holdings.evictions.list_sequences():
         if sequence_id in holdings.holders:
             raise CorruptedPoolError(f"A7: sequence {sequence_id} was evicted and holds blocks")
-    for block in {*found, *holdings.first_holders, *holdings.later_holders}:
-        booked = [*holdings.later_holders.get(block, ())]
-        if block in holdings.later_holders and not booked:
-            raise CorruptedPoolError(f"A2: block {block.block_id} has an empty list of later holders")
-        if block in holdings.first_holders:
-            booked.append(holdings.first_holders[block])
-        if Counter(map(id, booked)) != Counter(map(id, found.get(block, ()))):
+    for block in {*found, *holdings.holders_of}:
+        booked = holdings.holders_of.get(block, ())
+        if not booked or Counter(map(id, booked)) != Counter(map(id, found.get(block, ()))):
             raise CorruptedPoolError(
                 f"A2: block {block.block_id} has the holders {_list_ids(booked)} and is among the blocks of "
                 f"{_list_ids(found.get(block, []))}"
@@ -88,24 +84,20 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
             f"A5: {len(holdings.pins)} blocks are pinned, at most {holdings.pins.max_pinned_blocks} may be"
         )
     for block in pool.block_pool.blocks:
-        if block in holdings.pins and block not in holdings.first_holders:
+        if block in holdings.pins and block not in holdings.holders_of:
             raise CorruptedPoolError(f"A5: block {block.block_id} is pinned and held by no sequence")
-    if set(holdings.pins.hold.blocks) != set(holdings.pins.counts):
+    if set(holdings.pins.hold.blocks) != set(holdings.pins.owners):
         raise CorruptedPoolError(
             f"A5: {len(holdings.pins)} blocks are pinned, {len(holdings.pins.hold.blocks)} are in their hold"
         )
-    named: Counter[KVCacheBlock] = Counter()
-    for holder in holdings.holders.values():
-        for block, count in (holder.pins or {}).items():
-            named[block] += count
-            if block not in holder.blocks or named[block] > holdings.pins.counts.get(block, 0):
-                raise CorruptedPoolError(
-                    f"A5: block {block.block_id} has pins of sequence {holder.sequence_id} that do not exist"
-                )
+    for block, counts in holdings.pins.owners.items():
+        names = {*counts} - {None, *holdings.holders_of.get(block, ())}
+        if names or min(counts.values(), default=0) < 1:
+            raise CorruptedPoolError(f"A5: block {block.block_id} has pins of sequences that do not hold it")
     num_blocks = pool.block_pool.num_gpu_blocks
     if pool.storage is not None and pool.storage.num_blocks < num_blocks:
         raise CorruptedPoolError(f"A6: a storage of {pool.storage.num_blocks} blocks for {num_blocks}")
 
 
-def _list_ids(holders: list[Holder]) -> list[SequenceId]:
+def _list_ids(holders: Iterable[Holder]) -> list[SequenceId]:
     return sorted(holder.sequence_id for holder in holders)

@@ -1,27 +1,29 @@
-"""`PoolSequences`: the sequences of a `GPUKVPool`, for a `PoolSite` to migrate."""
+"""The sequences of a `GPUKVPool` in migrations (`PoolSequences`), and the ways out (`MigrationRoutes`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kv_pool.adapter.holder import Holder
-from kv_pool.adapter.holdings import Holdings, as_new_id
+from kv_pool.adapter.holdings import Holder, Holdings, as_new_id
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.taking import take, touch_listed
-from kv_pool.errors import InvalidArgumentError, PinnedBlockError
+from kv_pool.errors import InvalidArgumentError, PinnedBlockError, UnknownDeviceError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, BlockMove, NodeName, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
+from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.site import Reservation
+from kv_pool.migration.subjects import BlocksSubject, SequenceSubject, Subject
 from kv_pool.protocol import NORMAL, URGENT
 
-if TYPE_CHECKING:  # at run time only a pool with a storage imports it
+if TYPE_CHECKING:  # at run time only a pool with a storage or a migrator imports them
+    from kv_pool.migration.migrator import Migrator
     from kv_pool.storage.block_storage import BlockStorage
 
 _decoder = msgspec.msgpack.Decoder(dict[SequenceId, int])
@@ -91,8 +93,8 @@ class PoolSequences:
         return [list(self._holdings.find(sequence_id).blocks)]
 
     def find_holder(self, block: KVCacheBlock) -> SequenceId | None:
-        holder = self._holdings.first_holders.get(block)
-        return None if holder is None else holder.sequence_id
+        holders = self._holdings.holders_of.get(block)
+        return None if holders is None else holders[0].sequence_id
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         return [self.pool.find_cached_prefix(block_hashes, len(block_hashes))]
@@ -143,10 +145,15 @@ class PoolSequences:
     def make_join(
         self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
-        holder = self._holdings.holders.get(sequence_id)
-        if holder is None:
-            holder = Holder(sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time())
-        return partial(self._holdings.hold_arrived, holder, blocks), [blocks]
+        joining = self._holdings.holders.get(sequence_id) or Holder(
+            sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time()
+        )
+
+        def join() -> None:
+            self._holdings.evictions.forget(sequence_id)
+            self._holdings.hold(joining, blocks)
+
+        return join, [blocks]
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -160,14 +167,185 @@ class PoolSequences:
         return True
 
     def free(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
-        holder = self._holdings.holders.get(sequence_id)
-        if holder is not None:
-            left = [block for row in rows for block in row if block in holder.blocks]
-            if left:
-                self._holdings.drop(left, {holder: left})
+        for holder, blocks in self._list_held(sequence_id, rows):
+            self._holdings.drop(blocks, {holder: blocks})
 
     def forget(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
+        for holder, blocks in self._list_held(sequence_id, rows):
+            self._holdings.part(holder, blocks)
+
+    def _list_held(
+        self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]
+    ) -> list[tuple[Holder, list[KVCacheBlock]]]:
+        """Return the sequence with those of the blocks that it still holds; [] if there are none."""
         holder = self._holdings.holders.get(sequence_id)
-        if holder is not None:
-            for block in [block for row in rows for block in row]:
-                self._holdings.part(holder, block)
+        if holder is None:
+            return []
+        held = [block for row in rows for block in row if block in holder.blocks]
+        return [(holder, held)] if held else []
+
+
+class MigrationRoutes:
+    """The connected pools of this process, and the nodes attached as devices."""
+
+    def __init__(self, pool: SitePool) -> None:
+        self._pool = pool
+        self._site: PoolSite | None = None
+        self._peers: dict[int, MigrationRoutes] = {}
+        self._nodes: dict[int, tuple[Migrator, NodeName]] = {}
+        self._moves: list[_Move] = []  # those that have not ended: a pool of theirs was interrupted
+
+    def connect(self, peer: MigrationRoutes) -> None:
+        """Connect to the pool of these routes. See `GPUKVPool.connect`."""
+        for here, other in ((self, peer), (peer, self)):
+            device_id = other._pool.device_id
+            known = here._peers.get(device_id, other)
+            if device_id == here._pool.device_id or known is not other or device_id in here._nodes:
+                raise InvalidArgumentError(f"device {device_id} is already connected")
+        here_size, there_size = self._pool.block_size, peer._pool.block_size
+        if there_size != here_size:
+            raise InvalidArgumentError(f"the block size is {here_size} here and {there_size} at the peer")
+        self._peers[peer._pool.device_id] = peer
+        peer._peers[self._pool.device_id] = self
+
+    def attach(self, migrator: Migrator, devices: dict[int, NodeName]) -> None:
+        """See `GPUKVPool.attach`."""
+        for device_id in devices:
+            if device_id == self._pool.device_id or device_id in self._peers:
+                raise InvalidArgumentError(f"device {device_id} is already connected")
+        self._nodes.update({device_id: (migrator, name) for device_id, name in devices.items()})
+
+    def get_node(self, device_id: int) -> NodeName:
+        """Return the name of the node attached as this device. Raises UnknownDeviceError."""
+        self._check_connected(device_id, self._nodes)
+        return self._nodes[device_id][1]
+
+    def count_free(self) -> dict[int, int]:
+        """See `GPUKVPool.count_free_elsewhere`."""
+        return {device_id: peer._pool.count_available(NORMAL) for device_id, peer in self._peers.items()}
+
+    def migrate(self, block_ids: Sequence[BlockId], device_id: int) -> list[BlockId]:
+        """See `GPUKVPool.migrate_blocks`."""
+        self._check_connected(device_id, {*self._peers, *self._nodes})
+        with self._pool.lock:
+            blocks, _ = self._pool.holdings.find_named(block_ids, None)
+            subject = BlocksSubject(tuple(block_ids), tuple(block.generation for block in blocks))
+        if not block_ids and device_id in self._nodes:
+            return []
+        return self._move(subject, device_id)[1]
+
+    def migrate_sequence(
+        self, sequence_id: SequenceId, device_id: int
+    ) -> tuple[list[BlockId], list[BlockId]]:
+        """See `GPUKVPool.migrate_sequence`."""
+        self._check_connected(device_id, {*self._peers, *self._nodes})
+        return self._move(SequenceSubject(sequence_id), device_id)
+
+    def _move(self, subject: Subject, device_id: int) -> tuple[list[BlockId], list[BlockId]]:
+        """Move blocks to a pool or a node; return their old and new ids."""
+        if device_id in self._nodes:
+            migrator, name = self._nodes[device_id]
+            migration = migrator.migrate(subject, name)
+            new_ids = migration.wait()
+            return migration.old_ids, new_ids
+        peer = self._peers[device_id]
+        with self._lock_both(peer):
+            move = _Move(self.open_site(), peer.open_site(), subject, NodeName(f"device {device_id}"))
+            self._moves.append(move)
+            try:
+                return move.run()
+            finally:
+                try:
+                    self._end_moves()
+                except BaseException:
+                    move.mark_interrupted()
+                    raise
+
+    def repair(self) -> None:
+        """End the moves from and to this pool that were interrupted, as far as both pools are whole."""
+        for peer in self._peers.values():
+            with self._lock_both(peer):
+                self._end_moves()
+                peer._end_moves()
+
+    def _end_moves(self) -> None:
+        for move in self._moves.copy():
+            if move.is_whole():
+                move.end()
+                self._moves.remove(move)
+
+    def _lock_both(self, peer: MigrationRoutes) -> ExitStack:
+        """Lock both pools, always in the same order, so that two migrations cannot deadlock."""
+        with ExitStack() as locks:
+            for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
+                locks.enter_context(pool.lock)
+            return locks.pop_all()
+
+    def open_site(self) -> PoolSite:
+        """Return the site that migrates blocks within this process; the first call creates it."""
+        if self._site is None:
+            self._site = PoolSite(PoolSequences(self._pool))
+        return self._site
+
+    def _check_connected(self, device_id: int, devices: Container[int]) -> None:
+        if device_id not in devices:
+            raise UnknownDeviceError(
+                f"device {device_id!r} is not connected to device {self._pool.device_id}; the connected "
+                f"devices are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
+            )
+
+
+class _Move:
+    """A move of blocks between two pools of this process. The caller holds both locks."""
+
+    def __init__(self, source: PoolSite, target: PoolSite, subject: Subject, target_name: NodeName) -> None:
+        self.source = source
+        self.target = target
+        self.subject = subject
+        self.target_name = target_name
+        self._reservation: Reservation | None = None
+        self._is_undone = False
+
+    def is_whole(self) -> bool:
+        """Return False if a call of one of the pools was interrupted."""
+        return not (self.source.pool.is_changing or self.target.pool.is_changing)
+
+    def mark_interrupted(self) -> None:
+        """Let both pools refuse calls until `repair`, since the move is neither done nor undone."""
+        self.source.pool.is_changing = True
+        self.target.pool.is_changing = True
+
+    def run(self) -> tuple[list[BlockId], list[BlockId]]:
+        """Copy the blocks and pass them to the target. `end` does the rest, whether this raises or not.
+
+        Returns:
+            The block ids at the source and at the target.
+        Raises:
+            As `GPUKVPool.migrate_blocks`.
+        """
+        source, target = self.source, self.target
+        selection = source.select(self.subject, for_move=True)
+        old_ids = [block.block_id for block in selection.blocks]
+        reservation = target.reserve(self.subject, selection.offered, selection.state)
+        self._reservation = reservation
+        new_ids = [block.block_id for block in reservation.blocks]
+        moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
+        source.storage.copy_to(target.storage, moves)
+        # The old blocks may be reused as soon as this returns, by work on other streams.
+        target.storage.synchronize()
+        source.freeze(self.subject)
+        target.insert(reservation)
+        target.adopt(reservation)
+        return old_ids, new_ids
+
+    def end(self) -> None:
+        """Release the subject at the source if the target has adopted it, else undo the move. Repeatable."""
+        reservation = self._reservation
+        if reservation is None:
+            return
+        if reservation.is_ended and not self._is_undone:
+            self.source.release(self.subject, self.target_name)
+        else:
+            self._is_undone = True
+            self.target.release_reservation(reservation)
+            self.source.thaw(self.subject)

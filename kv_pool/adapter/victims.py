@@ -1,17 +1,27 @@
 """`Victims`: chooses and evicts sequences when too few blocks are free, by an `EvictionPolicy`."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from heapq import merge
 from typing import Protocol
 
-from kv_pool.adapter.holder import Holder
-from kv_pool.adapter.holdings import Holdings
-from kv_pool.adapter.ranked_order import RankedOrder
+from kv_pool.adapter.holdings import Holder, Holdings
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId, SequenceId
 from kv_pool.protocol import NO_SEQUENCE, Eviction
+
+_NUM_PRIORITIES = 3
+
+Rank = Callable[[Sequence[Holder]], list[Holder]]
+"""Returns the sequences in the order of a policy, without those that it leaves out."""
+Run = list[tuple[Holder, int]]
+"""Ranked sequences, last first, with their tickets: an entry with an old ticket has changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,6 @@ class Victims:
     Attributes:
         has_policy: whether a policy was given.
         num_evicted: number of sequences evicted so far.
-        together: sequences of the current batch; none of them is evicted for another.
     """
 
     def __init__(
@@ -81,57 +90,47 @@ class Victims:
     ) -> None:
         self._holdings = holdings
         self.has_policy = policy is not None
+        self._order: AccessOrder | RankedOrder = AccessOrder(holdings)
         if policy is not None and type(policy) is not LRUEviction:
             ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
-            holdings.order = RankedOrder(
-                holdings.pins,
-                holdings.list_holders,
-                holdings.holders,
-                partial(rank_holders, policy),
-                ranks_each_time,
-            )
+            self._order = RankedOrder(holdings, partial(_rank_holders, policy), ranks_each_time)
+        holdings.order = self._order
         self._on_evicted = on_evicted
         self.num_evicted = 0
-        self.together: frozenset[SequenceId] = frozenset()
 
-    def rank(self, priority: int, sequence_id: SequenceId | None) -> Generator[Holder, None, None]:
-        """Yield the sequences that may be evicted for this one, in the policy's order. Change none meanwhile.
+    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
+        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
 
-        Excludes sequences of higher priority, with a pinned block, or frozen by a migration.
+        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
         """
-        with closing(self._holdings.order.iterate(priority)) as holders:
-            for holder in holders:
-                if (
-                    holder.sequence_id != sequence_id
-                    and holder.sequence_id not in self.together
-                    and holder.sequence_id not in self._holdings.frozen
-                ):
-                    yield holder
+        return self._order.rank(priority, spared)
 
     def choose(
         self,
         priority: int,
-        sequence_id: SequenceId | None,
+        spared: Collection[SequenceId],
         num_blocks: int,
         has_run: Callable[[list[BlockId]], bool] | None = None,
     ) -> list[Holder] | None:
         """Return the first sequences in the policy's order that free `num_blocks`; None if all do not.
 
         Args:
+            priority: sequences of higher priority are not evicted.
+            spared: sequences that are not evicted.
             has_run: called with the ids that would become free; evict more sequences while it returns False.
         """
         if num_blocks <= 0 and has_run is None:
             return []
-        chosen = self._choose(priority, sequence_id, num_blocks, has_run)
-        if chosen is None and self._holdings.order.has_excluded:
-            self._holdings.order.rebuild(self._holdings.holders.values())
-            chosen = self._choose(priority, sequence_id, num_blocks, has_run)
+        chosen = self._choose(priority, spared, num_blocks, has_run)
+        if chosen is None and self._order.has_excluded:
+            self._order.rebuild(self._holdings.holders.values())
+            chosen = self._choose(priority, spared, num_blocks, has_run)
         return chosen
 
     def _choose(
         self,
         priority: int,
-        sequence_id: SequenceId | None,
+        spared: Collection[SequenceId],
         num_blocks: int,
         has_run: Callable[[list[BlockId]], bool] | None,
     ) -> list[Holder] | None:
@@ -139,7 +138,7 @@ class Victims:
         freed_ids: list[BlockId] = []
         left: dict[KVCacheBlock, int] = {}
         # Closed here: an error in a generator that Python drops would be lost.
-        with closing(self.rank(priority, sequence_id)) as ranked:
+        with closing(self.rank(priority, spared)) as ranked:
             for holder in ranked:
                 victims.append(holder)
                 for position, block in enumerate(holder.blocks):
@@ -175,17 +174,225 @@ class Victims:
         return [holder.sequence_id for holder in victims]
 
 
-def rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
+def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
     """Return these sequences, least recently accessed first, in the order of a policy."""
-    by_id: dict[SequenceId, Holder] = {}
-    infos: list[SequenceInfo] = []
-    for holder in holders:
-        info = holder.info
-        if not isinstance(info, SequenceInfo):
-            info = SequenceInfo(
-                holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time
-            )
-            holder.info = info
-        by_id[holder.sequence_id] = holder
-        infos.append(info)
+    by_id = {holder.sequence_id: holder for holder in holders}
+    infos = [
+        SequenceInfo(holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time)
+        for holder in holders
+    ]
     return [by_id[one] for one in dict.fromkeys(policy.rank(infos)) if one in by_id]
+
+
+class _KeptOrder(ABC):
+    """What the orders of eviction have in common: queues, of which a sequence is in one or none.
+
+    `_aside` has the sequences that had a pinned block when they were next, until one of their blocks is
+    unpinned: a search passes each of them once.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
+
+    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
+        """See `Victims.rank`. Each sequence with pinned blocks is passed once since they were pinned."""
+        self._return(self._find_unpinned())
+        pins = self._holdings.pins
+        frozen = self._holdings.frozen
+        pinned: list[Holder] = []
+        try:
+            for holder in self._iterate(priority):
+                if pins.is_any_pinned(holder.blocks):
+                    pinned.append(holder)
+                elif holder.sequence_id not in spared and holder.sequence_id not in frozen:
+                    yield holder
+        finally:
+            for holder in pinned:
+                self._move(holder, self._aside)
+
+    @abstractmethod
+    def _return(self, unpinned: list[Holder]) -> None:
+        """Let sequences that were aside take their places again."""
+
+    @abstractmethod
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
+
+    def remove(self, holder: Holder) -> None:
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
+            holder.queue = None
+
+    def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
+        """Move a sequence to the end of a queue."""
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
+        queue[holder.sequence_id] = holder
+        holder.queue = queue
+
+    def _find_unpinned(self) -> list[Holder]:
+        """Return the sequences in `_aside` of which a block was unpinned since the last call."""
+        unpinned = self._holdings.pins.unpinned
+        found: list[Holder] = []
+        while unpinned:
+            block, _ = unpinned.popitem()
+            found += [one for one in self._holdings.holders_of.get(block, ()) if one.queue is self._aside]
+        return found
+
+
+class AccessOrder(_KeptOrder):
+    """The sequences by priority, least recently accessed first, for an LRU policy.
+
+        queues      one for each priority: all sequences, except those aside, and
+        returned    those that came back from there, by the time of their last access
+
+    So a search finds the next sequence at once, however many there are and however many are pinned.
+    """
+
+    has_excluded = False
+
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in range(_NUM_PRIORITIES)]
+        self._returned: list[OrderedDict[SequenceId, Holder]] = [
+            OrderedDict() for _ in range(_NUM_PRIORITIES)
+        ]
+
+    def note_access(self, holder: Holder) -> None:
+        queue = self._queues[holder.priority]
+        if holder.queue is queue:
+            queue.move_to_end(holder.sequence_id)
+        else:
+            self._move(holder, queue)
+
+    def note_change(self, holder: Holder) -> None:
+        """Other blocks do not change this order."""
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        for queue in (self._aside, *self._queues, *self._returned):
+            queue.clear()
+        for holder in holders:
+            holder.queue = None
+            self.note_access(holder)
+
+    def _return(self, unpinned: list[Holder]) -> None:
+        for holder in unpinned:
+            self._move(holder, self._returned[holder.priority])
+        for number in {holder.priority for holder in unpinned}:
+            returned = self._returned[number]
+            for holder in sorted(returned.values(), key=_get_access_time):
+                returned.move_to_end(holder.sequence_id)
+
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        for number in range(priority + 1):
+            holders: Iterable[Holder] = self._queues[number].values()
+            if self._returned[number]:
+                holders = merge(self._returned[number].values(), holders, key=_get_access_time)
+            yield from holders
+
+
+class RankedOrder(_KeptOrder):
+    """The sequences by priority, in runs that a policy has ranked.
+
+        changed    accessed, or with other blocks, since they were ranked
+        runs       for each priority, each more than twice as long as the next one
+
+    A search ranks the changed sequences as a new run, and merges runs of similar length by ranking them
+    together. The next sequence is the first of the heads of all runs. So a change costs O(log sequences) on
+    average, and a search one ranking of O(log sequences) heads for each sequence that it finds.
+
+    Attributes:
+        has_excluded: whether the policy has left out a sequence, which another ranking may include.
+    """
+
+    def __init__(self, holdings: Holdings, rank: Rank, ranks_each_time: bool) -> None:
+        super().__init__(holdings)
+        self._rank = rank
+        self._ranks_each_time = ranks_each_time
+        self._changed: OrderedDict[SequenceId, Holder] = OrderedDict()  # by last access
+        self._runs: list[list[Run]] = [[] for _ in range(_NUM_PRIORITIES)]
+        self._num_tickets = 0
+        self.has_excluded = False
+
+    def note_access(self, holder: Holder) -> None:
+        self._move(holder, self._changed)
+
+    note_change = note_access
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        self._aside.clear()
+        self._changed.clear()
+        self.has_excluded = False
+        for runs in self._runs:
+            runs.clear()
+        for holder in list(holders):
+            holder.queue = None
+            self.note_access(holder)
+
+    def _return(self, unpinned: list[Holder]) -> None:
+        for holder in unpinned:
+            self.note_access(holder)
+
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        self._settle()
+        runs: list[Run] = []
+        for number in range(priority + 1):
+            for run in self._runs[number]:
+                while run and run[-1][0].ticket != run[-1][1]:
+                    run.pop()
+                runs.append(run)
+        next_of = {number: len(run) - 1 for number, run in enumerate(runs) if run}
+        while next_of:
+            heads = {runs[number][at][0]: number for number, at in next_of.items()}
+            first = next(iter(heads))
+            if len(heads) > 1:
+                by_access = sorted(heads, key=_get_access_time)
+                first = next(iter(self._rank(by_access)), first)
+            number = heads[first]
+            run, at = runs[number], next_of[number] - 1
+            while at >= 0 and run[at][0].ticket != run[at][1]:
+                at -= 1
+            if at >= 0:
+                next_of[number] = at
+            else:
+                del next_of[number]
+            yield first
+
+    def _settle(self) -> None:
+        """Rank the sequences that have changed."""
+        if self._ranks_each_time:
+            self.rebuild(self._holdings.holders.values())
+        for number in range(_NUM_PRIORITIES):
+            changed = [holder for holder in self._changed.values() if holder.priority == number]
+            if changed:
+                self._add_run(number, changed)
+
+    def _add_run(self, number: int, changed: list[Holder]) -> None:
+        """Rank changed sequences, together with the runs that are not much longer."""
+        runs = self._runs[number]
+        num_merged = 0
+        together = changed
+        while num_merged < len(runs) and len(runs[-1 - num_merged]) <= 2 * len(together):
+            num_merged += 1
+            older = [holder for holder, ticket in reversed(runs[-num_merged]) if holder.ticket == ticket]
+            together = older + together
+        ranked = self._rank(sorted(together, key=_get_access_time))
+        # Nothing has changed until here, where the policy may raise.
+        del runs[len(runs) - num_merged :]
+        self._num_tickets += 1
+        for holder in together:
+            self.remove(holder)
+        run: Run = []
+        for holder in reversed(ranked):
+            holder.ticket = self._num_tickets
+            run.append((holder, holder.ticket))
+        self.has_excluded = self.has_excluded or len(run) < len(together)
+        if run:
+            runs.append(run)
+
+
+def _get_access_time(holder: Holder) -> float:
+    return holder.last_access_time

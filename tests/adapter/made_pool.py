@@ -93,7 +93,7 @@ def check(pool, others=()):
         num_pinned += info.is_pinned
     assert num_pinned == pool.num_pinned_blocks
     assert pool.get_free_blocks() == pool.total_blocks - len({*references, *num_others})
-    assert len(pool.holdings.later_holders) == sum(len(sharing) > 1 for sharing in references.values())
+    assert len(pool.block_info) == len(references)
 
 
 def fill(pool):

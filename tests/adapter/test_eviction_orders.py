@@ -116,7 +116,7 @@ def test_a_policy_ranks_few_sequences_for_each_eviction(policy):
 
 
 class CountedPins(dict):
-    """Pin counts that count how often a sequence's blocks are looked up."""
+    """Pins that count how often a sequence's blocks are looked up."""
 
     num_looked_up = 0
 
@@ -132,13 +132,13 @@ def test_pinned_sequences_are_passed_once():
         pool.allocate(BlockAllocationRequest(4, number))
     for number in range(400):
         pool.pin(pool.blocks_of(number)[:1])
-    counts = pool.holdings.pins.counts = CountedPins(pool.holdings.pins.counts)
+    owners = pool.holdings.pins.owners = CountedPins(pool.holdings.pins.owners)
     pool.allocate(BlockAllocationRequest(4, 1000))
-    assert counts.num_looked_up > 400
-    counts.num_looked_up = 0
+    assert owners.num_looked_up > 400
+    owners.num_looked_up = 0
     for number in range(20):
         pool.allocate(BlockAllocationRequest(4, 2000 + number))
-    assert counts.num_looked_up < 60
+    assert owners.num_looked_up < 60
     pool.unpin(pool.blocks_of(7)[:1])  # the least recently accessed one that is not pinned now
     pool.unpin(pool.blocks_of(3)[:1])
     assert pool.list_victims(5) == [3, 7]

@@ -4,7 +4,7 @@ import pytest
 from adapter.made_pool import make_storage
 
 from kv_pool import BlockAllocationRequest, CorruptedPoolError, Eviction, GPUKVPool
-from kv_pool.adapter.holder import Holder
+from kv_pool.adapter.holdings import Holder
 from kv_pool.adapter.invariants import check
 
 
@@ -28,11 +28,11 @@ def lose_a_block(pool):
 
 
 def forget_a_holder(pool):
-    del pool.holdings.first_holders[pool.block_pool.blocks[3]]
+    del pool.holdings.holders_of[pool.block_pool.blocks[3]]
 
 
-def keep_an_empty_list(pool):
-    pool.holdings.later_holders[pool.block_pool.blocks[3]] = []
+def keep_an_entry_without_holders(pool):
+    pool.holdings.holders_of[pool.block_pool.blocks[9]] = ()
 
 
 def hold_a_free_block(pool):
@@ -48,7 +48,11 @@ def pin_too_many(pool):
 
 
 def pin_a_free_block(pool):
-    pool.holdings.pins.counts[pool.block_pool.blocks[9]] = 1
+    pool.holdings.pins.owners[pool.block_pool.blocks[9]] = {None: 1}
+
+
+def pin_in_the_name_of_another_sequence(pool):
+    pool.holdings.pins.owners[pool.block_pool.blocks[1]][Holder(4, 0, 0.0)] = 1
 
 
 def use_a_small_storage(pool):
@@ -69,11 +73,12 @@ def book_under_another_id(pool):
         (lose_a_block, "A1"),
         (book_under_another_id, "A1"),
         (forget_a_holder, "A2"),
-        (keep_an_empty_list, "A2"),
+        (keep_an_entry_without_holders, "A2"),
         (hold_a_free_block, "A3"),
         (count_a_reference_too_many, "A4"),
         (pin_too_many, "A5"),
         (pin_a_free_block, "A5"),
+        (pin_in_the_name_of_another_sequence, "A5"),
         (use_a_small_storage, "A6"),
         (hold_blocks_after_an_eviction, "A7"),
     ],
@@ -88,7 +93,7 @@ def test_damage_is_named_by_its_number(damage, number):
 def test_a_pinned_block_without_holder_is_detected():
     pool = make_pool()
     taken = pool.block_pool.get_new_blocks(1)
-    pool.holdings.pins.counts[taken[0]] = 1
+    pool.holdings.pins.owners[taken[0]] = {None: 1}
     with pytest.raises(CorruptedPoolError, match=r"^A5:"):
         check(pool, taken)
 

@@ -5,7 +5,7 @@ from adapter.made_nodes import running_nodes, take_all
 from adapter.made_pool import check, make, read
 
 from kv_pool import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError, UnknownSequenceError
-from kv_pool.adapter.migration_manager import KVPoolMigrationManager
+from kv_pool.adapter import KVPoolMigrationManager
 from kv_pool.errors import PeerUnavailableError
 
 

@@ -23,8 +23,8 @@ from kv_pool import (
     UnknownDeviceError,
     UnknownSequenceError,
 )
+from kv_pool.adapter import KVPoolMigrationManager
 from kv_pool.adapter.device_pools import DevicePools
-from kv_pool.adapter.migration_manager import KVPoolMigrationManager
 from kv_pool.storage import KVStorage
 
 

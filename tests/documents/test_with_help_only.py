@@ -9,7 +9,7 @@ import pytest
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, PoolExhaustedError
-from kv_pool.adapter.migration_manager import KVPoolMigrationManager
+from kv_pool.adapter import KVPoolMigrationManager
 from kv_pool.integrations.block_space_manager import BlockSpaceManager
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 from kv_pool.integrations.shared_prefix import SharedPrefixManager
