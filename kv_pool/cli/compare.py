@@ -18,7 +18,6 @@ from kv_pool.cli.outputs import choose_files, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay import ranges
 from kv_pool.replay.compare.compare import CompareProgress, compare_policies
 from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
@@ -57,9 +56,7 @@ def compare(
             "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
         ),
     ] = None,
-    blocks: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
-    ] = None,
+    blocks: options.BlockList = None,
     memory: options.MemoryList = None,
     resamples: Annotated[
         int,
@@ -86,7 +83,7 @@ def compare(
             help="File for the picture. Default: compare.png, or compare-2.png and so on if it exists."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    jobs: options.Jobs = 0,
     on: Annotated[
         str | None,
         typer.Option(

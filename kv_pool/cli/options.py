@@ -24,6 +24,10 @@ PublishConfig = declare(str | None, PUBLISH_CONFIG)
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
 ]
+Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
+BlockList = Annotated[
+    str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
+]
 Memory = Annotated[
     str | None,
     typer.Option(

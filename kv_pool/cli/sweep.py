@@ -15,7 +15,6 @@ from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.outputs import choose_files, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay import ranges
 from kv_pool.replay.plot import draw_hit_rates
 from kv_pool.replay.report import ReplayReport, read_reports
 from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
@@ -37,9 +36,7 @@ copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken
 def sweep(
     settings: ReplaySettings,
     model_options: options.ModelOptions,
-    blocks: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
-    ] = None,
+    blocks: options.BlockList = None,
     memory: options.MemoryList = None,
     host_tier: Annotated[
         str,
@@ -70,7 +67,7 @@ def sweep(
             help="Draw an earlier sweep into the same picture, from its --json file. May be repeated.",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    jobs: options.Jobs = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
     opened = settings.open_trace()
