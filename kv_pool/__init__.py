@@ -26,8 +26,7 @@ More names, each imported when it is first used:
     kv_pool.integrations.sequence_allocator     KVCacheAllocator, SequencePageTable: K and V by position
     kv_pool.integrations.shared_prefix          SharedPrefixManager: samples of one prompt
     kv_pool.integrations.paged_layers           PagedAttention, PagedTransformerLayer, PagedInferenceEngine
-    kv_pool.integrations.adaptive_block_size    AdaptiveBlockManager: block size by access pattern
-    kv_pool.integrations.system_config          SystemConfigOptimizer: a pool's size by model and work
+    kv_pool.integrations.recommended_sizes      AdaptiveBlockManager, SystemConfigOptimizer: sizes
 """
 
 from kv_pool.lazy_names import export_lazily

@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
+
+from kv_pool.errors import InvalidArgumentError
 
 # Absent on Windows, where a path cannot be a named pipe that blocks.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -25,6 +29,23 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     return descriptor
+
+
+def read_toml(path: str | os.PathLike[str], contents: str) -> dict[str, Any]:
+    """Return the keys and tables of a TOML file.
+
+    Args:
+        contents: what the file has, for the error message, such as "the settings".
+    Raises:
+        InvalidArgumentError: the file is not regular, cannot be read, or is not TOML. It names the file.
+    """
+    try:
+        with open(open_regular(path), "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: cannot read {contents}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"{path}: this is not TOML: {error}") from error
 
 
 def open_private(name: str, flags: int, folder: int) -> int:

@@ -1,11 +1,13 @@
 """Imports point downwards only, in the layers of kv_pool/README.md."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "kv_pool"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kv_pool"
 
 LAYERS = {
     "ids": 0,
@@ -175,11 +177,14 @@ def test_core_uses_no_tensors_sockets_files_or_clocks():
         assert found == ({"time"} if path.name == "clock.py" else set()), path
 
 
-def test_map_lists_every_file():
+def test_map_names_every_folder():
     drawn = (PACKAGE / "README.md").read_text()
-    missing = [
-        str(path.relative_to(PACKAGE))
-        for path in FILES
-        if path.name != "__init__.py" and f"`{path.name}`" not in drawn
-    ]
-    assert not missing
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in FILES} - {"."}
+    assert not [folder for folder in sorted(folders) if f"`{folder}/`" not in drawn]
+
+
+def test_map_names_only_existing_files():
+    """Paths start at the package or at the top level."""
+    names = re.findall(r"`([\w./]+(?:\.py|/))", (PACKAGE / "README.md").read_text())
+    assert len(names) > 50
+    assert not [name for name in names if not (PACKAGE / name).exists() and not (ROOT / name).exists()]

@@ -14,19 +14,16 @@ from kv_pool.cli import options
 from kv_pool.cli.compare_table import describe, list_errors, make_compare_table
 from kv_pool.cli.console import print_error, print_table
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.outputs import choose_files, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay import ranges
 from kv_pool.replay.compare.compare import CompareProgress, compare_policies
 from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
 from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
 from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
 from kv_pool.replay.compare.executors import open_executor
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
 
@@ -43,6 +40,7 @@ jobs on again
 @takes(ReplaySettings, _ORDER, trace="", num_blocks=1)
 def compare(
     settings: ReplaySettings,
+    model_options: options.ModelOptions,
     traces: Annotated[
         list[str] | None,
         typer.Argument(
@@ -58,15 +56,8 @@ def compare(
             "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
         ),
     ] = None,
-    blocks: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
-    ] = None,
+    blocks: options.BlockList = None,
     memory: options.MemoryList = None,
-    model: options.Model = None,
-    num_layers: options.NumLayers = 0,
-    num_kv_heads: options.NumKVHeads = 0,
-    head_size: options.HeadSize = 0,
-    dtype_bytes: options.DtypeBytes = 2,
     resamples: Annotated[
         int,
         typer.Option(
@@ -92,7 +83,7 @@ def compare(
             help="File for the picture. Default: compare.png, or compare-2.png and so on if it exists."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    jobs: options.Jobs = 0,
     on: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +111,7 @@ def compare(
     else:
         if not traces or not policies:
             raise InvalidArgumentError("pass one or more traces, and --policies, such as --policies s3fifo")
-        kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+        kv = model_options.find_kv()
         options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
         compared = []
         for trace in traces:
@@ -134,11 +125,7 @@ def compare(
         wanted = CompareSettings(tuple(compared), names, resamples, _read_seed(settings.seed))
     if on is not None:
         wanted = _find_files(wanted)
-    picture = find_unused("compare.png") if png is None else png
-    check_can_draw(picture)
-    for path in (json, csv):
-        if path is not None:
-            check_can_write(path)
+    picture = choose_files("compare.png", png, json, csv)
     comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
     if json is not None:
         write_report(comparison, json)

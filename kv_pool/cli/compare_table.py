@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import fit_table
+from kv_pool.cli.console import fit_table, new_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.replay.compare.comparison import CEILING, ComparisonRow, TraceComparison
 from kv_pool.replay.settings import OPTIMUM
@@ -62,11 +62,9 @@ def list_errors(found: TraceComparison) -> list[str]:
 
 def _lay_out(found: TraceComparison, num_columns: int) -> Table:
     trace = escape_text(Path(found.provenance.trace).name)
-    table = Table(
-        title=Text(f"{trace}, {found.requests:,} requests, blocks of {found.block_size} tokens"),
-    )
-    for name in _COLUMNS[:num_columns]:
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    title = Text(f"{trace}, {found.requests:,} requests, blocks of {found.block_size} tokens")
+    numbers = [name for name in _COLUMNS if name != "policy"]
+    table = new_table(_COLUMNS[:num_columns], right=numbers, title=title)
     capacity = None
     for row in found.rows:
         if capacity not in (None, row.num_blocks):

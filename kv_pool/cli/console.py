@@ -1,17 +1,23 @@
-"""Printing for every command: any encoding, closed pipes, whole tables, errors."""
+"""Printing for every command: any encoding, closed pipes, whole tables, sizes, errors, repeated output."""
 
 import codecs
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+import time
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
+from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from kv_pool.cli.foreign_text import escape_json, escape_lines
+
+SECONDS_BETWEEN_LOOKS = 0.5
+"""Slow enough to read. Each refresh costs the pool some microseconds."""
 
 _UNLIMITED_WIDTH = 10_000
 _SPELLINGS = {"█": "#", "→": "->", "µ": "u", "…": "...", "×": "x", "■": "#", "·": "."}
@@ -55,6 +61,31 @@ def encode_json_line(result: object) -> str:
     return escape_json(msgspec.json.encode(result).decode())
 
 
+def describe_bytes(num_bytes: float) -> str:
+    """Return a size with a decimal unit, such as `1.5 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def new_table(
+    titles: Iterable[str], *, right: Container[str] = (), folds: Container[str] = (), **options: Any
+) -> Table:
+    """Return a table with these columns and no rows.
+
+    Args:
+        right: titles of columns that are aligned to the right.
+        folds: titles of columns whose cells may fold; cells of the others stay whole.
+        options: of `Table`.
+    """
+    table = Table(**options)
+    for title in titles:
+        table.add_column(title, justify="right" if title in right else "left", no_wrap=title not in folds)
+    return table
+
+
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table with every cell of its `no_wrap` columns whole, however narrow the terminal is.
 
@@ -88,6 +119,25 @@ def fit_table(lay_out: Callable[[int], Table], num_columns: int, console: Consol
         num_columns -= 1
         table = lay_out(num_columns)
     return table
+
+
+def refresh_forever(
+    look: Callable[[], Table | Text], console: Console, sleep: Callable[[float], object] = time.sleep
+) -> NoReturn:
+    """Show what `look` returns, repeatedly: in place on a terminal, else one print after the other."""
+    if console.is_terminal:
+        with Live(look(), console=console, auto_refresh=False) as live:
+            while True:
+                sleep(SECONDS_BETWEEN_LOOKS)
+                live.update(look(), refresh=True)
+    while True:
+        shown = look()
+        if isinstance(shown, Table):
+            print_table(shown, console)
+        else:
+            console.print(shown, soft_wrap=True)
+        console.file.flush()
+        sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _spell(error: UnicodeError) -> tuple[str | bytes, int]:

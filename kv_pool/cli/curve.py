@@ -9,17 +9,15 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import print_table
+from kv_pool.cli.console import new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.outputs import choose_files, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay import ranges
 from kv_pool.replay.curves.curve_plot import draw_curves
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, write_csv
 from kv_pool.replay.curves.measure import CurveProgress, measure_curves
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.settings import ReplaySettings
 
 _MAX_ROWS = 14
@@ -33,6 +31,7 @@ trace_block_size timestamp_unit skip_broken seed sample json csv png
 @takes(ReplaySettings, _ORDER, num_blocks=1)
 def curve(
     settings: ReplaySettings,
+    model_options: options.ModelOptions,
     blocks: Annotated[
         str | None,
         typer.Option(
@@ -42,11 +41,6 @@ def curve(
         ),
     ] = None,
     memory: options.MemoryList = None,
-    model: options.Model = None,
-    num_layers: options.NumLayers = 0,
-    num_kv_heads: options.NumKVHeads = 0,
-    head_size: options.HeadSize = 0,
-    dtype_bytes: options.DtypeBytes = 2,
     sample: Annotated[
         float | None,
         typer.Option(
@@ -64,14 +58,10 @@ def curve(
 ) -> None:
     """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
     opened = settings.open_trace()
-    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    kv = model_options.find_kv()
     given = "1" if blocks is None and memory is None else blocks
     capacities, block_bytes = options.find_capacities(opened, settings.block_size, given, memory, kv, "full")
-    picture = find_unused("curve.png") if png is None else png
-    check_can_draw(picture)
-    for path in (json, csv):
-        if path is not None:
-            check_can_write(path)
+    picture = choose_files("curve.png", png, json, csv)
     settings = replace(settings, block_bytes=block_bytes)
     with make_progress_bar("computing curves", TaskProgressColumn()) as bar:
         task = bar.add_task("curve", total=1.0, live="")
@@ -95,14 +85,12 @@ def curve(
 def make_table(report: CurveReport) -> Table:
     """Return a table with one row per capacity; of many capacities, some in equal steps and the knee."""
     has_errors = report.sample is not None
-    table = Table(title=f"hit rate over capacity in blocks of {report.block_size} tokens")
     bounds = {"token": report.optimum_tokens, "block": report.optimum_blocks}
     columns = ["blocks", "refused"]
     for kind, state in bounds.items():
         columns += [f"LRU {kind}s", f"{'optimum' if state == 'optimal' else 'bound'} {kind}s"]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    title = f"hit rate over capacity in blocks of {report.block_size} tokens"
+    table = new_table([*columns, ""], right=columns, title=title)
     for point in _choose_rows(report):
         cells = [f"{point.num_blocks:,}", f"{point.refused_requests:,}"]
         for kind in bounds:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import fit_table, print_table
+from kv_pool.cli.console import fit_table, new_table, print_table
 from kv_pool.cli.event_lines import LineFilter, make_lines
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.errors import InvalidArgumentError
@@ -286,9 +286,8 @@ class MirrorTable:
         return fit_table(self._lay_out, len(_TITLES), self._console)
 
     def _lay_out(self, num_columns: int) -> Table:
-        table = Table(title="cached blocks by publisher")
-        for number, title in enumerate(_TITLES[:num_columns]):
-            table.add_column(title, justify="left" if number < 3 else "right", no_wrap=title != "now")
+        titles = _TITLES[:num_columns]
+        table = new_table(titles, right=titles[3:], folds=("now",), title="cached blocks by publisher")
         for endpoint, subscriber in self._subscribers.items():
             stats = subscriber.get_statistics()
             if stats.is_silent:

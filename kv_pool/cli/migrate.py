@@ -1,19 +1,30 @@
-"""`kv-pool migrate`: migrate a sequence of a running pool to another node."""
+"""`kv-pool migrate` and `migration-status`: migrate a sequence of a running node, and show its migrations."""
 
 import time
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn
+from rich.table import Table
 
-from kv_pool.cli.console import print_error, print_json
+from kv_pool.cli.console import (
+    describe_bytes,
+    fit_table,
+    new_table,
+    print_error,
+    print_json,
+    print_table,
+    refresh_forever,
+)
 from kv_pool.cli.control_options import Json, Node, Socket
-from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.migration_lines import describe_bytes, describe_outcome
+from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
+from kv_pool.control.messages import MigrationList
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
@@ -21,6 +32,9 @@ from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.replay.capacity import parse_rate
 
 _SECONDS_BETWEEN_LOOKS = 0.05
+
+_TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
+"""In order of importance: a narrow terminal shows only the first ones."""
 
 
 def migrate(
@@ -117,3 +131,85 @@ def _raise(status: MigrationStatus) -> None:
         raise MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
     kind = ERRORS_BY_NAME.get(status.error, MigrationError)
     raise kind(f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}")
+
+
+def describe_outcome(status: MigrationStatus) -> str:
+    """Return one line on the outcome of a migration, or on its phase; without the error of a failed one."""
+    subject, peer = escape_text(status.subject), escape_text(status.peer)
+    verb = "moved" if status.is_move else "copied"
+    to = "to" if status.direction == "out" else "from"
+    if status.phase is not MigrationPhase.DONE:
+        return f"{subject} {to} node {peer}: {status.phase.value}"
+    pieces = "1 piece" if status.num_descriptors == 1 else f"{status.num_descriptors} pieces"
+    present = f"; {status.num_present_blocks} of them were there already" if status.num_present_blocks else ""
+    return (
+        f"{subject} {verb} {to} node {peer}: {status.num_blocks} blocks, "
+        f"{describe_bytes(status.num_bytes)} in {pieces}, "
+        f"{status.elapsed_s * 1000:.0f} ms{present}"
+    )
+
+
+def migration_status(
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    limit: Annotated[int, typer.Option(help="Show only this many of the latest.", min=1)] = 20,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
+    """Show the running migrations of a node, and the last ones that ended."""
+    console = Console()
+    with ControlClient(socket, node=node) as client:
+        if watch:
+            refresh_forever(lambda: draw(client.list_migrations(), limit, console), console)
+        found = client.list_migrations()
+    if json:
+        print_json(found)
+    else:
+        print_table(draw(found, limit, console), console)
+        for line in list_errors(found, limit):
+            print(line)
+
+
+def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Table:
+    """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
+
+    def lay_out(num_columns: int) -> Table:
+        num_migrations = len(found.migrations)
+        table = new_table(
+            _TITLES[:num_columns],
+            right=("blocks", "bytes", "rate", "time"),
+            title=make_cell(f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}"),
+            title_justify="left",
+            box=box.SIMPLE,
+            show_edge=False,
+            padding=0,
+        )
+        for status in found.migrations[-limit:]:
+            table.add_row(*map(make_cell, describe_row(status)[:num_columns]))
+        return table
+
+    return lay_out(len(_TITLES)) if fitting is None else fit_table(lay_out, len(_TITLES), fitting)
+
+
+def list_errors(found: MigrationList, limit: int) -> list[str]:
+    """Return a line for each of the last `limit` migrations that failed or is in doubt."""
+    return [
+        f"{escape_text(str(status.subject))}, {status.phase.value}: {escape_text(status.error_message)}"
+        for status in found.migrations[-limit:]
+        if status.error
+    ]
+
+
+def describe_row(status: MigrationStatus) -> list[str]:
+    """Return the cells of a migration's row."""
+    verb = "move" if status.is_move else "copy"
+    to = "to" if status.direction == "out" else "from"
+    return [
+        status.subject,
+        status.phase.value,
+        f"{verb} {to} {status.peer}",
+        f"{status.num_done_blocks}/{status.num_blocks}",
+        describe_bytes(status.num_bytes),
+        f"{describe_bytes(status.bytes_per_s)}/s",
+        f"{status.elapsed_s:.2f} s",
+    ]

@@ -1,7 +1,7 @@
 """Options that commands share besides settings, and their combinations: capacities, the model, tiers."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -12,6 +12,7 @@ from kv_pool.replay import ranges
 from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.groups import parse_groups
+from kv_pool.replay.option import Option
 from kv_pool.replay.settings import find_block_size
 from kv_pool.replay.trace import Trace
 
@@ -22,6 +23,10 @@ PublishReplay = declare(str | None, PUBLISH_REPLAY)
 PublishConfig = declare(str | None, PUBLISH_CONFIG)
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
+]
+Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
+BlockList = Annotated[
+    str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
 ]
 Memory = Annotated[
     str | None,
@@ -37,37 +42,33 @@ MemoryList = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help=f"The path of a model's config.json, or one of: {', '.join(MODELS)}.",
-        rich_help_panel=MODEL_PANEL,
-    ),
-]
-NumLayers = Annotated[
-    int, typer.Option(help="Number of layers, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
-]
-NumKVHeads = Annotated[
-    int, typer.Option(help="Number of KV heads, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
-]
-HeadSize = Annotated[
-    int, typer.Option(help="Elements per head, instead of --model.", min=0, rich_help_panel=MODEL_PANEL)
-]
-DtypeBytes = Annotated[int, typer.Option(help="Bytes per KV element.", min=1, rich_help_panel=MODEL_PANEL)]
 
 
-def find_kv(
-    model: str | None, num_layers: int, num_kv_heads: int, head_size: int, dtype_bytes: int
-) -> ModelKV | None:
-    """Return the model that the options describe, or None. Raises InvalidArgumentError if they name two."""
-    dimensions = (num_layers, num_kv_heads, head_size)
-    if model is None:
-        return ModelKV(*dimensions, dtype_bytes=dtype_bytes) if any(dimensions) else None
-    if any(dimensions):
-        raise InvalidArgumentError(
-            "pass either --model, or --num-layers, --num-kv-heads and --head-size, not both"
-        )
-    return replace(find_model(model), dtype_bytes=dtype_bytes)
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model whose blocks fill the memory: its name, or its dimensions."""
+
+    model: Annotated[
+        str | None,
+        Option(f"The path of a model's config.json, or one of: {', '.join(MODELS)}.", panel=MODEL_PANEL),
+    ] = None
+    num_layers: Annotated[int, Option("Number of layers, instead of --model.", min=0, panel=MODEL_PANEL)] = 0
+    num_kv_heads: Annotated[
+        int, Option("Number of KV heads, instead of --model.", min=0, panel=MODEL_PANEL)
+    ] = 0
+    head_size: Annotated[int, Option("Elements per head, instead of --model.", min=0, panel=MODEL_PANEL)] = 0
+    dtype_bytes: Annotated[int, Option("Bytes per KV element.", min=1, panel=MODEL_PANEL)] = 2
+
+    def find_kv(self) -> ModelKV | None:
+        """Return the model, or None if there is none. Raises InvalidArgumentError if the options name two."""
+        dimensions = (self.num_layers, self.num_kv_heads, self.head_size)
+        if self.model is None:
+            return ModelKV(*dimensions, dtype_bytes=self.dtype_bytes) if any(dimensions) else None
+        if any(dimensions):
+            raise InvalidArgumentError(
+                "pass either --model, or --num-layers, --num-kv-heads and --head-size, not both"
+            )
+        return replace(find_model(self.model), dtype_bytes=self.dtype_bytes)
 
 
 def find_capacity(

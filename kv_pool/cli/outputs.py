@@ -4,6 +4,8 @@ from pathlib import Path
 
 from kv_pool.cli.foreign_text import escape_json
 from kv_pool.errors import TraceError
+from kv_pool.replay.figure import check_can_draw
+from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.report import encode_json, write_json
 
 
@@ -20,7 +22,24 @@ def write_report(report: object, path: str) -> None:
         raise TraceError(f"{error}; the report is on standard output instead") from error
 
 
-def find_unused(path: str) -> str:
+def choose_files(default_picture: str, picture: str | None, *others: str | None) -> str:
+    """Return the path of the picture: `picture`, or for None the first unused one like `default_picture`.
+
+    Call this before the work, whose results these files take.
+
+    Raises:
+        KVPoolError: the picture cannot be drawn, or one of the `others` that are not None cannot be written.
+    """
+    if picture is None:
+        picture = _find_unused(default_picture)
+    check_can_draw(picture)
+    for path in others:
+        if path is not None:
+            check_can_write(path)
+    return picture
+
+
+def _find_unused(path: str) -> str:
     """Return `path`, or the first unused path with -2, -3 and so on before its suffix."""
     first = Path(path)
     found, number = first, 1

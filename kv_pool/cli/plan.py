@@ -9,15 +9,13 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import print_table
+from kv_pool.cli.console import new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.outputs import choose_files, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plan.goals import PRICE_FORMAT, PlanGoal, parse_prices, parse_share
 from kv_pool.replay.plan.make_plan import plan_capacity
 from kv_pool.replay.plan.plan_plot import draw_plan
@@ -39,11 +37,7 @@ trace_block_size timestamp_unit skip_broken seed json png
 @takes(ReplaySettings, _ORDER, num_blocks=1)
 def plan(
     settings: ReplaySettings,
-    model: options.Model = None,
-    num_layers: options.NumLayers = 0,
-    num_kv_heads: options.NumKVHeads = 0,
-    head_size: options.HeadSize = 0,
-    dtype_bytes: options.DtypeBytes = 2,
+    model_options: options.ModelOptions,
     target_hit_rate: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +98,7 @@ def plan(
     ] = None,
 ) -> None:
     """Recommend the memory of the pool and its tiers for a trace, and replay what is recommended."""
-    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    kv = model_options.find_kv()
     if kv is None:
         raise InvalidArgumentError(
             "a plan needs either --model, or --num-layers, --num-kv-heads and --head-size"
@@ -115,10 +109,7 @@ def plan(
         None if price is None else parse_prices(price, settings.rates.prefill_tokens_per_s),
     )
     sizes = options.parse_list("--block-sizes", block_sizes)
-    picture = find_unused("plan.png") if png is None else png
-    check_can_draw(picture)
-    if json is not None:
-        check_can_write(json)
+    picture = choose_files("plan.png", png, json)
     with make_progress_bar("planning", TaskProgressColumn()) as bar:
         task = bar.add_task("plan", total=1.0, live="")
 
@@ -132,7 +123,7 @@ def plan(
             host_bytes=None if host_memory is None else parse_memory(host_memory),
             disk_bytes=None if disk_memory is None else parse_memory(disk_memory),
             block_sizes=sizes,
-            compute=None if model is None else find_compute(model),
+            compute=None if model_options.model is None else find_compute(model_options.model),
             on_progress=show,
         )
     if json is not None:
@@ -157,15 +148,8 @@ def make_tables(found: CapacityPlan) -> list[Table]:
 
 
 def _make_curve(found: CapacityPlan) -> Table:
-    table = _make_table(
-        f"predicted, blocks of {found.block_size} tokens",
-        "memory",
-        "blocks",
-        "token hits",
-        "points per GiB",
-        "prefill speed-up",
-    )
-    table.add_column("", no_wrap=True)
+    titles = ("memory", "blocks", "token hits", "points per GiB", "prefill speed-up", "")
+    table = new_table(titles, right=titles[:-1], title=f"predicted, blocks of {found.block_size} tokens")
     for point in _choose_rows(found):
         notes = []
         if point.num_blocks == found.recommended.num_blocks:
@@ -197,10 +181,8 @@ def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
 
 def _make_block_sizes(found: CapacityPlan) -> Table:
     memory = format_bytes(found.recommended.memory_bytes)
-    table = _make_table(
-        f"predicted, {memory} in blocks of other sizes", "tokens per block", "blocks", "token hits"
-    )
-    table.add_column("", no_wrap=True)
+    titles = ("tokens per block", "blocks", "token hits", "")
+    table = new_table(titles, right=titles[:-1], title=f"predicted, {memory} in blocks of other sizes")
     for size in found.block_sizes:
         note = "most hits" if size.block_size == found.best_block_size else ""
         table.add_row(
@@ -213,11 +195,8 @@ def _make_block_sizes(found: CapacityPlan) -> Table:
 
 
 def _make_checks(found: CapacityPlan) -> Table:
-    table = Table(title="predictions beside replays")
-    table.add_column("", no_wrap=True)
-    for name in ("memory", "predicted", "replayed", "difference", "speed-up, tokens", "FLOPs"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    numbers = ("memory", "predicted", "replayed", "difference", "speed-up, tokens", "FLOPs")
+    table = new_table(("", *numbers, ""), right=numbers, title="predictions beside replays")
     for check in found.checks:
         num_blocks = check.num_blocks + 1 + check.host_blocks + check.disk_blocks
         table.add_row(
@@ -231,13 +210,6 @@ def _make_checks(found: CapacityPlan) -> Table:
             "" if check.agrees else "differs",
         )
     table.caption = "difference: in percentage points"
-    return table
-
-
-def _make_table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -1,5 +1,6 @@
 """`kv-pool replay`: replay a trace through a prefix cache of a given size."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.breakdown_table import make_breakdown_table
-from kv_pool.cli.console import print_table
+from kv_pool.cli.console import new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.outputs import write_report
 from kv_pool.cli.progress import make_progress_bar
@@ -20,7 +20,7 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.breakdown import parse_breakdowns
+from kv_pool.replay.breakdown import BreakdownRow, parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.output_file import check_can_write
@@ -38,19 +38,20 @@ host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit tra
 timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json requests
 """
 
+_MAX_BREAKDOWN_ROWS = 20
+"""Maximum number of rows. The report contains all."""
+
+_BAR_WIDTH = 16
+
 
 @takes(ReplaySettings, _ORDER, num_blocks=0)
 def replay(
     settings: ReplaySettings,
+    model_options: options.ModelOptions,
     blocks: Annotated[
         int | None, typer.Option(help="Capacity in blocks, the null block not counted.", min=1)
     ] = None,
     memory: options.Memory = None,
-    model: options.Model = None,
-    num_layers: options.NumLayers = 0,
-    num_kv_heads: options.NumKVHeads = 0,
-    head_size: options.HeadSize = 0,
-    dtype_bytes: options.DtypeBytes = 2,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
     publish_config: options.PublishConfig = None,
@@ -77,7 +78,7 @@ def replay(
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
     opened = settings.open_trace()
-    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    kv = model_options.find_kv()
     num_blocks, block_bytes = options.find_capacity(
         opened, settings.block_size, blocks, memory, kv, settings.groups
     )
@@ -249,3 +250,35 @@ def _microseconds(duration_ns: int) -> str:
 
 def _describe_calls(times: CallTimes) -> str:
     return f"p99 {_microseconds(times.p99_ns)}, {times.calls:,} calls, {times.total_ns / 1e9:.2f} s"
+
+
+def make_breakdown_table(kind: str, rows: Sequence[BreakdownRow]) -> Table:
+    """Return the first rows of a breakdown as a table; of sessions and tenants those with the most tokens."""
+    if kind in ("session", "tenant"):
+        rows = sorted(rows, key=lambda row: -row.tokens_in)
+    titles = (kind, "requests", "prompt tokens", "token hits", "block hits", "")
+    table = new_table(
+        titles,
+        right=titles[1:-1] if kind in ("session", "tenant") else titles[:-1],
+        title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
+    )
+    for row in rows[:_MAX_BREAKDOWN_ROWS]:
+        table.add_row(
+            make_cell(_name_row(kind, row)),
+            f"{row.requests:,}",
+            f"{row.tokens_in:,}",
+            f"{row.token_hit_rate:.2%}",
+            f"{row.block_hit_rate:.2%}",
+            "█" * round(_BAR_WIDTH * row.token_hit_rate),
+        )
+    if len(rows) > _MAX_BREAKDOWN_ROWS:
+        table.caption = f"{len(rows) - _MAX_BREAKDOWN_ROWS:,} more rows in the file of --json"
+    return table
+
+
+def _name_row(kind: str, row: BreakdownRow) -> str:
+    if row.key is None:
+        return "none"
+    if kind == "position" and isinstance(row.key, int):
+        return f"{row.key:,} to {2 * row.key - 1 if row.key else 1023:,}"
+    return f"{row.key:,}" if isinstance(row.key, int) else row.key

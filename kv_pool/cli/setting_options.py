@@ -20,6 +20,8 @@ _Decorator = Callable[[_Command], _Command]
 def takes(settings_class: type[_Settings], order: str, **found: object) -> _Decorator:
     """Decorate a command whose first argument is made from options of these settings.
 
+    A further parameter whose type is a dataclass with options is made from these options in the same way.
+
     Args:
         order: names of options in the order of the help, both of the settings and of the command's own
             parameters.
@@ -54,9 +56,13 @@ def _decorate(
     def decorate(command: _Command) -> _Command:
         _, *own = inspect.signature(command).parameters.values()
         known = {**parameters, **{each.name: each for each in own}}
+        made: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
+        for settings_class in made.values():
+            known.update(_make_parameters(settings_class))
 
         def run(**given: Any) -> None:
-            others = {each.name: given.pop(each.name) for each in own}
+            others = {name: _make_settings(made[name], given, {}) for name in made}
+            others |= {each.name: given.pop(each.name) for each in own if each.name not in made}
             command(make_first(given), **others)
 
         run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__

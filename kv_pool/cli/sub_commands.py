@@ -9,27 +9,27 @@ from rich.markup import escape
 
 from kv_pool.environment import VARIABLES
 
-COMMANDS = (
-    "replay",
-    "sweep",
-    "compare",
-    "trace",
-    "curve",
-    "plan",
-    "serve",
-    "stats",
-    "defrag",
-    "layout",
-    "sequences",
-    "tiers",
-    "migrate",
-    "migration-status",
-    "peers",
-    "topology",
-    "events",
-    "info",
-)
-"""In the order of the help. Each is the function, or the group, of its name in the module of its name."""
+COMMANDS = {
+    "replay": "replay",
+    "sweep": "sweep",
+    "compare": "compare",
+    "trace": "trace",
+    "curve": "curve",
+    "plan": "plan",
+    "serve": "serve",
+    "stats": "running_pool",
+    "defrag": "running_pool",
+    "layout": "running_pool",
+    "sequences": "running_pool",
+    "tiers": "running_pool",
+    "migrate": "migrate",
+    "migration-status": "migrate",
+    "peers": "running_pool",
+    "topology": "info",
+    "events": "events",
+    "info": "info",
+}
+"""The sub-commands in the order of the help, and the module of `kv_pool.cli` that each is in."""
 
 
 def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], Any]:
@@ -63,9 +63,8 @@ def make_command(version: str, names: Iterable[str] = COMMANDS) -> Callable[[], 
         pass
 
     for name in names:
-        name_in_python = name.replace("-", "_")
-        module = import_module(f"kv_pool.cli.{name_in_python}")
-        found = getattr(module, name_in_python)
+        module = import_module(f"kv_pool.cli.{COMMANDS[name]}")
+        found = getattr(module, name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

@@ -10,14 +10,11 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import measure_table, print_table
+from kv_pool.cli.console import measure_table, new_table, print_table
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.outputs import find_unused, write_report
+from kv_pool.cli.outputs import choose_files, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay import ranges
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot import draw_hit_rates
 from kv_pool.replay.report import ReplayReport, read_reports
 from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
@@ -38,15 +35,9 @@ copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken
 @takes(ReplaySettings, _ORDER, num_blocks=0)
 def sweep(
     settings: ReplaySettings,
-    blocks: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
-    ] = None,
+    model_options: options.ModelOptions,
+    blocks: options.BlockList = None,
     memory: options.MemoryList = None,
-    model: options.Model = None,
-    num_layers: options.NumLayers = 0,
-    num_kv_heads: options.NumKVHeads = 0,
-    head_size: options.HeadSize = 0,
-    dtype_bytes: options.DtypeBytes = 2,
     host_tier: Annotated[
         str,
         typer.Option(
@@ -76,11 +67,11 @@ def sweep(
             help="Draw an earlier sweep into the same picture, from its --json file. May be repeated.",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
+    jobs: options.Jobs = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
     opened = settings.open_trace()
-    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    kv = model_options.find_kv()
     capacities, block_bytes = options.find_capacities(
         opened, settings.block_size, blocks, memory, kv, settings.groups
     )
@@ -88,10 +79,7 @@ def sweep(
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
     options.check_tiers(host_tiers != [0] or disk_tiers != [0], settings.clock, kv)
     others = {file: read_reports(file) for file in overlay or ()}
-    picture = find_unused("sweep.png") if png is None else png
-    check_can_draw(picture)
-    if json is not None:
-        check_can_write(json)
+    picture = choose_files("sweep.png", png, json)
     settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
     num_replays = len(capacities) * len(host_tiers) * len(disk_tiers)
     with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
@@ -126,11 +114,8 @@ def make_table(reports: list[ReplayReport], console: Console) -> Table:
 def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
     tiers = [name for name in ("host_tier", "disk_tier") if any(report.settings[name] for report in reports)]
     rows = [_make_row(report, tiers) for report in reports]
-    table = Table(title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens")
-    for name in rows[0]:
-        table.add_column(name, justify="right", no_wrap=True)
-    if bar_width:
-        table.add_column("", no_wrap=True)
+    title = f"hit rate over capacity in blocks of {reports[0].block_size} tokens"
+    table = new_table([*rows[0], *[""] * bool(bar_width)], right=rows[0], title=title)
     for report, row in zip(reports, rows, strict=True):
         table.add_row(*row.values(), *["█" * round(bar_width * report.token_hit_rate)] * bool(bar_width))
     bound = reports[0].infinite_cache

@@ -8,7 +8,7 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import print_json, print_table
+from kv_pool.cli.console import new_table, print_json, print_table
 from kv_pool.cli.control_options import Json
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.progress import make_progress_bar
@@ -95,10 +95,8 @@ def _show(value: float) -> str:
 
 
 def _make_ceilings(info: TraceInfo) -> Table:
-    table = Table(title="a cache that never evicts")
-    table.add_column("convention", no_wrap=True)
-    for column in ("token hits", "block hits", "tokens"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = ("token hits", "block hits", "tokens")
+    table = new_table(("convention", *numbers), right=numbers, title="a cache that never evicts")
     for convention, found in info.ceilings.items():
         table.add_row(
             convention, f"{found.token_hit_rate:.2%}", f"{found.block_hit_rate:.2%}", f"{found.tokens_hit:,}"

@@ -14,15 +14,17 @@ from kv_pool.control.messages import (
     HoldsCommand,
     LayoutCommand,
     MigrateCommand,
+    MigrationList,
     MigrationsCommand,
+    PeerList,
     PeersCommand,
     SequencesCommand,
     StatsCommand,
+    TierList,
     TiersCommand,
     decode_reply,
     encode_command,
 )
-from kv_pool.control.node_reports import MigrationList, PeerList, TierList
 from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId

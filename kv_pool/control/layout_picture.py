@@ -1,8 +1,9 @@
 """A pool's memory map as an image file."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kv_pool.control.layout_cells import (
     COLOURS,
@@ -154,47 +155,28 @@ def _draw_scale(axes: "Axes", grid: Grid, blocks_per_cell: int) -> None:
 
 
 def _draw_cells(axes: "Axes", grid: Grid, cells: LayoutCells) -> None:
-    """Draw one collection per kind, with one path per row."""
+    """Draw one collection per kind, one path per row. A cell that continues a run has no gap before it."""
     from matplotlib.collections import PathCollection
     from matplotlib.path import Path as Outline
 
-    corners: dict[CellKind, dict[int, list[Outline]]] = {}
-    for kind, cell, num_cells in _find_bars(grid, cells):
-        x, y = grid.find_corner(cell)
-        left = x if cells.is_joined[cell] else x + grid.gap
-        right, lower = x + num_cells * grid.cell_size, y + grid.cell_size
-        upper = y + grid.gap
-        bar = Outline(
-            [(left, upper), (right, upper), (right, lower), (left, lower), (left, upper)], closed=True
+    rows, columns = np.divmod(np.arange(grid.num_cells), grid.num_columns)
+    left, upper = _LEFT + columns * grid.cell_size, _TOP + rows * grid.cell_size
+    right, lower = left + grid.cell_size, upper + grid.cell_size
+    left, upper = np.where(cells.is_joined, left, left + grid.gap), upper + grid.gap
+    corners = np.stack([left, upper, right, upper, right, lower, left, lower], axis=1).reshape(-1, 4, 2)
+    for kind in np.unique(cells.kinds).tolist():
+        is_kind = cells.kinds == kind
+        drawn = PathCollection(
+            [
+                Outline.make_compound_path_from_polys(corners[is_kind & (rows == row)])
+                for row in np.unique(rows[is_kind])
+            ],
+            facecolors=[COLOURS[CellKind(kind)]],
+            linewidths=[0],
+            antialiaseds=[False],
+            gid=f"cells-{CellKind(kind).name.lower().replace('_', '-')}",
         )
-        corners.setdefault(kind, {}).setdefault(cell // grid.num_columns, []).append(bar)
-    for kind, rows in corners.items():
-        outlines = [Outline.make_compound_path(*bars) for bars in rows.values()]
-        axes.add_collection(
-            PathCollection(
-                outlines,
-                facecolors=[COLOURS[kind]],
-                linewidths=[0],
-                antialiaseds=[False],
-                gid=f"cells-{_name(kind)}",
-            ),
-            autolim=False,
-        )
-
-
-def _find_bars(grid: Grid, cells: LayoutCells) -> Iterator[tuple[CellKind, int, int]]:
-    """Yield stretches of joined cells of one kind and row, as (kind, first cell, number of cells)."""
-    kinds, is_joined = cells.kinds.tolist(), cells.is_joined.tolist()
-    first = 0
-    for cell in range(1, len(kinds) + 1):
-        if (
-            cell == len(kinds)
-            or cell % grid.num_columns == 0
-            or kinds[cell] != kinds[first]
-            or not is_joined[cell]
-        ):
-            yield CellKind(kinds[first]), first, cell - first
-            first = cell
+        axes.add_collection(drawn, autolim=False)
 
 
 def _draw_legend(axes: "Axes", x: int, legend: list[LegendLine], remarks: list[str]) -> None:
@@ -227,7 +209,3 @@ def _find_step(number: int, size: int, distance: int) -> int:
 
 def _write(axes: "Axes", x: float, y: float, text: str, **options: Any) -> None:
     axes.text(x, y, text, **{"va": "center", "color": _TEXT, **options})
-
-
-def _name(kind: CellKind) -> str:
-    return kind.name.lower().replace("_", "-")

@@ -7,10 +7,8 @@ from typing import Protocol
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control.controlled_manager import ControlledManager
-from kv_pool.control.serve_settings import ServeSettings
-from kv_pool.control.settings_pool import make_pool
+from kv_pool.control.serve_settings import ServeSettings, make_pool
 from kv_pool.core.kv_events import KVCacheEvent
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import PoolExhaustedError
 from kv_pool.ids import BlockId, RequestId, SequenceId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -31,11 +29,6 @@ class LiveEngine(Protocol):
 
     @property
     def pool(self) -> GPUKVPool | ControlledManager: ...
-    @property
-    def block_pool(self) -> BlockPoolCore: ...
-
-    def get_free_blocks(self) -> int:
-        """Return the number of blocks that a request can allocate."""
 
     def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
         """Allocate blocks for the tokens of a request.
@@ -88,10 +81,6 @@ class PoolEngine:
             on_evicted=lambda sequence_id, block_ids: on_evicted(RequestId(str(sequence_id))),
             enable_kv_cache_events=enable_events,
         )
-        self.block_pool: BlockPoolCore = self.pool.block_pool
-
-    def get_free_blocks(self) -> int:
-        return self.pool.get_free_blocks()
 
     def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
         sequence_id = _get_sequence_id(request)
@@ -103,7 +92,7 @@ class PoolEngine:
         try:
             return self.pool.allocate(BlockAllocationRequest(num_blocks, _get_sequence_id(request)))
         except PoolExhaustedError:
-            if not self.block_pool.holds.list_immovable_ids():
+            if not self.pool.block_pool.holds.list_immovable_ids():
                 raise
             return None
 
@@ -150,7 +139,6 @@ class ManagerEngine:
             live_curve=settings.live_curve,
         )
         self.manager = KVCacheManager(pool)
-        self.block_pool: BlockPoolCore = pool
         self._requests: dict[RequestId, ReplayRequest] = {}
         self._on_evicted = on_evicted
         self.pool = ControlledManager(
@@ -162,9 +150,6 @@ class ManagerEngine:
             requests=self._requests,
             run_length=settings.run_length,
         )
-
-    def get_free_blocks(self) -> int:
-        return self.manager.get_num_free_blocks()
 
     def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
         prefix = self.manager.get_computed_blocks(request, request.max_hit_tokens)
@@ -183,10 +168,10 @@ class ManagerEngine:
                 return [block.block_id for block in added[0]]
             others = [name for name in self.manager.list_request_ids() if name != request.request_id]
             if not others:
-                if not self.block_pool.holds.list_immovable_ids():
+                if not self.pool.block_pool.holds.list_immovable_ids():
                     raise PoolExhaustedError(
                         f"request {request.request_id} asked for {num_blocks} blocks, "
-                        f"{self.get_free_blocks()} are free, and no other request has blocks"
+                        f"{self.manager.get_num_free_blocks()} are free, and no other request has blocks"
                     )
                 return None
             evicted = self._requests[find_victim(others)]

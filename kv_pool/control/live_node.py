@@ -14,7 +14,7 @@ from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.controlled_manager import ControlledManager
-from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
+from kv_pool.control.messages import MigrationList, PeerList, PeerReport
 from kv_pool.control.node_secret import load_or_create_secret
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.errors import (

@@ -12,8 +12,7 @@ import msgspec
 from kv_pool.control.block_contents import BlockContents
 from kv_pool.control.live_engine import LiveEngine, ManagerEngine, PoolEngine
 from kv_pool.control.live_tiers import LiveTiers
-from kv_pool.control.serve_settings import ServeSettings
-from kv_pool.control.settings_pool import make_defragmenter
+from kv_pool.control.serve_settings import ServeSettings, make_defragmenter
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
@@ -127,8 +126,7 @@ class LiveReplay:
         self.pool = self._engine.pool
         self.tiers: LiveTiers | None = None
         if settings.has_tiers:
-            block_pool = self._engine.block_pool
-            self.tiers = LiveTiers(block_pool, storage, self.pool.lock, settings, enable_events=has_events)
+            self.tiers = LiveTiers(self.pool, storage, settings, enable_events=has_events)
         self._num_blocks = settings.blocks
         self._block_size = settings.block_size
         self._publisher = publisher
@@ -203,7 +201,7 @@ class LiveReplay:
             num_blocks = -(-request.num_tokens // self._block_size)
             num_hashes = min(len(request.block_hashes), request.max_hit_tokens // self._block_size)
             admitted = None
-            if num_blocks + len(self._running) <= engine.get_free_blocks():
+            if num_blocks + len(self._running) <= self.pool.get_free_blocks():
                 admitted = engine.admit(request, num_blocks)
             if admitted is None:
                 if self.tiers is not None:

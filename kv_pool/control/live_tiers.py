@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from kv_pool.control.node_reports import TierList
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.control.controlled_manager import ControlledManager
+from kv_pool.control.messages import TierList
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.kv_events import MEDIUM_GPU
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_layout import BlockLayout
@@ -25,7 +26,6 @@ class LiveTiers:
 
     Args:
         storage: the bytes of the pool's blocks.
-        lock: the lock of the pool, reentrant.
         settings: `host_tier`, `disk_tier`, or both are set.
         enable_events: whether the pool's events include the blocks that tiers store and remove.
 
@@ -35,16 +35,15 @@ class LiveTiers:
 
     def __init__(
         self,
-        block_pool: BlockPoolCore,
+        pool: GPUKVPool | ControlledManager,
         storage: BlockStorage | None,
-        lock: AbstractContextManager[object],
         settings: ServeSettings,
         *,
         enable_events: bool,
     ) -> None:
         if storage is None:
             raise InvalidArgumentError("tiers store the bytes of blocks, and this pool has no storage")
-        self._lock = lock
+        self._lock: AbstractContextManager[object] = pool.lock
         tiers: list[Tier] = []
         if settings.host_tier:
             tiers.append(HostTier(settings.host_tier, storage))
@@ -52,7 +51,7 @@ class LiveTiers:
             capacity = settings.disk_tier_blocks or _DISK_BLOCKS_PER_BLOCK * settings.blocks
             layout = BlockLayout.describe(storage, settings.block_size)
             tiers.append(DiskTier(settings.disk_tier, capacity, layout))
-        self.cache = TieredCache(block_pool, storage, tiers, enable_events=enable_events)
+        self.cache = TieredCache(pool.block_pool, storage, tiers, enable_events=enable_events)
         self._hits = dict.fromkeys([MEDIUM_GPU, *(tier.medium for tier in tiers)], 0)
 
     def find(self, block_hashes: Sequence[BlockHash]) -> list[BlockHashWithGroupId]:

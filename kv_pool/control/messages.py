@@ -17,11 +17,10 @@ A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": .
 of `kv_pool.errors`. A connection carries any number of commands, one after another.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, get_args
 
 import msgspec
 
-from kv_pool.control.node_reports import MigrationList, PeerList, TierList
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
@@ -31,46 +30,49 @@ from kv_pool.reports.holds import HoldList
 from kv_pool.reports.layout import PoolLayout
 from kv_pool.reports.sequences import SequenceList
 from kv_pool.reports.statistics import PoolStatistics
+from kv_pool.tiers.tier import TierStatistics
 
 MAX_COMMAND_BYTES = 4096
 
 _Result = TypeVar("_Result")
 
 
-class StatsCommand(msgspec.Struct, frozen=True, tag_field="command", tag="stats", forbid_unknown_fields=True):
+class _Command(
+    msgspec.Struct,
+    frozen=True,
+    tag_field="command",
+    tag=lambda name: name.removesuffix("Command").lower(),
+    forbid_unknown_fields=True,
+):
+    """A command, named by its class."""
+
+
+class StatsCommand(_Command, frozen=True):
     """A request for `PoolStatistics`."""
 
 
-class DefragCommand(
-    msgspec.Struct, frozen=True, tag_field="command", tag="defrag", forbid_unknown_fields=True
-):
+class DefragCommand(_Command, frozen=True):
     """A request to compact the pool; see `GPUKVPool.defragment`."""
 
     max_moves: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class LayoutCommand(
-    msgspec.Struct, frozen=True, tag_field="command", tag="layout", forbid_unknown_fields=True
-):
+class LayoutCommand(_Command, frozen=True):
     """A request for `PoolLayout`."""
 
 
-class SequencesCommand(
-    msgspec.Struct, frozen=True, tag_field="command", tag="sequences", forbid_unknown_fields=True
-):
+class SequencesCommand(_Command, frozen=True):
     """A request for the sequences that have blocks."""
 
 
-class HoldsCommand(msgspec.Struct, frozen=True, tag_field="command", tag="holds", forbid_unknown_fields=True):
+class HoldsCommand(_Command, frozen=True):
     """A request for the holds on all blocks, or on one block."""
 
     block_id: Annotated[BlockId, msgspec.Meta(ge=0)] | None = None
 
 
-class MigrateCommand(
-    msgspec.Struct, frozen=True, tag_field="command", tag="migrate", forbid_unknown_fields=True
-):
+class MigrateCommand(_Command, frozen=True):
     """A request to start a migration; see `LiveNode.migrate`. `MigrationsCommand` returns its progress."""
 
     target: NodeName | None = None
@@ -80,27 +82,23 @@ class MigrateCommand(
     backend: str = ""
 
 
-class MigrationsCommand(
-    msgspec.Struct, frozen=True, tag_field="command", tag="migrations", forbid_unknown_fields=True
-):
+class MigrationsCommand(_Command, frozen=True):
     """A request for the node's migrations, or for one of them."""
 
     migration_id: str | None = None
 
 
-class CancelCommand(
-    msgspec.Struct, frozen=True, tag_field="command", tag="cancel", forbid_unknown_fields=True
-):
+class CancelCommand(_Command, frozen=True):
     """A request to cancel a migration, unless it is too late."""
 
     migration_id: str
 
 
-class PeersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="peers", forbid_unknown_fields=True):
+class PeersCommand(_Command, frozen=True):
     """A request for the nodes that the node knows; it asks each of them for its free blocks."""
 
 
-class TiersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="tiers", forbid_unknown_fields=True):
+class TiersCommand(_Command, frozen=True):
     """A request for the statistics of the pool's tiers."""
 
 
@@ -114,18 +112,7 @@ Command = (
     | TiersCommand
     | NodeCommand
 )
-COMMAND_NAMES = (
-    "stats",
-    "defrag",
-    "layout",
-    "sequences",
-    "holds",
-    "tiers",
-    "migrate",
-    "migrations",
-    "cancel",
-    "peers",
-)
+COMMAND_NAMES = tuple(str(one.__struct_config__.tag) for one in get_args(Command))
 
 
 class DefragReport(msgspec.Struct, frozen=True):
@@ -143,6 +130,52 @@ class DefragReport(msgspec.Struct, frozen=True):
     fragmentation_rate_before: float
     fragmentation_rate_after: float
     run_length: int
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """Another node and its latest answer.
+
+    Attributes:
+        nearness: the smallest location that both nodes share.
+        round_trip_ms: from request to answer; 0 without an answer.
+        error: why there is no answer; "" if there is one.
+    """
+
+    name: NodeName
+    address: str
+    nearness: str = ""
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    round_trip_ms: float = 0.0
+    error: str = ""
+
+
+class PeerList(msgspec.Struct, frozen=True):
+    """A node and the nodes that it knows."""
+
+    name: NodeName
+    address: str
+    peers: list[PeerReport]
+
+
+class MigrationList(msgspec.Struct, frozen=True):
+    """The running migrations of a node and the last ones that ended, oldest first."""
+
+    name: NodeName
+    migrations: list[MigrationStatus]
+
+
+class TierList(msgspec.Struct, frozen=True):
+    """The tiers of a pool, fastest first, and the media in which prefixes of requests were hit.
+
+    Attributes:
+        hit_blocks: hit blocks by medium; GPU is the pool itself.
+        num_dropped: evicted blocks that were offloaded to no tier.
+    """
+
+    hit_blocks: dict[str, int]
+    tiers: list[TierStatistics]
+    num_dropped: int = 0
 
 
 Result = (

@@ -1,14 +1,16 @@
-"""`ServeSettings`: the settings of `kv-pool serve`, from its options and a TOML file."""
+"""`ServeSettings`: the settings of `kv-pool serve`, also from a TOML file; `open_pool`: a pool from it."""
 
-import tomllib
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.contiguous.defragmenter import Defragmentable, Defragmenter
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.regular_files import open_regular
+from kv_pool.regular_files import read_toml
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
@@ -205,11 +207,53 @@ def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSetti
         InvalidArgumentError: the file does not exist or is not TOML, a key is unknown, or a value is
             invalid; the message names the file and the key.
     """
-    from_file = {} if config is None else _read_file(config)
+    from_file = {} if config is None else _resolve(read_toml(config, "the settings"), f"{config}: ")
     from_command = _resolve({name: value for name, value in given.items() if value is not None}, "")
     if from_file:
         _convert(from_file, f"{config}: ")
     return _convert({**from_file, **from_command}, "")
+
+
+def open_pool(config: str, **options: Any) -> tuple[GPUKVPool, Defragmenter]:
+    """Return the pool that a TOML file describes, and its defragmenter.
+
+        # pool.toml                             pool, defragmenter = open_pool("pool.toml", storage=storage)
+        kv_pool_size = 10000                    ...
+        kv_block_size = 16                      defragmenter.step()    # between two steps of the engine
+        defrag_threshold = 0.2
+        defrag_interval = 60
+
+    The same file works for `kv-pool serve --config` and for an engine; this function checks but ignores the
+    keys about traces and nodes.
+
+    Args:
+        options: arguments of `GPUKVPool`, such as `storage` and `on_moved`; they override the file.
+    Raises:
+        InvalidArgumentError: as `read_settings`.
+    """
+    settings = read_settings(config, {})
+    pool = make_pool(settings, **options)
+    return pool, make_defragmenter(settings, pool)
+
+
+def make_pool(settings: ServeSettings, **options: Any) -> GPUKVPool:
+    """Return a pool with these settings; see `open_pool`."""
+    named: dict[str, Any] = {"run_length": settings.run_length, "live_curve": settings.live_curve}
+    return GPUKVPool(settings.blocks, settings.block_size, **(named | options))
+
+
+def make_defragmenter(
+    settings: ServeSettings, pool: Defragmentable, clock: Callable[[], float] = monotonic
+) -> Defragmenter:
+    """Return a defragmenter of `pool` with these settings."""
+    return Defragmenter(
+        pool,
+        threshold=settings.compaction_threshold,
+        interval_s=settings.defrag_interval,
+        max_moves=settings.defrag_moves,
+        max_evictions=settings.max_evictions,
+        clock=clock,
+    )
 
 
 def check_is_node(settings: ServeSettings) -> None:
@@ -222,17 +266,6 @@ def check_is_node(settings: ServeSettings) -> None:
                 raise InvalidArgumentError(
                     f"{key} is an option of nodes, and a node needs a name; set name, too"
                 )
-
-
-def _read_file(config: str) -> dict[str, object]:
-    try:
-        with open(open_regular(config), "rb") as file:
-            found = tomllib.load(file)
-    except OSError as error:
-        raise InvalidArgumentError(f"{config}: cannot read the settings: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{config}: this is not TOML: {error}") from error
-    return _resolve(found, f"{config}: ")
 
 
 def _resolve(found: dict[str, object], where: str) -> dict[str, object]:

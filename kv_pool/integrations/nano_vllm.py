@@ -1,23 +1,21 @@
 """`BlockManager`: the pool under the names that nano-vllm's scheduler calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MethodType
+from typing import Any, NamedTuple, Protocol
 
+from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
+from kv_pool.core.block_keys import get_block_hash
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.ids import BlockHash, BlockId, GroupId
-from kv_pool.integrations.nano_vllm_views import (
-    Blocks,
-    ComputeHash,
-    FreeBlockIds,
-    HashToBlockId,
-    UsedBlockIds,
-)
 
 _GROUP_ID = GroupId(0)
+_NO_HASH = -1
+"""The hash of a block that is not cached, and the `prefix` of a sequence's first block."""
 
 
 class NanoSequence(Protocol):
@@ -92,6 +90,29 @@ class _Holding:
     session_id: str | None = None
 
 
+class Block(NamedTuple):
+    """The state of one block at the moment of `BlockManager.blocks`.
+
+    Attributes:
+        block_id: the engine's id.
+        ref_count: number of sequences that hold the block; 0 for a free one.
+        hash: the hash under which the block is cached, as from `compute_hash`; -1 if it is not cached.
+        token_ids: the tokens of the block, as many as the block size; [] if it is not cached.
+    """
+
+    block_id: BlockId
+    ref_count: int
+    hash: int
+    token_ids: list[int]
+
+
+class _ComputeHash:
+    """`BlockManager.compute_hash`: uses the manager's hasher, or a `BlockHasher()` if called on the class."""
+
+    def __get__(self, manager: "BlockManager | None", owner: type) -> Callable[..., int]:
+        return MethodType(_compute_hash, owner if manager is None else manager.hasher)
+
+
 class BlockManager:
     """A `BlockPool` for nano-vllm's own scheduler; replaces the class in `nanovllm.engine.block_manager`.
 
@@ -121,9 +142,9 @@ class BlockManager:
     - It compares tokens in addition to 64 bits of xxhash; here 128 bits of hash decide (`BlockHasher`).
     - Caller errors (double free, double allocation, not allocated, too many tokens) raise and change nothing;
       there they cause an assertion, an IndexError half-way, or go unnoticed.
-    - Its attributes are read-only views here, and the hashes are different numbers. The pool's own state is
-      in `block_pool`, where block n of the engine is `blocks[n + 1]`: block 0 is the pool's null block, which
-      the engine never sees.
+    - Its attributes are copies of the pool's state here, made in O(blocks) at each access, and the hashes
+      are different numbers. The pool itself is `block_pool`, where block n of the engine is `blocks[n + 1]`:
+      block 0 is the pool's null block, which the engine never sees.
 
     As in nano-vllm, a prompt whose blocks are all full and cached leaves the 2025 scheduler no token to
     compute.
@@ -133,16 +154,10 @@ class BlockManager:
         block_size: tokens per block, the same as `Sequence.block_size`.
         hasher: hashes the prefixes; by default `xxh3_128` with a secret seed.
 
-    Attributes:
-        blocks: the blocks by id, each with `block_id`, `ref_count`, `hash` and `token_ids`.
-        free_block_ids: ids of free blocks, the next to be reused first: `free_block_ids[0]`, `len`, `in`.
-        used_block_ids: ids of blocks that sequences hold.
-        hash_to_block_id: maps the hash of a cached prefix to the id of its last block.
-
     Contract: nano-vllm's `BlockManager`, with a scheduler that uses one object per sequence.
     """
 
-    compute_hash = ComputeHash()
+    compute_hash = _ComputeHash()
 
     def __init__(self, num_blocks: int, block_size: int, *, hasher: BlockHasher | None = None) -> None:
         if not isinstance(num_blocks, int) or num_blocks < 1:
@@ -157,11 +172,40 @@ class BlockManager:
         self.block_pool = BlockPool(num_blocks + 1, True, block_size)
         # By the pool's block ids: the tokens of the block when it was last cached.
         self._token_ids: list[Sequence[int]] = [()] * (num_blocks + 1)
-        self.blocks = Blocks(self.block_pool, self._token_ids)
-        self.free_block_ids = FreeBlockIds(self.block_pool)
-        self.used_block_ids = UsedBlockIds(self.block_pool)
-        self.hash_to_block_id = HashToBlockId(self.block_pool, self.hasher.digest_size)
         self._holdings: dict[int, _Holding] = {}
+
+    # ---- nano-vllm's attributes ------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks by id."""
+        return [
+            Block(_to_engine_id(block), block.ref_cnt, _NO_HASH, [])
+            if block.block_hash is None
+            else Block(
+                _to_engine_id(block), block.ref_cnt, _to_number(block), list(self._token_ids[block.block_id])
+            )
+            for block in self.block_pool.blocks[1:]
+        ]
+
+    @property
+    def free_block_ids(self) -> list[BlockId]:
+        """The ids of the free blocks, the next to be reused first."""
+        return [_to_engine_id(block) for block in self.block_pool.free_block_queue.iter_blocks_after(None)]
+
+    @property
+    def used_block_ids(self) -> set[BlockId]:
+        """The ids of the blocks that sequences hold."""
+        return {_to_engine_id(block) for block in self.block_pool.blocks[1:] if block.ref_cnt}
+
+    @property
+    def hash_to_block_id(self) -> dict[int, BlockId]:
+        """The hash of each cached prefix, and the id of its last block. Every entry can be hit."""
+        return {
+            _to_number(block): _to_engine_id(block)
+            for block in self.block_pool.blocks[1:]
+            if block.block_hash is not None
+        }
 
     # ---- prefill ---------------------------------------------------------------------------------
 
@@ -371,6 +415,49 @@ class BlockManager:
 def _to_engine_id(block: KVCacheBlock) -> BlockId:
     """Return the block's index in the engine's KV tensors, which have no null block."""
     return BlockId(block.block_id - 1)
+
+
+def _to_number(block: KVCacheBlock) -> int:
+    """Return the hash of a cached block as a number."""
+    assert block.block_hash is not None
+    return int.from_bytes(get_block_hash(block.block_hash), "big")
+
+
+def _compute_hash(hasher: BlockHasher | type, token_ids: Sequence[int], prefix: int = _NO_HASH) -> int:
+    """Return the hash under which a full block of these tokens is cached.
+
+        >>> from kv_pool.integrations.nano_vllm import BlockManager
+        >>> manager = BlockManager(num_blocks=8, block_size=2)
+        >>> head = manager.compute_hash([1, 2])
+        >>> manager.compute_hash([3, 4], head) == BlockManager.compute_hash([3, 4], head)
+        True
+        >>> manager.hash_to_block_id.get(head, -1)
+        -1
+
+    The number differs from nano-vllm's, and between processes: 128 bits with a secret seed by default, or the
+    result of the manager's `hasher`. Called on the class, it uses the default hasher.
+
+    Args:
+        token_ids: the tokens of one full block.
+        prefix: the hash of the previous block; -1 for the first block of a sequence.
+    Raises:
+        InvalidArgumentError: the tokens are not a full block, or `prefix` is not a hash.
+    Cost: O(tokens).
+    """
+    tokens = as_list("token_ids", token_ids)
+    prefix = as_int("prefix", prefix)
+    if isinstance(hasher, type):
+        hasher = BlockHasher(block_size=max(1, len(tokens)))
+    if len(tokens) != hasher.block_size or not tokens:
+        raise InvalidArgumentError(
+            f"token_ids has {len(tokens)} tokens; only full blocks of {hasher.block_size} tokens are hashed"
+        )
+    if not _NO_HASH <= prefix < 256**hasher.digest_size:
+        raise InvalidArgumentError(
+            f"prefix is {prefix}; it is a hash of {hasher.digest_size} bytes, 0 or more, or -1 for none"
+        )
+    parent = None if prefix == _NO_HASH else BlockHash(prefix.to_bytes(hasher.digest_size, "big"))
+    return int.from_bytes(hasher.hash_blocks(tokens, parent)[0], "big")
 
 
 def _name(seq: NanoSequence) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +14,7 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName
 from kv_pool.migration.messages import NodeDescription, NodeLocation
-from kv_pool.regular_files import open_regular
+from kv_pool.regular_files import read_toml
 from kv_pool.storage.block_layout import BlockLayout
 
 _DECAY = 0.8
@@ -262,17 +261,13 @@ def read_topology(path: str | PathLike[str]) -> Topology:
         InvalidArgumentError: the file cannot be read, is not TOML, or has unknown tables or invalid values.
             The message names the file.
     """
+    tables = read_toml(path, "the topology")
     try:
-        with open(open_regular(path), "rb") as file:
-            found = msgspec.convert(tomllib.load(file), _TopologyFile)
+        found = msgspec.convert(tables, _TopologyFile)
         return Topology({Nearness(name): _read_link(name, link) for name, link in found.links.items()})
-    except OSError as error:
-        raise InvalidArgumentError(f"{path}: cannot read the topology: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path}: not a TOML file: {error}") from error
     except msgspec.ValidationError as error:
-        tables = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
-        raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
+        allowed = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
+        raise InvalidArgumentError(f"{path}: {error}; {allowed}") from error
     except ValueError as error:
         names = ", ".join(nearness.value for nearness in Nearness)
         raise InvalidArgumentError(f"{path}: {error}; allowed links are {names}") from error

@@ -10,7 +10,6 @@ import numpy as np
 
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.storage.block_storage import BlockStorage, CopyBlocks
-from kv_pool.storage.dtypes import find_dtype_bytes, numpy_dtype
 from kv_pool.storage.layouts import (
     Axis,
     TensorLayout,
@@ -22,7 +21,15 @@ from kv_pool.storage.layouts import (
     split_axes,
 )
 from kv_pool.storage.segments import SegmentTable
-from kv_pool.storage.tensors import find_device, find_dtype, find_memory, find_strides_bytes, view_bits
+from kv_pool.storage.tensors import (
+    find_device,
+    find_dtype,
+    find_dtype_bytes,
+    find_memory,
+    find_strides_bytes,
+    numpy_dtype,
+    view_bits,
+)
 
 _PAGE_BYTES = 4096
 

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     from kv_pool.cli.main import main
     from kv_pool.cli.sub_commands import COMMANDS
 
-    for name in COMMANDS:
-        importlib.import_module("kv_pool.cli." + name.replace("-", "_"))
+    for module in COMMANDS.values():
+        importlib.import_module(f"kv_pool.cli.{module}")
     serve(socket.socket(fileno=int(sys.argv[1])))
     main()

@@ -13,10 +13,9 @@ from replay.made_trace import record, write_trace
 from rich.console import Console
 from rich.table import Table
 
-from kv_pool.cli.console import print_table
-from kv_pool.cli.migration_status import draw
-from kv_pool.cli.watching import watch
-from kv_pool.control.node_reports import MigrationList
+from kv_pool.cli.console import print_table, refresh_forever
+from kv_pool.cli.migrate import draw
+from kv_pool.control.messages import MigrationList
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 
 SIZES = ("--trace-block-size", "8", "--blocks", "50")
@@ -96,7 +95,7 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
         return draw(MigrationList("a", [next(statuses)]), 20, console)
 
     with pytest.raises(StopIteration):
-        watch(look, console)
+        refresh_forever(look, console)
     [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
     assert row.split()[:7] == [
         "sequence",

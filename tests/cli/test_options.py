@@ -4,7 +4,7 @@ import pytest
 from replay.made_trace import record, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.cli.options import find_capacity, find_kv
+from kv_pool.cli.options import ModelOptions, find_capacity
 from kv_pool.replay.trace import Trace
 
 BLOCK_BYTES = 8 * 131_072  # of the trace's blocks, for llama-3-8b
@@ -17,7 +17,7 @@ def trace(tmp_path):
 
 def find(trace, memory, *, block_size=None, model=None, dimensions=(0, 0, 0), dtype_bytes=2, groups="full"):
     """Return the number of blocks, and the bytes of each."""
-    kv = find_kv(model, *dimensions, dtype_bytes)
+    kv = ModelOptions(model, *dimensions, dtype_bytes).find_kv()
     return find_capacity(trace, block_size, None, memory, kv, groups)
 
 
@@ -53,13 +53,13 @@ def test_memory_needs_a_model_or_dimensions(trace):
 
 def test_model_and_dimensions_together_are_refused():
     with pytest.raises(InvalidArgumentError, match=r"pass either --model, or --num-layers, .* not both"):
-        find_kv("llama-3-8b", 32, 8, 128, 2)
+        ModelOptions("llama-3-8b", 32, 8, 128).find_kv()
 
 
 @pytest.mark.parametrize(("blocks", "memory"), [(None, None), (10, "1GiB")])
 def test_capacity_is_either_blocks_or_memory(trace, blocks, memory):
     with pytest.raises(InvalidArgumentError, match="either as --blocks or as --memory"):
-        find_capacity(trace, None, blocks, memory, find_kv("llama-3-8b", 0, 0, 0, 2), "full")
+        find_capacity(trace, None, blocks, memory, ModelOptions("llama-3-8b").find_kv(), "full")
 
 
 def test_groups_divide_the_bytes_of_a_block(trace):

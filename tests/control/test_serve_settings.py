@@ -3,8 +3,7 @@
 import pytest
 
 from kv_pool import BlockAllocationRequest, InvalidArgumentError
-from kv_pool.control.serve_settings import ServeSettings, read_settings
-from kv_pool.control.settings_pool import open_pool
+from kv_pool.control.serve_settings import ServeSettings, open_pool, read_settings
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_read_topology_reads_the_links_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[links", "not a TOML file"),
+        ("[links", "this is not TOML"),
         ("[links.moon]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "links are device, host, rack, network, else"),
         ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", "links.rack: Expected `float` > 0.0"),
         (

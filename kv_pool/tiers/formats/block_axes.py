@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.storage.dtypes import DTYPE_BYTES
+from kv_pool.storage.tensors import DTYPE_BYTES
 from kv_pool.tiers.formats.block_format import ByteArray, FloatArray, HasBlockBytes
 from kv_pool.tiers.formats.floats import FLOATS, from_floats, to_floats
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.storage.dtypes import DTYPE_BYTES
+from kv_pool.storage.tensors import DTYPE_BYTES
 from kv_pool.tiers.formats.block_axes import BlockAxes
 from kv_pool.tiers.formats.block_format import ByteArray, check_rows
 from kv_pool.tiers.formats.floats import FLOATS, from_floats, to_floats

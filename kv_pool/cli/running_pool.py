@@ -1,0 +1,323 @@
+"""The commands about a running pool: send one over its control socket, and print the answer."""
+
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.text import Text
+
+from kv_pool.cli.console import (
+    describe_bytes,
+    encode_json_line,
+    new_table,
+    print_json,
+    print_table,
+    refresh_forever,
+)
+from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.control.client import ControlClient
+from kv_pool.control.layout_picture import check_can_draw, draw_layout
+from kv_pool.control.layout_text import print_layout
+from kv_pool.ids import BlockId
+from kv_pool.metrics.latency import CallLatency
+from kv_pool.reports import (
+    HoldList,
+    HoldSummary,
+    LiveCurvePoint,
+    LiveCurveReport,
+    PoolStatistics,
+    SequenceList,
+)
+
+
+def stats(
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
+    """Show the counts, shares and latencies of a running pool."""
+    with ControlClient(socket, node=node) as client:
+
+        def look() -> Text:
+            statistics = client.get_statistics()
+            if json:
+                return Text(encode_json_line(statistics))
+            return Text(
+                "\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe_statistics(statistics))])
+            )
+
+        if watch:
+            refresh_forever(look, Console(highlight=False))
+        print(look())
+
+
+def describe_statistics(statistics: PoolStatistics) -> list[str]:
+    """Return statistics as lines of text."""
+    s = statistics
+    lines = [
+        f"Total Blocks: {s.total_blocks} of {s.block_size} tokens",
+        f"Used Blocks: {s.used_blocks} ({s.utilization:.1%})",
+        f"Free Blocks: {s.free_blocks} ({s.free_blocks / s.total_blocks:.1%}), "
+        f"{s.cached_free_blocks} of them cached",
+        f"Pinned Blocks: {s.pinned_blocks}",
+        f"Reserved Blocks: {s.reserved_blocks}",
+    ]
+    if s.immovable_blocks not in (0, s.pinned_blocks):
+        lines.append(f"Held in Place: {s.immovable_blocks} of the used blocks; see kv-pool sequences --holds")
+    if s.num_sequences is not None:
+        evicted = "" if s.evicted_sequences is None else f", evicted so far: {s.evicted_sequences}"
+        lines.append(f"Sequences: {s.num_sequences}{evicted}")
+    lines += [
+        f"Fragmentation Rate: {s.fragmentation_rate:.1%} (runs of {s.run_length})",
+        f"Largest Free Run: {s.largest_free_run} blocks, outside of it: {s.largest_run_loss:.1%}",
+        f"Moved Blocks: {s.moved_blocks}, epoch {s.epoch}",
+        f"Prefix Cache: {_describe_hits(s)}{s.evicted_blocks} evicted",
+    ]
+    if s.live_curve is not None:
+        lines += _describe_curve(s.live_curve)
+    if s.queued_events or s.taken_events is not None:
+        taken = "".join(f", {count} {kind}" for kind, count in sorted((s.taken_events or {}).items()))
+        lines.append(f"Events: {s.queued_events} queued{taken}")
+    if s.allocation is not None:
+        lines += _describe_latency("Allocation Latency", s.allocation)
+    if s.freeing is not None:
+        lines += _describe_latency("Free Latency", s.freeing)
+    return lines
+
+
+def _describe_hits(statistics: PoolStatistics) -> str:
+    hit, looked_up = statistics.hit_blocks, statistics.looked_up_blocks
+    if hit is None or looked_up is None:
+        return ""
+    share = f" ({hit / looked_up:.1%})" if looked_up else ""
+    return f"{hit} of {looked_up} blocks hit{share}, "
+
+
+def _describe_curve(curve: LiveCurveReport) -> list[str]:
+    """Return the changes for more and fewer blocks as lines that fit into 80 columns."""
+    more, fewer = curve.get_point(1.2), curve.get_point(0.8)
+    if more is None or fewer is None:
+        return [f"Live Curve: not known yet, {curve.looked_up_blocks:.0f} blocks looked up"]
+    lines = [f"Live Curve: {_describe_change('20% more', more, curve)}"]
+    lines.append(f"  {_describe_change('20% fewer', fewer, curve)}")
+    lines.append(
+        f"  hits of blocks: {curve.block_hit_rate:.1%} measured, {curve.estimated_block_hit_rate:.1%} "
+        f"(± {100 * curve.estimated_error:.1f}) by the sample"
+    )
+    seconds = curve.half_life_seconds
+    time = "" if seconds is None else f", {seconds:,.0f} s at this rate"
+    lines.append(f"  look-ups count half after {curve.half_life_blocks:,} others{time}")
+    return lines
+
+
+def _describe_change(what: str, point: LiveCurvePoint, curve: LiveCurveReport) -> str:
+    change = 100 * abs(point.token_hit_rate - curve.token_hit_rate)
+    kind = "more" if point.multiple > 1 else "fewer"
+    return f"{what} blocks would give {change:.1f} points {kind} (± {100 * point.token_rate_error:.1f})"
+
+
+def _describe_latency(title: str, latency: CallLatency) -> list[str]:
+    """Return a latency as lines that fit into 80 columns."""
+    if not latency.num_timed:
+        return [f"{title}: not known yet, {latency.num_calls} calls"]
+    return [
+        f"{title}: {latency.mean_us:.1f}µs (avg), {latency.median_us:.1f}µs (median), "
+        f"{latency.p99_us:.1f}µs (p99)",
+        f"  {latency.max_us:.1f}µs (max), {latency.num_timed} of {latency.num_calls} calls timed",
+    ]
+
+
+def defrag(
+    max_moves: Annotated[
+        int | None,
+        typer.Option(help="Stop after moving this many blocks; repeat the command to continue.", min=1),
+    ] = None,
+    max_evictions: Annotated[
+        int,
+        typer.Option(
+            help="Cached blocks that may be evicted where that saves copies. Default: none.",
+            min=0,
+        ),
+    ] = 0,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
+    """Compact a running pool and show the result."""
+    with ControlClient(socket, node=node) as client:
+        report = client.defragment(max_moves, max_evictions)
+    if json:
+        print_json(report)
+        return
+    print("Defragmentation complete:")
+    print(f"  Moved Blocks: {report.moved_blocks}")
+    print(f"  Time: {report.time_ms:.1f}ms")
+    print(
+        f"  Fragmentation Rate: {report.fragmentation_rate_before:.1%} → "
+        f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})"
+    )
+    if not report.moved_blocks and report.fragmentation_rate_after:
+        reason = (
+            "exchanging two blocks takes two moves"
+            if max_moves == 1
+            else "the blocks are compact, or held in place"
+        )
+        print(f"  Nothing moved: {reason}.")
+
+
+def layout(
+    socket: Socket = None,
+    node: Node = None,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            help="Cells per row in the terminal. Default: the largest power of two that fits.", min=1
+        ),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Draw to this .svg or .png file instead.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Draw which blocks of a running pool are free, cached, in use or held in place, and its runs."""
+    if output is not None:
+        check_can_draw(output)
+    with ControlClient(socket, node=node) as client:
+        found = client.get_layout()
+    if output is not None:
+        draw_layout(found, output)
+    if json:
+        print_json(found)
+    elif output is None:
+        print_layout(found, Console(), width)
+    else:
+        print(f"memory map: {output}")
+
+
+def sequences(
+    holds: Annotated[
+        bool,
+        typer.Option("--holds", help="List the holds that keep blocks in place instead, and their ages."),
+    ] = False,
+    block: Annotated[
+        int | None, typer.Option(metavar="ID", help="List the holds on this block instead.", min=1)
+    ] = None,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
+    """List the sequences, or requests, of a running pool, least recently used first.
+
+    The requests of a KVCacheManager are listed in the order of their admission.
+    """
+    with ControlClient(socket, node=node) as client:
+        found: SequenceList | HoldList
+        block_id = None if block is None else BlockId(block)
+        found = client.list_holds(block_id) if holds or block is not None else client.describe_sequences()
+    if json:
+        print_json(found)
+    elif isinstance(found, HoldList):
+        _print_holds(found)
+    else:
+        _print_sequences(found)
+
+
+def _print_sequences(found: SequenceList) -> None:
+    listed = found.sequences
+    columns = {
+        "sequence": [str(one.sequence_id) for one in listed],
+        "blocks": [f"{one.num_blocks:,}" for one in listed],
+        "held in place": [
+            f"{one.num_immovable_blocks:,}" if one.num_immovable_blocks else "" for one in listed
+        ],
+        "tokens": ["" if one.num_tokens is None else f"{one.num_tokens:,}" for one in listed],
+        "priority": ["" if one.priority is None else str(one.priority) for one in listed],
+        "last used": ["" if one.idle_s is None else f"{one.idle_s:.1f} s ago" for one in listed],
+        "": ["in transit" if one.is_in_transit else "" for one in listed],
+    }
+    known = {title: cells for title, cells in columns.items() if any(cells)} or columns
+    table = new_table(known, right=[title for title in known if title], box=box.SIMPLE)
+    for row in zip(*known.values(), strict=True):
+        table.add_row(*map(make_cell, row))
+    print_table(table)
+
+
+def _print_holds(found: HoldList) -> None:
+    titles = ("blocks", "ids", "held for", "until", "", "held as")
+    table = new_table(titles, right=("blocks", "held for"), folds=titles, box=box.SIMPLE)
+    for hold in found.holds:
+        more = ", ..." if hold.num_blocks > len(hold.block_ids) else ""
+        table.add_row(
+            f"{hold.num_blocks:,}",
+            ", ".join(map(str, hold.block_ids)) + more,
+            f"{hold.age_s:.1f} s",
+            "" if hold.remaining_s is None else f"in {hold.remaining_s:.1f} s",
+            _name_kind(hold),
+            make_cell(hold.reason),
+        )
+    print_table(table)
+
+
+def _name_kind(hold: HoldSummary) -> str:
+    if hold.is_quarantined:
+        return "quarantined"
+    if not hold.has_references:
+        return "id only"
+    return "movable" if hold.is_movable else ""
+
+
+def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+    """Show the lower tiers of a running pool, fastest first."""
+    with ControlClient(socket, node=node) as client:
+        found = client.list_tiers()
+    if json:
+        print_json(found)
+        return
+    titles = ("tier", "blocks", "bytes", "stored", "read", "removed", "errors")
+    table = new_table(titles, right=titles[1:], box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for tier in found.tiers:
+        table.add_row(
+            make_cell(tier.medium),
+            f"{tier.num_blocks:,} of {tier.capacity:,}",
+            describe_bytes(tier.num_blocks * tier.block_bytes),
+            f"{tier.num_stored:,}",
+            f"{tier.num_read:,}",
+            f"{tier.num_removed:,}",
+            f"{tier.num_read_errors + tier.num_write_errors:,}",
+        )
+    print_table(table)
+    hits = ", ".join(f"{escape_text(medium)} {count:,}" for medium, count in found.hit_blocks.items())
+    print(f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded")
+
+
+def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+    """Show the other nodes that a running node knows."""
+    with ControlClient(socket, node=node) as client:
+        found = client.list_peers()
+    if json:
+        print_json(found)
+        return
+    others = "1 other node" if len(found.peers) == 1 else f"{len(found.peers)} other nodes"
+    print(f"node {escape_text(found.name)} at {escape_text(found.address)} knows {others}")
+    if not found.peers:
+        return
+    titles = ("node", "address", "nearness", "free blocks", "round trip")
+    table = new_table(titles, right=titles[3:], box=box.SIMPLE)
+    for peer in found.peers:
+        if peer.error:
+            table.add_row(make_cell(peer.name), make_cell(peer.address), "no answer", "", "")
+        else:
+            table.add_row(
+                make_cell(peer.name),
+                make_cell(peer.address),
+                make_cell(peer.nearness if peer.nearness == "elsewhere" else f"same {peer.nearness}"),
+                f"{peer.num_free_blocks:,} of {peer.num_blocks:,}",
+                f"{peer.round_trip_ms:.1f} ms",
+            )
+    print_table(table)
+    for peer in found.peers:
+        if peer.error:
+            print(f"{escape_text(peer.name)}: {escape_text(peer.error)}")
