@@ -80,7 +80,6 @@ MANAGER = (
     "retention/claim",
     "retention/claim_records",
     "retention/directive",
-    "retention/pins",
     "retention/placed_claims",
     "retention/request_directives",
     "retention/segments",

@@ -9,7 +9,7 @@ from kv_pool.manager.admission import AllocStatus as AllocStatus
 from kv_pool.manager.requests.request import LoRARequest as LoRARequest
 from kv_pool.manager.requests.request import MultiModalFeature as MultiModalFeature
 from kv_pool.manager.requests.request import PlaceholderRange as PlaceholderRange
-from kv_pool.manager.requests.salt_region import SaltRegion as SaltRegion
+from kv_pool.manager.requests.request import SaltRegion as SaltRegion
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec as FullAttentionSpec
 from kv_pool.manager.block_groups.kv_cache_spec import SlidingWindowSpec as SlidingWindowSpec
 from kv_pool.manager.block_groups.kv_cache_spec import ChunkedLocalAttentionSpec as ChunkedLocalAttentionSpec

@@ -171,10 +171,10 @@ def test_no_module_has_a_meaningless_name():
 
 
 def test_core_uses_no_tensors_sockets_files_or_clocks():
-    """The exception is `core/clock.py`, the default clock, by which holds expire."""
+    """The exception is the default clock, by which holds expire, in `core/deadlines.py`."""
     for path in (PACKAGE / "core").glob("*.py"):
         found = KEPT_OUT_OF_CORE & {name.split(".")[0] for name in imported_by(path)}
-        assert found == ({"time"} if path.name == "clock.py" else set()), path
+        assert found == ({"time"} if path.name == "deadlines.py" else set()), path
 
 
 def test_map_names_every_folder():

@@ -10,7 +10,7 @@ from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.core.arguments import as_count, as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
-from kv_pool.core.clock import read_clock
+from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import BlockPoolCore

@@ -13,7 +13,7 @@ from kv_pool.core.kv_events import BlockRemoved as BlockRemoved
 from kv_pool.core.kv_events import AllBlocksCleared as AllBlocksCleared
 from kv_pool.core.kv_events import KVEventTypes as KVEventTypes
 from kv_pool.core.kv_events import MEDIUM_GPU as MEDIUM_GPU
-from kv_pool.core.cached_keys import CachedKey as CachedKey
+from kv_pool.core.hash_map import CachedKey as CachedKey
 from kv_pool.core.holds import Hold as Hold
 from kv_pool.core.holds import HoldReport as HoldReport
 from kv_pool.core.holds import HoldState as HoldState

@@ -1,4 +1,4 @@
-"""Check arguments: a wrong type raises `InvalidTypeError` with the argument's name.
+"""Check arguments, and refuse copies: a wrong type raises `InvalidTypeError` with the argument's name.
 
 In compiled modules, the declared types of arguments are checked before a call reaches its function, and
 `int` accepts NumPy integers. In plain Python, the function checks them itself. Both use this module, also for
@@ -103,3 +103,12 @@ def as_ints(name: str, values: Iterable[Any]) -> list[int]:
         value if isinstance(value, int) else as_int(f"{name}[{position}]", value)
         for position, value in enumerate(as_list(name, values))
     ]
+
+
+def refuse_copy(thing: object) -> NoReturn:
+    """Raise `InvalidTypeError` for `pickle`, `copy` and `deepcopy` of a pool or an object with its blocks."""
+    raise InvalidTypeError(
+        f"a {type(thing).__name__} cannot be pickled or copied: its blocks are known by identity. To save "
+        "the cached content of a pool, use kv_pool.tiers.pool_dump.dump_pool(path, pool), and load_pool() "
+        "into a new pool"
+    )

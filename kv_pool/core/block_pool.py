@@ -2,7 +2,7 @@
 
 from typing import NoReturn, SupportsIndex
 
-from kv_pool.core.identity import refuse_copy
+from kv_pool.core.arguments import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 
 

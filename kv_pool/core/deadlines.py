@@ -1,6 +1,7 @@
-"""`Deadlines`: a queue of timers, earliest first."""
+"""`Deadlines`: a queue of timers, earliest first; `read_clock`: the default clock of a pool."""
 
 from heapq import heapify, heappop, heappush
+from time import monotonic
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -73,3 +74,8 @@ class Deadlines:
         heapify(entries)
         self._num_pushed = max(self._num_pushed, len(items))
         self.entries = entries
+
+
+def read_clock() -> float:
+    """Return the system's monotonic clock, in seconds."""
+    return monotonic()

@@ -1,10 +1,12 @@
-"""`BlockHashToBlockMap`: map a key (block hash and group) to the blocks that hold that prefix."""
+"""`BlockHashToBlockMap`: map a key (block hash and group) to the blocks with that prefix; list its keys."""
 
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockHashWithGroupId, BlockId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
 
 
 class BlockHashToBlockMap:
@@ -96,3 +98,29 @@ class BlockHashToBlockMap:
     def __len__(self) -> int:
         """Return the number of keys (not of blocks)."""
         return len(self._cache)
+
+
+class CachedKey(NamedTuple):
+    """A prefix that can be hit in one KV cache group.
+
+    Attributes:
+        block_hash: the hash of the prefix's last block.
+        group_id: the KV cache group.
+        external_hash: the hash in the form that events carry.
+    """
+
+    block_hash: BlockHash
+    group_id: GroupId
+    external_hash: ExternalBlockHash
+
+
+def iter_cached_keys(
+    cached: BlockHashToBlockMap, make_external_hash: Callable[[BlockHash], ExternalBlockHash]
+) -> Iterator[CachedKey]:
+    """Iterate over the keys that are cached at the time of the call, in no particular order."""
+    keys = list(cached._cache)
+    return (
+        CachedKey(block_hash, get_group_id(key), make_external_hash(block_hash))
+        for key in keys
+        for block_hash in (get_block_hash(key),)
+    )

@@ -18,15 +18,13 @@ from kv_pool.core.arguments import (
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, refuse_interrupted
 from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
-from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
-from kv_pool.core.clock import read_clock
-from kv_pool.core.deadlines import NEVER
+from kv_pool.core.deadlines import NEVER, read_clock
 from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.freeing import free_listed, unpin_listed
-from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes

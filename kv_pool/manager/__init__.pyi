@@ -5,7 +5,7 @@ from kv_pool.manager.requests.request import Request as Request
 from kv_pool.manager.requests.request import LoRARequest as LoRARequest
 from kv_pool.manager.requests.request import MultiModalFeature as MultiModalFeature
 from kv_pool.manager.requests.request import PlaceholderRange as PlaceholderRange
-from kv_pool.manager.requests.salt_region import SaltRegion as SaltRegion
+from kv_pool.manager.requests.request import SaltRegion as SaltRegion
 from kv_pool.manager.requests.request import SchedulableRequest as SchedulableRequest
 from kv_pool.manager.cached_prefix import CachedPrefix as CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules as PrefixRules

@@ -12,12 +12,12 @@ from kv_pool.core.arguments import (
     as_list_of,
     check_number,
     check_type,
+    refuse_copy,
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, refuse_interrupted
-from kv_pool.core.cached_keys import CachedKey
-from kv_pool.core.identity import refuse_copy
+from kv_pool.core.hash_map import CachedKey
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError

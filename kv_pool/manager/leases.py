@@ -6,10 +6,9 @@ from enum import Enum
 from typing import NoReturn, SupportsIndex
 from weakref import ref
 
-from kv_pool.core.arguments import as_list_of, check_number, check_type
+from kv_pool.core.arguments import as_list_of, check_number, check_type, refuse_copy
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold, HoldState
-from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, StaleLeaseError
 from kv_pool.ids import LeaseId

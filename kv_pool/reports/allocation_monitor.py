@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from kv_pool.core.clock import read_clock
+from kv_pool.core.deadlines import read_clock
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.reports.statistics import PoolStatistics
 

@@ -11,7 +11,7 @@ from kv_pool import (
     Request,
     SlidingWindowSpec,
 )
-from kv_pool.core.cached_keys import CachedKey
+from kv_pool.core.hash_map import CachedKey
 
 
 @pytest.mark.parametrize("use_int_block_hashes", [True, False])

@@ -345,7 +345,7 @@ OMISSIONS = [
     Omission(
         "a retention's pin is not noted",
         "manager",
-        "kv_pool.manager.retention.pins",
+        "kv_pool.manager.retention.placed_claims",
         "PinLedger.note",
         note_nothing,
     ),

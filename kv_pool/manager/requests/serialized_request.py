@@ -6,8 +6,7 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import RequestId
-from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, Request
-from kv_pool.manager.requests.salt_region import SaltRegion
+from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, Request, SaltRegion
 
 
 class SerializedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

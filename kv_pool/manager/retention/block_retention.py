@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, SupportsIndex
 
-from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_copy, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import NEVER, Deadlines
-from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
@@ -17,8 +16,7 @@ from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.pins import PinLedger
-from kv_pool.manager.retention.placed_claims import PlacedClaims
+from kv_pool.manager.retention.placed_claims import PinLedger, PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
 from kv_pool.manager.retention.segments import cut_into_segments, find_cached, find_in_tables
 from kv_pool.manager.retention.sessions import Session, Sessions

@@ -7,7 +7,7 @@ from kv_pool.core.deadlines import NEVER
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.retention.claim import PINNED, Claim
 from kv_pool.manager.retention.directive import RetentionDirective
-from kv_pool.manager.retention.pins import PinLedger
+from kv_pool.manager.retention.placed_claims import PinLedger
 from kv_pool.manager.retention.segments import cut_into_segments, join_stretches
 
 Range = tuple[int, int | None, Claim]
