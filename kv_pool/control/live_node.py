@@ -115,6 +115,7 @@ class LiveNode:
             backends=[_make_backend(kind, site.storage) for kind in settings.backend or ["tcp"]],
             secret=secret,
             listen=settings.listen or _DEFAULT_LISTEN,
+            bulk_port=settings.bulk_port,
             peers=peers,
             location=NodeLocation(
                 settings.network,

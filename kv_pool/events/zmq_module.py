@@ -1,4 +1,4 @@
-"""Import pyzmq, or raise an error that says how to install it. The only module that imports it."""
+"""Import pyzmq, or raise an error that says how to install it."""
 
 from kv_pool.errors import MissingDependencyError, describe_install
 
@@ -6,7 +6,7 @@ try:
     import zmq
 except ImportError as error:
     raise MissingDependencyError(
-        f"sending and receiving event streams needs pyzmq: {describe_install('zmq')}"
+        f"event streams, and nodes in other processes, need pyzmq: {describe_install('zmq')}"
     ) from error
 
 __all__ = ["zmq"]
