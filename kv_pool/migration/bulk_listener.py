@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kv_pool.errors import (
@@ -59,8 +58,8 @@ class BulkListener:
         max_strangers: limit of connections without a ticket; one more closes the oldest.
         ticket_s: how long a ticket is valid, and how long a connection may wait before sending one.
 
-    One thread accepts connections; each reader gets its own thread. If the system cannot start one, the
-    connection is closed.
+    `CallServer` watches the sockets and calls `go_on`. Each admitted reader gets a thread; if the system cannot
+    start one, the connection is closed.
 
     Attributes:
         port: the port that readers are told; set it if they reach this node through a forwarded port.
@@ -69,11 +68,10 @@ class BulkListener:
     def __init__(
         self,
         handlers: Mapping[str, BulkHandler],
-        port: int = 0,
-        *,
-        max_readers: int = 256,
-        max_strangers: int = 64,
-        ticket_s: float = 5.0,
+        port: int,
+        max_readers: int,
+        max_strangers: int,
+        ticket_s: float,
     ) -> None:
         self.port = port
         self._listen_port = port
@@ -81,40 +79,26 @@ class BulkListener:
         self._max_readers = max_readers
         self._max_strangers = max_strangers
         self._ticket_s = ticket_s
+        self._listener: socket.socket | None = None
+        self._strangers: dict[socket.socket, float] = {}  # connection -> deadline, oldest first
         self._lock = threading.Lock()
         self._admitted: dict[bytes, _Admission] = {}  # by ticket
         self._readers: dict[Channel, threading.Thread] = {}
-        self._waker: socket.socket | None = None
-        self._accepting: threading.Thread | None = None
 
     def start(self, host: str) -> None:
-        """Listen at this host, if there are handlers.
-
-        Raises:
-            EndpointError, OutOfThreadsError: as for `CallServer.start`. Nothing is open.
-        """
-        if not self._handlers:
-            return
-        with ExitStack() as on_failure:
-            listener = on_failure.enter_context(bind_listener(format_address(host, self._listen_port)))
-            port = listener.getsockname()[1]
-            woken, waker = map(on_failure.enter_context, socket.socketpair())
-            self._accepting = start_thread("kv_pool node readers", self._run, listener, woken)
-            on_failure.pop_all()
-        self._waker = waker
-        if not self._listen_port:
-            self.port = port
+        """Listen at this host, if there are handlers. Raises EndpointError; nothing is open then."""
+        if self._handlers:
+            self._listener = bind_listener(format_address(host, self._listen_port))
+            self.port = self._listen_port or self._listener.getsockname()[1]
 
     def stop(self) -> None:
-        """Close all connections and wait for their threads."""
-        if self._waker is None or self._accepting is None:
-            return
-        self._waker.close()
-        self._accepting.join()
-        self._waker = self._accepting = None
+        """Close all connections and wait for the threads of readers."""
         with self._lock:
             self._admitted.clear()
             readers = dict(self._readers)
+        for connection in self.list_sockets():
+            connection.close()
+        self._listener, self._strangers = None, {}
         for channel, thread in readers.items():
             channel.abort()
             thread.join()
@@ -143,58 +127,44 @@ class BulkListener:
             self._admitted[ticket] = _Admission(key, handler, caller, now + self._ticket_s)
         return BulkOpened(self.port, ticket, key)
 
-    # ---- in the accepting thread -----------------------------------------------------------------
+    # ---- in the thread of the server -------------------------------------------------------------
 
-    def _run(self, listener: socket.socket, woken: socket.socket) -> None:
-        strangers: dict[socket.socket, float] = {}  # connection -> deadline, oldest first
-        with ExitStack() as open_, selectors.DefaultSelector() as selector:
-            for one in (listener, woken):
-                open_.enter_context(one)
-                selector.register(one, selectors.EVENT_READ)
+    def list_sockets(self) -> list[socket.socket]:
+        """Return the sockets to watch: the listening one, and those of connections without a ticket."""
+        return [*self._strangers] if self._listener is None else [self._listener, *self._strangers]
 
-            def forget(connection: socket.socket) -> socket.socket:
-                del strangers[connection]
-                selector.unregister(connection)
-                return connection
+    def go_on(self, readable: Sequence[socket.socket]) -> None:
+        """Accept connections, read tickets, and close late strangers. Call it once a second, too."""
+        for one in readable:
+            if one is self._listener:
+                self._accept(one)
+            else:
+                del self._strangers[one]
+                self._use_ticket(one)
+        while self._strangers:
+            oldest, deadline = next(iter(self._strangers.items()))
+            if len(self._strangers) <= self._max_strangers and deadline > time.monotonic():
+                return
+            del self._strangers[oldest]
+            oldest.close()
 
-            while True:
-                deadline = next(iter(strangers.values()), None)
-                wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = [key.fileobj for key, _ in selector.select(wait_s)]
-                for connection in [one for one in strangers if one in ready]:
-                    self._use_ticket(forget(connection))
-                if listener in ready and (accepted := self._accept(listener)) is not None:
-                    strangers[accepted] = time.monotonic() + self._ticket_s
-                    selector.register(accepted, selectors.EVENT_READ)
-                now = float("inf") if woken in ready else time.monotonic()
-                num_excess = len(strangers) - self._max_strangers
-                for place, (connection, deadline) in enumerate(list(strangers.items())):
-                    if place < num_excess or deadline <= now:
-                        forget(connection).close()
-                if woken in ready:
-                    return
-
-    def _accept(self, listener: socket.socket) -> socket.socket | None:
-        """Return a new connection; None if its client has closed it, or the system has no handle for it."""
+    def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
             tune(connection)
+            self._strangers[connection] = time.monotonic() + self._ticket_s
         except ConnectionAbortedError:
-            return None
+            pass  # closed by its client before this call
         except OSError as error:
             _logger.warning("cannot accept a reader at port %d: %s", self.port, error)
             time.sleep(_OUT_OF_HANDLES_S)  # the connection is still waiting: do not spin
-            return None
-        return connection
 
     def _use_ticket(self, connection: socket.socket) -> None:
         """Start to serve the reader whose ticket has arrived; close any other connection."""
-        try:
-            place = format_address(*connection.getpeername()[:2])
+        ticket, place = b"", "a stranger"
+        with suppress(OSError):  # the connection is broken
             ticket = connection.recv(_TICKET_BYTES, socket.MSG_DONTWAIT)
-        except OSError:
-            connection.close()
-            return
+            place = format_address(*connection.getpeername()[:2])
         with self._lock:
             admission = self._admitted.pop(ticket, None)
         if admission is None or admission.deadline <= time.monotonic():

@@ -6,7 +6,6 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 64
+_TICK_MS = 1000
 
 
 class CallServer:
@@ -43,13 +43,13 @@ class CallServer:
         secret: shared by the nodes. A client with another one fails the CURVE handshake.
         answer: called by several threads. A KVPoolError is sent to the caller; any other error is logged, and
             its description is sent.
-        bulk_handlers, bulk_port: see `BulkListener`; it listens at the same host.
-        max_calls: limit of calls in progress; one more gets an error.
-        handshake_s: time limit of a client's handshake.
+        bulk_handlers, bulk_port, max_connections, max_unauthenticated: of the `BulkListener`, which listens at
+            the same host.
+        handshake_s: time limit of a client's handshake, and of a reader for using its ticket.
     Raises:
         MissingDependencyError: pyzmq is not installed.
 
-    One thread receives and sends; up to 64 threads answer. If the system cannot start a thread, the caller
+    One thread receives and sends; up to 64 threads answer, and further calls wait. If the system cannot start a thread, the caller
     gets an error, and the server continues.
 
     Attributes:
@@ -64,18 +64,19 @@ class CallServer:
         *,
         bulk_handlers: Mapping[str, BulkHandler] | None = None,
         bulk_port: int = 0,
-        max_calls: int = 256,
+        max_connections: int = 256,
+        max_unauthenticated: int = 64,
         handshake_s: float = 5.0,
     ) -> None:
         self.listen = listen
         self.address = ""
-        self.bulk = BulkListener(bulk_handlers or {}, bulk_port, ticket_s=handshake_s)
+        self.bulk = BulkListener(
+            bulk_handlers or {}, bulk_port, max_connections, max_unauthenticated, handshake_s
+        )
         self._keys = derive_curve_pair(secret)
         self._answer = answer
-        self._max_calls = max_calls
         self._handshake_s = handshake_s
         self._workers = Workers("kv_pool node answers", _MAX_THREADS)
-        self._answering: set[Future[None]] = set()
         self._replies: deque[tuple[bytes, bytes]] = deque()
         self._waker: socket.socket | None = None
         self._receiving: threading.Thread | None = None
@@ -104,8 +105,8 @@ class CallServer:
         with ExitStack() as on_failure:
             listener = on_failure.enter_context(bind_listener(self.listen))
             place = listener.getsockname()
-            self.bulk.start(parse_address(self.listen)[0])
             on_failure.callback(self.bulk.stop)
+            self.bulk.start(parse_address(self.listen)[0])
             woken, self._waker = socket.socketpair()
             on_failure.callback(woken.close)
             on_failure.callback(self._waker.close)
@@ -169,12 +170,13 @@ class CallServer:
     ) -> None:
         from kv_pool.events.zmq_module import zmq
 
-        poller = zmq.Poller()
-        for one in (router, admitting, failures, woken):
-            poller.register(one, zmq.POLLIN)
         is_stopping = False
         while not is_stopping:
-            ready = dict(poller.poll())
+            poller = zmq.Poller()
+            bulk = self.bulk.list_sockets()
+            for one in (router, admitting, failures, woken, *bulk):
+                poller.register(one, zmq.POLLIN)
+            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 else None))
             try:
                 if woken.fileno() in ready:
                     is_stopping = not woken.recv(4096)
@@ -190,6 +192,7 @@ class CallServer:
                         "a client of %s was not authenticated: another secret, or not a kv_pool node",
                         self.address,
                     )
+                self.bulk.go_on([one for one in bulk if one.fileno() in ready])
             except Exception:
                 _logger.exception("failed to serve a client of %s", self.address)
         woken.close()
@@ -209,18 +212,11 @@ class CallServer:
             return
         client, name, data = frames
         caller = NodeName(name.decode(errors="replace"))
-        refusal = f"{len(self._answering)} calls are in progress, which is the maximum; try again later"
-        if len(self._answering) < self._max_calls:
-            try:
-                future = self._workers.submit(lambda: self._reply(client, caller, data))
-            except OutOfThreadsError as error:
-                refusal = str(error)
-                _logger.warning("refused a call from %s: %s", caller, error)
-            else:
-                self._answering.add(future)
-                future.add_done_callback(self._answering.discard)
-                return
-        self._send(client, describe_failure(PeerUnavailableError(refusal)))
+        try:
+            self._workers.submit(lambda: self._reply(client, caller, data))
+        except OutOfThreadsError as error:
+            _logger.warning("refused a call from %s: %s", caller, error)
+            self._send(client, describe_failure(PeerUnavailableError(str(error))))
 
     # ---- in a thread for answers -----------------------------------------------------------------
 

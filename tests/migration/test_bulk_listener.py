@@ -10,7 +10,6 @@ from migration.made_channels import LONG, soon
 
 from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavailableError
 from kv_pool.migration.addresses import connect_to
-from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import DescribeNode
@@ -27,12 +26,11 @@ def send_back(channel, caller):
 
 @contextmanager
 def listen(handler=send_back, **settings):
-    listener = BulkListener({"backwards": handler}, **settings)
-    listener.start("127.0.0.1")
-    try:
-        yield listener
-    finally:
-        listener.stop()
+    handlers = {"backwards": handler}
+    with CallServer(
+        "127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers=handlers, **settings
+    ) as server:
+        yield server.bulk
 
 
 def connect(listener):
@@ -91,7 +89,7 @@ def test_a_ticket_admits_one_connection():
 
 
 def test_a_late_ticket_is_refused():
-    with listen(ticket_s=0.05) as listener:
+    with listen(handshake_s=0.05) as listener:
         opened = listener.admit("backwards", "caller")
         time.sleep(0.06)
         with pytest.raises(PeerUnavailableError):
@@ -141,7 +139,7 @@ def test_a_stranger_is_disconnected(sent):
 
 
 def test_silent_strangers_take_no_threads_and_are_replaced():
-    with listen(max_strangers=3, ticket_s=LONG) as listener:
+    with listen(max_unauthenticated=3, handshake_s=LONG) as listener:
         strangers = [connect(listener) for _ in range(8)]
         assert all(map(has_ended, strangers[:5]))
         assert count_threads() == 1
@@ -153,12 +151,12 @@ def test_silent_strangers_take_no_threads_and_are_replaced():
 
 
 def test_a_silent_stranger_times_out():
-    with listen(ticket_s=0.05) as listener, connect(listener) as stranger:
+    with listen(handshake_s=0.05) as listener, connect(listener) as stranger:
         assert has_ended(stranger)
 
 
 def test_readers_above_the_limit_get_an_error():
-    with listen(max_readers=1) as listener:
+    with listen(max_connections=1) as listener:
         channel = open_channel(listener)
         check_works(channel)
         with pytest.raises(PeerUnavailableError, match="1 connections are open, which is the maximum"):

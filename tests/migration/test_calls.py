@@ -354,24 +354,6 @@ def test_start_without_a_thread_raises_and_opens_nothing():
         assert ask(calls) == Cancelled(is_acknowledged=True)
 
 
-def test_a_call_above_the_limit_gets_an_error():
-    node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
-
-    def wait(message):
-        is_asked.set()
-        may_go_on.wait(LONG)
-        return Acknowledged()
-
-    node.answers[RenewLease] = wait
-    with serve(node, max_calls=1) as server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
-        waiting = Beside(ask, calls, RenewLease(b"t" * 16))
-        assert is_asked.wait(LONG)
-        with pytest.raises(PeerUnavailableError, match="1 calls are in progress, which is the maximum"):
-            ask(calls)
-        may_go_on.set()
-        assert waiting.get() == Acknowledged()
-
-
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"\x81\xa4type\xa7Unknown"], [bytes(1000)]])
 def test_an_authentic_unknown_message_gets_an_error_reply(frames):
     with serve(Node()) as server:
