@@ -58,8 +58,8 @@ class BulkListener:
         max_strangers: limit of connections without a ticket; one more closes the oldest.
         ticket_s: how long a ticket is valid, and how long a connection may wait before sending one.
 
-    `CallServer` watches the sockets and calls `go_on`. Each admitted reader gets a thread; if the system cannot
-    start one, the connection is closed.
+    `CallServer` watches the sockets and calls `go_on`. Each admitted reader gets a thread; if the system
+    cannot start one, the connection is closed.
 
     Attributes:
         port: the port that readers are told; set it if they reach this node through a forwarded port.

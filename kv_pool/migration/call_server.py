@@ -43,14 +43,14 @@ class CallServer:
         secret: shared by the nodes. A client with another one fails the CURVE handshake.
         answer: called by several threads. A KVPoolError is sent to the caller; any other error is logged, and
             its description is sent.
-        bulk_handlers, bulk_port, max_connections, max_unauthenticated: of the `BulkListener`, which listens at
-            the same host.
+        bulk_handlers, bulk_port, max_connections, max_unauthenticated: of the `BulkListener`, which listens
+            at the same host.
         handshake_s: time limit of a client's handshake, and of a reader for using its ticket.
     Raises:
         MissingDependencyError: pyzmq is not installed.
 
-    One thread receives and sends; up to 64 threads answer, and further calls wait. If the system cannot start a thread, the caller
-    gets an error, and the server continues.
+    One thread receives and sends; up to 64 threads answer, and further calls wait. If the system cannot start
+    a thread, the caller gets an error, and the server continues.
 
     Attributes:
         address: the listening address, host:port with the actual port; "" while stopped.
