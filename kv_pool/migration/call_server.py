@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ _logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 64
 _TICK_MS = 1000
+_GONE_S = 3.0
 
 
 class CallServer:
@@ -45,6 +48,8 @@ class CallServer:
             its description is sent.
         bulk_handlers, bulk_port, max_connections, max_unauthenticated: of the `BulkListener`, which listens
             at the same host.
+        on_gone: called with the name of a node that has had no connection for three seconds, as when its
+            process has ended. A suspended node keeps its connections.
         handshake_s: time limit of a client's handshake, and of a reader for using its ticket.
     Raises:
         MissingDependencyError: pyzmq is not installed.
@@ -66,6 +71,7 @@ class CallServer:
         bulk_port: int = 0,
         max_connections: int = 256,
         max_unauthenticated: int = 64,
+        on_gone: Callable[[NodeName], object] = lambda caller: None,
         handshake_s: float = 5.0,
     ) -> None:
         self.listen = listen
@@ -75,7 +81,10 @@ class CallServer:
         )
         self._keys = derive_curve_pair(secret)
         self._answer = answer
+        self._on_gone = on_gone
         self._handshake_s = handshake_s
+        self._callers: dict[int, NodeName] = {}  # by the descriptor of the connection
+        self._gone: dict[NodeName, float] = {}  # since when they have no connection
         self._workers = Workers("kv_pool node answers", _MAX_THREADS)
         self._replies: deque[tuple[bytes, bytes]] = deque()
         self._waker: socket.socket | None = None
@@ -122,17 +131,16 @@ class CallServer:
             router.tcp_keepalive = 1
             router.curve_server = True
             router.curve_secretkey = self._keys.secret_key
-            failures = router.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            ends = router.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
                 | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             )
             router.use_fd = listener.detach()
             router.bind(f"tcp://{format_address(*place[:2])}")
             self._workers = Workers("kv_pool node answers", _MAX_THREADS)
-            self._receiving = start_thread(
-                "kv_pool node", self._run, context, router, admitting, failures, woken
-            )
+            self._receiving = start_thread("kv_pool node", self._run, context, router, admitting, ends, woken)
             on_failure.pop_all()
         self.address = format_address(*place[:2])
         if not is_loopback(place[0]):
@@ -165,7 +173,7 @@ class CallServer:
         context: zmq.Context[zmq.SyncSocket],
         router: zmq.SyncSocket,
         admitting: zmq.SyncSocket,
-        failures: zmq.SyncSocket,
+        ends: zmq.SyncSocket,
         woken: socket.socket,
     ) -> None:
         from kv_pool.events.zmq_module import zmq
@@ -174,9 +182,9 @@ class CallServer:
         while not is_stopping:
             poller = zmq.Poller()
             bulk = self.bulk.list_sockets()
-            for one in (router, admitting, failures, woken, *bulk):
+            for one in (router, admitting, ends, woken, *bulk):
                 poller.register(one, zmq.POLLIN)
-            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 else None))
+            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
             try:
                 if woken.fileno() in ready:
                     is_stopping = not woken.recv(4096)
@@ -184,14 +192,9 @@ class CallServer:
                         router.send_multipart(self._replies.popleft())
                 if admitting in ready:
                     self._admit(admitting)
+                self._note_ends(ends)  # before a request: a new connection may reuse a descriptor
                 if router in ready:
-                    self._receive(router.recv_multipart())
-                if failures in ready:
-                    failures.recv_multipart()
-                    _logger.info(
-                        "a client of %s was not authenticated: another secret, or not a kv_pool node",
-                        self.address,
-                    )
+                    self._receive(router.recv_multipart(copy=False))
                 self.bulk.go_on([one for one in bulk if one.fileno() in ready])
             except Exception:
                 _logger.exception("failed to serve a client of %s", self.address)
@@ -207,11 +210,39 @@ class CallServer:
         code = b"200" if z85.encode(key) == self._keys.public_key else b"400"
         admitting.send_multipart([version, request_id, code, b"", b"", b""])
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _note_ends(self, ends: zmq.SyncSocket) -> None:
+        """Note the connections that have ended, and report the nodes without one."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        from kv_pool.events.zmq_module import zmq
+
+        while ends.poll(0):
+            event = recv_monitor_message(ends)
+            if event["event"] != zmq.EVENT_DISCONNECTED:
+                _logger.info(
+                    "a client of %s was not authenticated: another secret, or not a kv_pool node",
+                    self.address,
+                )
+                continue
+            caller = self._callers.pop(event["value"], None)
+            if caller is not None and caller not in self._callers.values():
+                self._gone[caller] = time.monotonic()
+        for caller, since in list(self._gone.items()):
+            if time.monotonic() - since > _GONE_S:
+                del self._gone[caller]
+                self._workers.submit(partial(self._on_gone, caller))
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        from kv_pool.events.zmq_module import zmq
+
         if len(frames) != 3:
             return
-        client, name, data = frames
+        client, name, data = (frame.bytes for frame in frames)
         caller = NodeName(name.decode(errors="replace"))
+        connection = frames[2].get(zmq.SRCFD)
+        assert isinstance(connection, int)
+        self._callers[connection] = caller
+        self._gone.pop(caller, None)
         try:
             self._workers.submit(lambda: self._reply(client, caller, data))
         except OutOfThreadsError as error:

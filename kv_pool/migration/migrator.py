@@ -158,6 +158,7 @@ class Migrator:
                 self.answer,
                 bulk_handlers={key: handler for key, handler in handlers.items() if handler is not None},
                 bulk_port=bulk_port,
+                on_gone=self._source.expire_target,
             )
         self._is_running = False
         self._is_stopped = False
