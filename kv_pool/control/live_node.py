@@ -33,8 +33,7 @@ from kv_pool.migration.peers import Peers, parse_peer, read_peers
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.remote_calls import RemoteCalls
-from kv_pool.migration.sequence_owner import SequenceOwner
-from kv_pool.migration.sequences import Sequences
+from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import (

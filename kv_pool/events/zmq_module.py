@@ -6,7 +6,7 @@ try:
     import zmq
 except ImportError as error:
     raise MissingDependencyError(
-        f"event streams, and nodes in other processes, need pyzmq: {describe_install('zmq')}"
+        f"an event stream, or a node that other processes reach, needs pyzmq: {describe_install('zmq')}"
     ) from error
 
 __all__ = ["zmq"]
