@@ -132,9 +132,10 @@ class _Connection:
         from kv_pool.events.zmq_module import zmq
 
         self._opened = ExitStack()
+        self._process_id = os.getpid()
         self._address = address
         place = resolve(address)
-        self._socket = socket = _get_context(os.getpid()).socket(zmq.DEALER)
+        self._socket = socket = _get_context(self._process_id).socket(zmq.DEALER)
         self._opened.callback(socket.close)
         socket.linger = 0
         socket.reconnect_ivl = -1
@@ -177,10 +178,12 @@ class _Connection:
 
     def is_quiet(self) -> bool:
         """Return True if the connection appears to be open and has no unread reply."""
-        return not self._poller.poll(0)
+        return self._process_id == os.getpid() and not self._poller.poll(0)
 
     def close(self) -> None:
-        self._opened.close()
+        """Close the connection, unless it belongs to the process from which this one was forked."""
+        if self._process_id == os.getpid():
+            self._opened.close()
 
     def __del__(self) -> None:
         self.close()

@@ -1,6 +1,7 @@
 """The contract of calls to a node, within a process and over ZeroMQ."""
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -204,6 +205,26 @@ def test_connections_are_reused_and_replaced_after_a_restart():
         assert ask(calls) == Cancelled(is_acknowledged=True)
         assert server.address == address
         calls.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_opens_its_own_connections():
+    with connect_remote(Node()) as calls:
+        ask(calls)
+        (first,) = calls._idle
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = (
+                    0 if ask(calls) == Cancelled(is_acknowledged=True) and first not in calls._idle else 2
+                )
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        assert calls._idle == [first]
 
 
 def test_closed_calls_refuse_to_call():
