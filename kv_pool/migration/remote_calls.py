@@ -111,7 +111,12 @@ class RemoteCalls:
                 if connection.is_quiet():
                     return connection
                 connection.close()
-        return _Connection(self.address, self._keys)
+        from kv_pool.events.zmq_module import zmq
+
+        try:
+            return _Connection(self.address, self._keys)
+        except zmq.ZMQError as error:  # out of file handles
+            raise PeerUnavailableError(f"{self.address}: cannot connect: {error}") from error
 
     def _return_connection(self, connection: _Connection, is_whole: bool) -> None:
         with self._lock:
