@@ -52,7 +52,7 @@ def check_secret(secret: bytes) -> None:
 
 
 class CurvePair(NamedTuple):
-    """A key pair for the CURVE encryption of ZeroMQ, in Z85."""
+    """A key pair for the CURVE encryption of ZeroMQ, in the text form that pyzmq takes."""
 
     public_key: bytes
     secret_key: bytes
