@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, PeerUnavailableError
+from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import bind_listener, format_address, is_loopback, parse_address
 from kv_pool.migration.bulk_listener import BulkHandler, BulkListener
@@ -22,11 +23,6 @@ from kv_pool.migration.messages import Message, OpenBulk, decode_message, encode
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.migration.workers import Workers
 from kv_pool.threads import start_thread
-
-if TYPE_CHECKING:
-    import threading
-
-    import zmq
 
 _logger = logging.getLogger(__name__)
 
@@ -109,8 +105,6 @@ class CallServer:
         """
         if self.address:
             raise InvalidArgumentError(f"this server is already listening at {self.address}")
-        from kv_pool.events.zmq_module import zmq
-
         with ExitStack() as on_failure:
             listener = on_failure.enter_context(bind_listener(self.listen))
             place = listener.getsockname()
@@ -176,8 +170,6 @@ class CallServer:
         ends: zmq.SyncSocket,
         woken: socket.socket,
     ) -> None:
-        from kv_pool.events.zmq_module import zmq
-
         is_stopping = False
         while not is_stopping:
             poller = zmq.Poller()
@@ -204,20 +196,14 @@ class CallServer:
 
     def _admit(self, admitting: zmq.SyncSocket) -> None:
         """Admit the clients that have the key of this secret (ZeroMQ's authentication protocol, RFC 27)."""
-        from zmq.utils import z85
-
         version, request_id, *_, key = admitting.recv_multipart()
-        code = b"200" if z85.encode(key) == self._keys.public_key else b"400"
+        code = b"200" if zmq.utils.z85.encode(key) == self._keys.public_key else b"400"
         admitting.send_multipart([version, request_id, code, b"", b"", b""])
 
     def _note_ends(self, ends: zmq.SyncSocket) -> None:
         """Note the connections that have ended, and report the nodes without one."""
-        from zmq.utils.monitor import recv_monitor_message
-
-        from kv_pool.events.zmq_module import zmq
-
         while ends.poll(0):
-            event = recv_monitor_message(ends)
+            event = zmq.utils.monitor.recv_monitor_message(ends)
             if event["event"] != zmq.EVENT_DISCONNECTED:
                 _logger.info(
                     "a client of %s was not authenticated: another secret, or not a kv_pool node",
@@ -233,8 +219,6 @@ class CallServer:
                 self._workers.submit(partial(self._on_gone, caller))
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
-        from kv_pool.events.zmq_module import zmq
-
         if len(frames) != 3:
             return
         client, name, data = (frame.bytes for frame in frames)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kv_pool.errors import (
     InvalidArgumentError,
@@ -18,7 +18,6 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants
-from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.housekeeping import Housekeeping
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
@@ -52,6 +51,9 @@ from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.migration.workers import Workers
+
+if TYPE_CHECKING:
+    from kv_pool.migration.call_server import CallServer
 
 _logger = logging.getLogger(__name__)
 
@@ -151,6 +153,8 @@ class Migrator:
         for backend in backends:
             backend.attach(name, self._source.check_leased, self._links.find_address, secret or b"")
         if listen is not None and secret is not None:
+            from kv_pool.migration.call_server import CallServer
+
             handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
             self._server = CallServer(
                 listen,

@@ -7,9 +7,9 @@ import os
 import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
 from kv_pool.migration.calls import raise_failure
@@ -24,9 +24,6 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.secret import CurvePair, derive_curve_pair
 
-if TYPE_CHECKING:
-    import zmq
-
 _MAX_IDLE = 4
 _MAX_SOCKETS = 16_384
 _CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
@@ -39,8 +36,6 @@ class RemoteCalls:
         address: host:port.
         secret: shared with that node.
         caller: the name of the calling node.
-    Raises:
-        MissingDependencyError: pyzmq is not installed.
 
     The connection is opened by the first call and encrypted. Concurrent calls use separate connections, so a
     long call does not delay others. Idle connections are reused; one that the node has closed is replaced
@@ -111,8 +106,6 @@ class RemoteCalls:
                 if connection.is_quiet():
                     return connection
                 connection.close()
-        from kv_pool.events.zmq_module import zmq
-
         try:
             return _Connection(self.address, self._keys)
         except zmq.ZMQError as error:  # out of file handles
@@ -133,9 +126,7 @@ class RemoteCalls:
 class _Connection:
     """One encrypted connection with one request at a time. It is not opened again once it is broken."""
 
-    def __init__(self, address: str, keys: CurvePair, server_key: bytes = b"") -> None:
-        from kv_pool.events.zmq_module import zmq
-
+    def __init__(self, address: str, keys: CurvePair) -> None:
         self._opened = ExitStack()
         self._process_id = os.getpid()
         self._address = address
@@ -147,8 +138,7 @@ class _Connection:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.tcp_keepalive = 1
         socket.ipv6 = place.startswith("[")
-        socket.curve_serverkey = server_key or keys.public_key
-        socket.curve_publickey = keys.public_key
+        socket.curve_serverkey = socket.curve_publickey = keys.public_key
         socket.curve_secretkey = keys.secret_key
         # Only what ends a connection is reported.
         self._failures = socket.get_monitor_socket(
@@ -167,8 +157,6 @@ class _Connection:
 
     def send(self, frames: list[bytes]) -> None:
         """Send a request. If the connection is broken, `receive` raises the error."""
-        from kv_pool.events.zmq_module import zmq
-
         with suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -194,11 +182,7 @@ class _Connection:
         self.close()
 
     def _explain(self) -> PeerUnavailableError:
-        from zmq.utils.monitor import recv_monitor_message
-
-        from kv_pool.events.zmq_module import zmq
-
-        event = recv_monitor_message(self._failures)["event"]
+        event = zmq.utils.monitor.recv_monitor_message(self._failures)["event"]
         if event == zmq.EVENT_CLOSED:
             return PeerUnavailableError(f"{self._address}: cannot connect")
         if event == zmq.EVENT_DISCONNECTED:
@@ -212,8 +196,6 @@ class _Connection:
 @functools.cache
 def _get_context(process_id: int) -> zmq.Context[zmq.SyncSocket]:
     """Return the context of all calls of this process; a forked process gets its own."""
-    from kv_pool.events.zmq_module import zmq
-
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     return context

@@ -70,9 +70,9 @@ def derive_curve_pair(secret: bytes) -> CurvePair:
 
     if not zmq.has("curve"):
         raise InvalidArgumentError("this libzmq has no CURVE support; install pyzmq from its wheel")
-    from zmq.utils import z85
-
-    secret_key = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"kv_pool nodes").digest())
+    secret_key = zmq.utils.z85.encode(
+        hashlib.blake2b(secret, digest_size=32, person=b"kv_pool nodes").digest()
+    )
     return CurvePair(zmq.curve_public(secret_key), secret_key)
 
 

@@ -8,6 +8,7 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
+import zmq
 from made_threads import no_new_threads
 from migration.made_channels import LONG, Beside
 from migration.processes.flaky_proxy import FlakyProxy
@@ -38,7 +39,7 @@ from kv_pool.migration.messages import (
     encode_message,
 )
 from kv_pool.migration.remote_calls import RemoteCalls, _Connection
-from kv_pool.migration.secret import CurvePair, derive_curve_pair
+from kv_pool.migration.secret import derive_curve_pair
 
 SECRET = b"the secret of all nodes"
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVPoolError)]
@@ -263,17 +264,17 @@ def test_another_secret_is_refused_and_logged(caplog):
 
 
 def test_the_servers_public_key_does_not_admit_a_client():
-    import zmq
-
-    server_keys = derive_curve_pair(SECRET)
-    client_keys = CurvePair(*zmq.curve_keypair())
     node = Node()
-    with serve(node) as server:
-        connection = _Connection(server.address, client_keys, server_keys.public_key)
-        connection.send([b"caller", encode_message(DescribeNode())])
-        with pytest.raises(PeerAuthenticationError):
-            wait_for_reply(connection)
-        connection.close()
+    with serve(node) as server, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.curve_serverkey = derive_curve_pair(SECRET).public_key
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        refusals = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(f"tcp://{server.address}")
+        stranger.send_multipart([b"caller", encode_message(DescribeNode())])
+        assert refusals.poll(1000 * LONG)
+        stranger.disable_monitor()
+        refusals.close()
     assert not node.asked
 
 

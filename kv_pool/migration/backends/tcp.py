@@ -24,7 +24,6 @@ from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_
 from kv_pool.migration.calls import describe_failure, raise_failure
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import CallFailed
-from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray
@@ -89,6 +88,8 @@ class TcpBackend(TransferBackend):
             theirs = _decode(description, Rows).spans
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
+        from kv_pool.migration.remote_calls import RemoteCalls
+
         with closing(RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)) as calls:
             channel = calls.connect_bulk(self.name, self._connect_s)
         with ExitStack() as on_failure:
