@@ -8,8 +8,8 @@ import pytest
 from made_threads import no_new_threads
 from migration.made_channels import LONG, soon
 
-from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavailableError
-from kv_pool.migration.addresses import connect_to
+from kv_pool.errors import EndpointError, MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.migration.addresses import bind_listener, connect_to
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import DescribeNode
@@ -75,6 +75,18 @@ def test_a_reader_is_admitted_by_a_call():
             calls.connect_bulk("sideways", LONG)
     with pytest.raises(PeerUnavailableError):
         calls.connect_bulk("backwards", LONG)
+
+
+def test_the_port_can_be_chosen():
+    with bind_listener("127.0.0.1:0") as free:
+        port = free.getsockname()[1]
+    with listen(bulk_port=port) as listener:
+        assert listener.port == port
+        with pytest.raises(EndpointError, match="cannot listen"), listen(bulk_port=port):
+            pass
+        channel = open_channel(listener)
+        check_works(channel)
+        channel.close()
 
 
 def test_a_ticket_admits_one_connection():
