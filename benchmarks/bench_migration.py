@@ -25,7 +25,7 @@ from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.messages import CancelTransfer, Offer, PrepareTransfer
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.sequence_owner import SequenceOwner
+from kv_pool.migration.sequences import SequenceOwner
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.storage import KVStorage

@@ -9,7 +9,7 @@ computes prompts; the other fetches their blocks, verified by checksum, and gene
 
 Each output is compared with the output of transformers in one process, with its own cache.
 
-Run it: pip install '.[transformers]' && python examples/prefill_and_decode.py
+Run it: pip install '.[transformers,zmq]' && python examples/prefill_and_decode.py
         --backend nixl needs the extra nixl, too
 """
 

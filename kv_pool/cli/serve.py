@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 _ORDER = """
 trace blocks kv_pool_size block_size kv_block_size manager run_length live_curve enable_defragmentation
 defrag_threshold defrag_interval defrag_moves max_evictions speedup trace_block_size timestamp_unit duration
-name listen peer nodes registry secret_file backend block_bytes max_rate
+name listen bulk_port peer nodes registry secret_file backend block_bytes max_rate
 migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config socket config
 """
 

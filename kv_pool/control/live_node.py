@@ -32,9 +32,7 @@ from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
-from kv_pool.migration.remote_calls import RemoteCalls
-from kv_pool.migration.sequence_owner import SequenceOwner
-from kv_pool.migration.sequences import Sequences
+from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import (
@@ -115,6 +113,7 @@ class LiveNode:
             backends=[_make_backend(kind, site.storage) for kind in settings.backend or ["tcp"]],
             secret=secret,
             listen=settings.listen or _DEFAULT_LISTEN,
+            bulk_port=settings.bulk_port,
             peers=peers,
             location=NodeLocation(
                 settings.network,
@@ -128,6 +127,8 @@ class LiveNode:
         )
         self._announcer: Announcer | None = None
         if settings.registry is not None:
+            from kv_pool.migration.remote_calls import RemoteCalls
+
             is_address = ":" in settings.registry
             address = settings.registry if is_address else peers.get_address(NodeName(settings.registry))
             self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, name))

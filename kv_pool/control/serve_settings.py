@@ -100,6 +100,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             panel=_NODES,
         ),
     ] = None
+    bulk_port: Annotated[
+        int,
+        Option(
+            "Port of the same host over which the backend tcp sends blocks. Default: 0, a free port.",
+            panel=_NODES,
+        ),
+    ] = 0
     peer: Annotated[
         list[str], Option("Another node; may be repeated.", metavar="NAME=HOST:PORT", panel=_NODES)
     ] = []
@@ -260,7 +267,16 @@ def check_is_node(settings: ServeSettings) -> None:
     """Raise InvalidArgumentError if an option about nodes is set without a name."""
     if settings.name is None:
         defaults = ServeSettings()
-        about_node = ("listen", "peer", "nodes", "registry", "secret_file", "backend", "max_rate")
+        about_node = (
+            "listen",
+            "bulk_port",
+            "peer",
+            "nodes",
+            "registry",
+            "secret_file",
+            "backend",
+            "max_rate",
+        )
         for key in (*about_node, "migration_threshold"):
             if getattr(settings, key) != getattr(defaults, key):
                 raise InvalidArgumentError(

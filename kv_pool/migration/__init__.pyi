@@ -4,8 +4,8 @@ from kv_pool.migration.migrator import Migrator as Migrator
 from kv_pool.migration.pool_site import PoolSite as PoolSite
 from kv_pool.migration.manager_sequences import ManagerSequences as ManagerSequences
 from kv_pool.migration.sequences import Sequences as Sequences
-from kv_pool.migration.sequence_owner import SequenceOwner as SequenceOwner
-from kv_pool.migration.sequence_owner import NoOwner as NoOwner
+from kv_pool.migration.sequences import SequenceOwner as SequenceOwner
+from kv_pool.migration.sequences import NoOwner as NoOwner
 from kv_pool.migration.subjects import SequenceSubject as SequenceSubject
 from kv_pool.migration.subjects import PrefixSubject as PrefixSubject
 from kv_pool.migration.subjects import BlocksSubject as BlocksSubject

@@ -56,6 +56,22 @@ def bind_listener(address: str) -> socket.socket:
         ) from error
 
 
+def resolve(address: str) -> str:
+    """Return `address` with the host's numeric address, IPv4 if it has one.
+
+    Raises:
+        InvalidArgumentError: `address` is not a valid address.
+        PeerUnavailableError: the host is unknown.
+    """
+    host, port = parse_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PeerUnavailableError(f"{address}: cannot connect: {error.strerror or error}") from error
+    place = min(found, key=lambda one: one[0] != socket.AF_INET)[4]
+    return format_address(str(place[0]), port)
+
+
 def connect_to(address: str, timeout_s: float) -> socket.socket:
     """Connect to `address`. Small messages are sent immediately (TCP_NODELAY).
 

@@ -1,90 +1,60 @@
-"""`CallServer`: the listening port of a node, for messages and for bulk data."""
+"""`CallServer`: the listening port of a node, for messages over ZeroMQ."""
 
 from __future__ import annotations
 
 import logging
-import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
 
-from kv_pool.errors import (
-    InvalidArgumentError,
-    KVPoolError,
-    MigrationError,
-    OutOfThreadsError,
-    PeerAuthenticationError,
-    PeerUnavailableError,
-)
+from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, PeerUnavailableError
+from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
-from kv_pool.migration.addresses import bind_listener, format_address, is_loopback
-from kv_pool.migration.call_failures import describe_failure
-from kv_pool.migration.calls import Answer
-from kv_pool.migration.channel import Channel
-from kv_pool.migration.message_codec import decode_message, encode_message
-from kv_pool.migration.messages import Message
-from kv_pool.migration.open_handshakes import Handshake, OpenHandshakes
-from kv_pool.migration.opening import agree, receive_opening
-from kv_pool.migration.secret import check_secret
+from kv_pool.migration.addresses import bind_listener, format_address, is_loopback, parse_address
+from kv_pool.migration.bulk_listener import BulkHandler, BulkListener
+from kv_pool.migration.calls import Answer, describe_failure
+from kv_pool.migration.channel import MAX_MESSAGE_BYTES
+from kv_pool.migration.messages import Message, OpenBulk, decode_message, encode_message
+from kv_pool.migration.secret import derive_curve_pair
+from kv_pool.migration.workers import Workers
 from kv_pool.threads import start_thread
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
-BulkHandler = Callable[[Channel, NodeName], None]
-"""Serves one reader of a backend; called with the channel and the name of the reader's node.
-
-The connection ends when it returns or raises a KVPoolError.
-"""
-
-_IDLE_S = 600.0  # callers replace a connection that was closed for idleness, at the cost of a handshake
-_REPLY_S = 30.0
-_OUT_OF_HANDLES_S = 0.1
-
-
-@dataclass
-class CallCounts:
-    """Counts of a server since it was created.
-
-    Attributes:
-        num_accepted: accepted connections.
-        num_unauthenticated: connections that did not prove knowledge of the secret, garbage included.
-        num_refused: authenticated connections refused by a connection limit, or for a backend that this
-            node does not have.
-        num_without_thread: authenticated connections closed because the system could not start a thread.
-        num_forged: connections ended by a message that failed authentication.
-        num_calls: answered messages.
-        num_failed_accepts: failed attempts to accept a connection, for example for lack of a file handle.
-    """
-
-    num_accepted: int = 0
-    num_unauthenticated: int = 0
-    num_refused: int = 0
-    num_without_thread: int = 0
-    num_forged: int = 0
-    num_calls: int = 0
-    num_failed_accepts: int = 0
+_MAX_THREADS = 64
+_TICK_MS = 1000
+_GONE_S = 3.0
 
 
 class CallServer:
-    """A TCP server that answers messages of other nodes and serves bulk data to readers of backends.
+    """The listening side of calls, and of the connections over which backends send bytes of blocks.
+
+        with CallServer("127.0.0.1:0", load_secret("secret"), node.answer) as server:
+            print(server.address)
 
     Args:
-        listen: host:port; port 0 selects a free port. Every client that knows the secret is served. A warning
-            is logged if the address is not a loopback address.
-        secret: shared with the other nodes.
-        answer: see `Answer`. An error that it raises is sent to the caller.
-        bulk_handlers: by backend name; called in the thread of the connection.
-        max_connections: limit of authenticated connections. One more gets an error and is closed.
-        max_unauthenticated: limit of connections in the handshake; one more closes the oldest. Also the limit
-            of authenticated connections that have not sent their opening message.
-        handshake_s: time limit of the handshake and the opening message together.
+        listen: host:port; port 0 selects a free port.
+        secret: shared by the nodes. A client with another one fails the CURVE handshake.
+        answer: called by several threads. A KVPoolError is sent to the caller; any other error is logged, and
+            its description is sent.
+        bulk_handlers, bulk_port, max_connections, max_unauthenticated: of the `BulkListener`, which listens
+            at the same host.
+        on_gone: called with the name of a node that has had no connection for three seconds, as when its
+            process has ended. A suspended node keeps its connections.
+        handshake_s: time limit of a client's handshake, and of a reader for using its ticket.
+    Raises:
+        MissingDependencyError: pyzmq is not installed.
 
-    One thread accepts connections and performs the handshakes. An authenticated connection gets its own
-    thread, `max_connections + max_unauthenticated` threads at most. If the system cannot start a thread, the
-    connection is closed and counted, and the server continues.
+    One thread receives and sends; up to 64 threads answer, and further calls wait. If the system cannot start
+    a thread, the caller gets an error, and the server continues.
+
+    Attributes:
+        address: the listening address, host:port with the actual port; "" while stopped.
     """
 
     def __init__(
@@ -94,27 +64,27 @@ class CallServer:
         answer: Answer,
         *,
         bulk_handlers: Mapping[str, BulkHandler] | None = None,
+        bulk_port: int = 0,
         max_connections: int = 256,
         max_unauthenticated: int = 64,
+        on_gone: Callable[[NodeName], object] = lambda caller: None,
         handshake_s: float = 5.0,
     ) -> None:
-        check_secret(secret)
         self.listen = listen
-        self.counts = CallCounts()
-        self._secret = secret
+        self.address = ""
+        self.bulk = BulkListener(
+            bulk_handlers or {}, bulk_port, max_connections, max_unauthenticated, handshake_s
+        )
+        self._keys = derive_curve_pair(secret)
         self._answer = answer
-        self._bulk_handlers = dict(bulk_handlers or {})
-        self._max_connections = max_connections
-        self._max_unauthenticated = max_unauthenticated
+        self._on_gone = on_gone
         self._handshake_s = handshake_s
-        self._lock = threading.Lock()
-        self._entering: set[Channel] = set()  # authenticated, opening message not yet received
-        self._channels: set[Channel] = set()
-        self._threads: set[threading.Thread] = set()
-        self._listener: socket.socket | None = None
+        self._callers: dict[int, NodeName] = {}  # by the descriptor of the connection
+        self._gone: dict[NodeName, float] = {}  # since when they have no connection
+        self._workers = Workers("kv_pool node answers", _MAX_THREADS)
+        self._replies: deque[tuple[bytes, bytes]] = deque()
         self._waker: socket.socket | None = None
-        self._accepting: threading.Thread | None = None
-        self._is_stopping = False
+        self._receiving: threading.Thread | None = None
 
     def __enter__(self) -> CallServer:
         self.start()
@@ -125,14 +95,6 @@ class CallServer:
     ) -> None:
         self.stop()
 
-    @property
-    def address(self) -> str:
-        """The listening address, host:port with the actual port; "" while stopped."""
-        if self._listener is None:
-            return ""
-        host, port = self._listener.getsockname()[:2]
-        return format_address(host, port)
-
     def start(self) -> None:
         """Start listening; nodes can connect on return.
 
@@ -141,212 +103,153 @@ class CallServer:
             EndpointError: the address cannot be used, such as a port in use. Nothing is open.
             OutOfThreadsError: the system cannot start a thread. Nothing is open.
         """
-        if self._listener is not None:
+        if self.address:
             raise InvalidArgumentError(f"this server is already listening at {self.address}")
-        self._listener = bind_listener(self.listen)
-        self._listener.setblocking(False)
-        if not is_loopback(self._listener.getsockname()[0]):
-            logger.warning(
+        with ExitStack() as on_failure:
+            listener = on_failure.enter_context(bind_listener(self.listen))
+            place = listener.getsockname()
+            on_failure.callback(self.bulk.stop)
+            self.bulk.start(parse_address(self.listen)[0])
+            woken, self._waker = socket.socketpair()
+            on_failure.callback(woken.close)
+            on_failure.callback(self._waker.close)
+            self._waker.setblocking(False)
+            context = zmq.Context()
+            on_failure.callback(context.destroy, 0)
+            router, admitting = context.socket(zmq.ROUTER), context.socket(zmq.REP)
+            admitting.bind("inproc://zeromq.zap.01")  # asked by ZeroMQ about each client's key
+            router.linger = 0
+            router.ipv6 = ":" in place[0]
+            router.maxmsgsize = MAX_MESSAGE_BYTES
+            router.handshake_ivl = int(self._handshake_s * 1000)
+            router.tcp_keepalive = 1
+            router.curve_server = True
+            router.curve_secretkey = self._keys.secret_key
+            ends = router.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            )
+            router.use_fd = listener.detach()
+            router.bind(f"tcp://{format_address(*place[:2])}")
+            self._workers = Workers("kv_pool node answers", _MAX_THREADS)
+            self._receiving = start_thread("kv_pool node", self._run, context, router, admitting, ends, woken)
+            on_failure.pop_all()
+        self.address = format_address(*place[:2])
+        if not is_loopback(place[0]):
+            _logger.warning(
                 "listening at %s, which other machines may reach: every client that knows the shared secret "
                 "is served. Blocks are sent over the network unencrypted",
                 self.address,
             )
-        self._is_stopping = False
-        wakened, self._waker = socket.socketpair()
-        try:
-            self._accepting = start_thread("kv_pool node", self._accept, self._listener, wakened)
-        except OutOfThreadsError:
-            for opened in (self._listener, wakened, self._waker):
-                opened.close()
-            self._listener = None
-            raise
 
     def stop(self) -> None:
         """Close all connections and wait for the answers in progress.
 
         Do not call it while holding a lock that an answer may need.
         """
-        if self._listener is None or self._waker is None or self._accepting is None:
+        if self._receiving is None or self._waker is None:
             return
         self._waker.close()
-        self._accepting.join()
-        self._listener.close()
-        with self._lock:
-            self._is_stopping = True
-            for channel in self._entering | self._channels:
-                channel.abort()
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join()
-        self._listener = None
+        self._receiving.join()
+        self._receiving = None
+        self.bulk.stop()
+        self._workers.stop()
+        self._workers.join()
+        self._replies.clear()
+        self.address = ""
 
-    # ---- in the accepting thread ------------------------------------------------------------------
+    # ---- in the receiving thread -----------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket, wakened: socket.socket) -> None:
-        with wakened, selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            selector.register(wakened, selectors.EVENT_READ)
-            handshakes = OpenHandshakes(
-                selector,
-                self._secret,
-                self._max_unauthenticated,
-                self._handshake_s,
-                self._note_unauthenticated,
-            )
-            is_stopping = False
-            while not is_stopping:
-                for key, _ in selector.select(handshakes.get_wait_s()):
-                    try:
-                        if key.fileobj is wakened:
-                            is_stopping = True
-                        elif key.fileobj is listener:
-                            self._accept_one(listener, handshakes)
-                        elif (channel := handshakes.go_on(key.data)) is not None:
-                            self._start_serving(channel, key.data)
-                    except OSError as error:
-                        # Probably out of file handles. The pending connection keeps the listener ready, so
-                        # without a pause this loop would spin until a handle is released.
-                        self._warn_of_failed_accept(error)
-                        wakened.settimeout(_OUT_OF_HANDLES_S)
-                        is_stopping = is_stopping or _has_ended(wakened)
-                    except Exception:
-                        logger.exception("failed to serve a connection to %s", self.address)
-                handshakes.end_late()
-            handshakes.close()
-
-    def _accept_one(self, listener: socket.socket, handshakes: OpenHandshakes) -> None:
-        try:
-            connection, place = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # closed by its client before this call
-        with self._lock:
-            self.counts.num_accepted += 1
-        handshakes.add(connection, format_address(*place[:2]))
-
-    def _warn_of_failed_accept(self, error: OSError) -> None:
-        with self._lock:
-            self.counts.num_failed_accepts += 1
-            num_failed = self.counts.num_failed_accepts
-        if _is_power_of_two(num_failed):
-            logger.warning(
-                "cannot accept connections at %s (failed attempt %d): %s",
-                self.address,
-                num_failed,
-                error,
-            )
-
-    def _start_serving(self, channel: Channel, handshake: Handshake) -> None:
-        """Serve an authenticated client in its own thread."""
-        with self._lock:
-            if len(self._entering) >= self._max_unauthenticated:
-                self.counts.num_refused += 1
-                channel.close()
-                return
+    def _run(
+        self,
+        context: zmq.Context[zmq.SyncSocket],
+        router: zmq.SyncSocket,
+        admitting: zmq.SyncSocket,
+        ends: zmq.SyncSocket,
+        woken: socket.socket,
+    ) -> None:
+        is_stopping = False
+        while not is_stopping:
+            poller = zmq.Poller()
+            bulk = self.bulk.list_sockets()
+            for one in (router, admitting, ends, woken, *bulk):
+                poller.register(one, zmq.POLLIN)
+            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
             try:
-                thread = start_thread(
-                    f"kv_pool node for {handshake.place}",
-                    self._serve,
-                    channel,
-                    handshake.place,
-                    handshake.deadline,
+                if woken.fileno() in ready:
+                    is_stopping = not woken.recv(4096)
+                    while self._replies:
+                        router.send_multipart(self._replies.popleft())
+                if admitting in ready:
+                    self._admit(admitting)
+                self._note_ends(ends)  # before a request: a new connection may reuse a descriptor
+                if router in ready:
+                    self._receive(router.recv_multipart(copy=False))
+                self.bulk.go_on([one for one in bulk if one.fileno() in ready])
+            except Exception:
+                _logger.exception("failed to serve a client of %s", self.address)
+        woken.close()
+        router.disable_monitor()
+        context.destroy(linger=0)
+
+    def _admit(self, admitting: zmq.SyncSocket) -> None:
+        """Admit the clients that have the key of this secret (ZeroMQ's authentication protocol, RFC 27)."""
+        version, request_id, *_, key = admitting.recv_multipart()
+        code = b"200" if zmq.utils.z85.encode(key) == self._keys.public_key else b"400"
+        admitting.send_multipart([version, request_id, code, b"", b"", b""])
+
+    def _note_ends(self, ends: zmq.SyncSocket) -> None:
+        """Note the connections that have ended, and report the nodes without one."""
+        while ends.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(ends)
+            if event["event"] != zmq.EVENT_DISCONNECTED:
+                _logger.info(
+                    "a client of %s was not authenticated: another secret, or not a kv_pool node",
+                    self.address,
                 )
-            except OutOfThreadsError as error:
-                self.counts.num_without_thread += 1
-                if _is_power_of_two(self.counts.num_without_thread):
-                    logger.warning(
-                        "closed connection number %d that got no thread: %s",
-                        self.counts.num_without_thread,
-                        error,
-                    )
-                channel.close()
-                return
-            # The new thread takes the lock before it ends, so these entries are added before it removes them.
-            self._entering.add(channel)
-            self._threads.add(thread)
+                continue
+            caller = self._callers.pop(event["value"], None)
+            if caller is not None and caller not in self._callers.values():
+                self._gone[caller] = time.monotonic()
+        for caller, since in list(self._gone.items()):
+            if time.monotonic() - since > _GONE_S:
+                del self._gone[caller]
+                self._workers.submit(partial(self._on_gone, caller))
 
-    # ---- in a connection's thread -----------------------------------------------------------------
-
-    def _serve(self, channel: Channel, place: str, deadline: float) -> None:
-        try:
-            try:
-                opening = receive_opening(channel, deadline)
-            except (PeerUnavailableError, OSError) as error:
-                self._note_unauthenticated(place, error)
-                return
-            self._serve_channel(channel, opening.caller, opening.backend, deadline)
-        except PeerAuthenticationError as error:
-            with self._lock:
-                self.counts.num_forged += 1
-            logger.warning("%s", error)
-        except KVPoolError as error:
-            logger.debug("connection from %s ended: %s", place, error)
-        except Exception:
-            logger.exception("failed to serve a connection from %s", place)
-        finally:
-            channel.close()
-            with self._lock:
-                self._entering.discard(channel)
-                self._channels.discard(channel)
-                self._threads.discard(threading.current_thread())
-
-    def _note_unauthenticated(self, place: str, error: Exception) -> None:
-        with self._lock:
-            self.counts.num_unauthenticated += 1
-        logger.info("connection from %s was not authenticated: %s", place, error)
-
-    def _serve_channel(self, channel: Channel, caller: NodeName, backend: str, deadline: float) -> None:
-        handler = self._bulk_handlers.get(backend) if backend else self._answer_calls
-        with self._lock:
-            self._entering.discard(channel)
-            refusal = self._find_refusal(backend, handler)
-            if refusal is None:
-                self._channels.add(channel)
-            else:
-                self.counts.num_refused += 1
-        if handler is None or refusal is not None:
-            agree(channel, deadline, None if refusal is None else describe_failure(refusal))
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 3:
             return
-        agree(channel, deadline)
-        handler(channel, caller)
-
-    def _find_refusal(self, backend: str, handler: BulkHandler | None) -> MigrationError | None:
-        if handler is None:
-            known = ", ".join(sorted(self._bulk_handlers)) or "none"
-            return MigrationError(
-                f"this node has no backend {backend!r} that serves bulk data; it has {known}"
-            )
-        if self._is_stopping or len(self._channels) >= self._max_connections:
-            return PeerUnavailableError(
-                f"{len(self._channels)} connections are open, which is the maximum; try again later"
-            )
-        return None
-
-    def _answer_calls(self, channel: Channel, caller: NodeName) -> None:
-        while channel.wait_for_more(_IDLE_S):
-            data = channel.receive(time.monotonic() + _REPLY_S)
-            reply = encode_message(self._answer_one(data, caller))
-            channel.send(reply, time.monotonic() + _REPLY_S)
-            with self._lock:
-                self.counts.num_calls += 1
-
-    def _answer_one(self, data: bytes, caller: NodeName) -> Message:
+        client, name, data = (frame.bytes for frame in frames)
+        caller = NodeName(name.decode(errors="replace"))
+        connection = frames[2].get(zmq.SRCFD)
+        assert isinstance(connection, int)
+        self._callers[connection] = caller
+        self._gone.pop(caller, None)
         try:
-            return self._answer(decode_message(data), caller)
+            self._workers.submit(lambda: self._reply(client, caller, data))
+        except OutOfThreadsError as error:
+            _logger.warning("refused a call from %s: %s", caller, error)
+            self._send(client, describe_failure(PeerUnavailableError(str(error))))
+
+    # ---- in a thread for answers -----------------------------------------------------------------
+
+    def _reply(self, client: bytes, caller: NodeName, data: bytes) -> None:
+        try:
+            message = decode_message(data)
+            if isinstance(message, OpenBulk):
+                self._send(client, self.bulk.admit(message.backend, caller))
+            else:
+                self._send(client, self._answer(message, caller))
         except KVPoolError as error:
-            return describe_failure(error)
+            self._send(client, describe_failure(error))
         except Exception as error:
-            logger.exception("failed to answer node %s", caller)
-            return describe_failure(error)
+            _logger.exception("failed to answer node %s", caller)
+            self._send(client, describe_failure(error))
 
-
-def _has_ended(wakened: socket.socket) -> bool:
-    """Wait for the socket's timeout; return True if its other end was closed during the wait."""
-    try:
-        wakened.recv(1)
-    except TimeoutError:
-        return False
-    return True
-
-
-def _is_power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0
+    def _send(self, client: bytes, reply: Message) -> None:
+        self._replies.append((client, encode_message(reply)))
+        assert self._waker is not None
+        with suppress(OSError):  # many replies are waiting already, or the server has stopped
+            self._waker.send(b"\0")

@@ -1,13 +1,13 @@
-"""`NodeCalls`: calls to another node; `LocalCalls`: calls to a node of the same process."""
+"""`NodeCalls`: calls to another node, and how its errors return; `LocalCalls`: to a node of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from kv_pool.errors import KVPoolError
+from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
+from kv_pool.errors import KVPoolError, MigrationError
 from kv_pool.ids import NodeName
-from kv_pool.migration.call_failures import describe_failure, raise_failure
 from kv_pool.migration.messages import CallFailed, Message
 
 Answer = Callable[[Message, NodeName], Message]
@@ -59,3 +59,19 @@ class LocalCalls:
 
     def close(self) -> None:
         pass
+
+
+def describe_failure(error: Exception) -> CallFailed:
+    """Return the reply for an error. Errors of other libraries become a MigrationError."""
+    name = find_error_name(error)
+    if name is None:
+        return CallFailed("MigrationError", f"{type(error).__name__}: {error}")
+    return CallFailed(name, str(error))
+
+
+def raise_failure(failed: CallFailed, peer: str) -> NoReturn:
+    """Raise the error that a reply names; MigrationError if this version of kv_pool does not have it."""
+    kind = ERRORS_BY_NAME.get(failed.error)
+    if kind is None:
+        raise MigrationError(f"{peer}: {failed.error}: {failed.message}")
+    raise kind(failed.message)

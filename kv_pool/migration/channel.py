@@ -1,7 +1,7 @@
-"""`Channel`: messages and raw bytes over an authenticated connection to a peer.
+"""`Channel`: messages and raw bytes over a connection between two backends.
 
-Every message is framed and authenticated with an HMAC (MAC below). Each direction has its own key, see
-`handshake`. All integers are big-endian:
+Every message is framed and authenticated with an HMAC (MAC below). Each direction has its own key, derived
+from one that the source has sent over the encrypted connection for calls. All integers are big-endian:
 
     length   4 bytes: of the payload
     MAC      16 bytes: first half of HMAC-SHA256(key, "length" | number | length)
@@ -40,7 +40,7 @@ class Channel:
     """An authenticated connection, used by one thread at a time; only `abort` may be called from another.
 
     Args:
-        connection: a socket after its handshake. The channel takes ownership.
+        connection: a connected socket. The channel takes ownership.
         send_key, receive_key: 32 bytes each, swapped at the peer.
         peer: a description of the peer for error messages.
 
@@ -56,6 +56,20 @@ class Channel:
         self._num_sent = 0
         self._num_received = 0
         self._is_open = True
+
+    @classmethod
+    def of_reader(cls, connection: socket.socket, key: bytes, peer: str) -> Channel:
+        """Return the reader's end of a connection whose source has chosen `key`."""
+        return cls(
+            connection, hmac.digest(key, b"reader", "sha256"), hmac.digest(key, b"source", "sha256"), peer
+        )
+
+    @classmethod
+    def of_source(cls, connection: socket.socket, key: bytes, peer: str) -> Channel:
+        """Return the source's end."""
+        return cls(
+            connection, hmac.digest(key, b"source", "sha256"), hmac.digest(key, b"reader", "sha256"), peer
+        )
 
     def send(self, payload: bytes, deadline: float, raw: Sequence[memoryview] = ()) -> None:
         """Send one message, followed by raw bytes.

@@ -12,12 +12,17 @@
 | `AskPull` | the target | `PullOutcome`: status and result |
 | `AnnounceNode` | a registry | `NodeList` |
 | `ListNodes` | a registry | `NodeList` |
+| `OpenBulk` | a source | `BulkOpened`: admission to the port for bytes of blocks |
 
 An error of the called node is returned as `CallFailed` and raised at the caller with its original type.
 """
 
+from typing import Any, Union
+
 import msgspec
 
+from kv_pool.errors import InvalidArgumentError, MigrationError
+from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.status import MigrationStatus
@@ -226,8 +231,59 @@ class NodeList(Message, frozen=True):
     nodes: list[KnownNode]
 
 
+class OpenBulk(Message, frozen=True):
+    """A request for a connection to the backend of this name, for bytes of blocks."""
+
+    backend: str
+
+
+class BulkOpened(Message, frozen=True):
+    """The admission of one connection to the node's port for bytes of blocks, within a few seconds.
+
+    Attributes:
+        port: at the host that the request was sent to.
+        ticket: 16 random bytes, the first ones that the reader sends over the connection.
+        key: 32 random bytes, from which both sides derive the keys of their `Channel`.
+    """
+
+    port: int
+    ticket: bytes
+    key: bytes
+
+
 class CallFailed(Message, frozen=True):
     """The request failed; `error` is the name of a class of `kv_pool.errors`."""
 
     error: str
     message: str
+
+
+_KINDS = tuple(Message.__subclasses__())
+_encoder = msgspec.msgpack.Encoder()
+_decoder: Any = msgspec.msgpack.Decoder(Union[_KINDS])  # noqa: UP007
+
+
+def encode_message(message: Message) -> bytes:
+    """Return the bytes that `decode_message` reads.
+
+    Raises:
+        InvalidArgumentError: a field cannot be encoded, such as text with a lone surrogate.
+    """
+    try:
+        return _encoder.encode(message)
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"cannot encode {type(message).__name__}: {error}") from error
+
+
+def decode_message(data: bytes) -> Message:
+    """Return an instance of one of the classes of this module.
+
+    Raises:
+        MigrationError: the message type is unknown, or a field has the wrong type.
+    """
+    try:
+        message = _decoder.decode(data)
+    except UNDECODABLE as error:
+        raise MigrationError(f"cannot decode a message of {len(data)} bytes: {error}") from error
+    assert isinstance(message, Message)
+    return message

@@ -135,8 +135,8 @@ class MigrationBook:
             migration.note_acknowledged(list(outcome.new_ids))
         elif outcome.state is TransferState.EXPIRED:
             error = StaleTransferError(
-                f"node {message.target!r} did not renew its lease for {self._lease_s:g} s; the source keeps "
-                "its blocks"
+                f"node {message.target!r} did not renew its lease for {self._lease_s:g} s, or has ended; the "
+                "source keeps its blocks"
             )
             migration.end(MigrationPhase.FAILED, [], error)
         else:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kv_pool.errors import (
     InvalidArgumentError,
@@ -18,7 +18,6 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants
-from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.housekeeping import Housekeeping
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
@@ -53,6 +52,9 @@ from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.migration.workers import Workers
 
+if TYPE_CHECKING:
+    from kv_pool.migration.call_server import CallServer
+
 _logger = logging.getLogger(__name__)
 
 _MAX_CALL_S = 5.0
@@ -71,7 +73,9 @@ class Migrator:
         backends: the transfer backends, most preferred first. Each uses the site's storage and belongs to
             this node only.
         secret: shared by the nodes, see `load_secret`; required to listen and to reach other processes.
-        listen: host:port; None to be reachable within this process only.
+        listen: host:port; None to be reachable within this process only. Needs pyzmq.
+        bulk_port: port of the same host over which backends such as `TcpBackend` send blocks; 0 selects a
+            free one, which readers are told.
         peers: addresses of other nodes.
         location: of this node, for the choice of targets.
         lease_s: duration of a lease that is not renewed. A node that is suspended for longer loses its
@@ -98,6 +102,7 @@ class Migrator:
         backends: Sequence[TransferBackend],
         secret: bytes | None = None,
         listen: str | None = None,
+        bulk_port: int = 0,
         peers: Peers | None = None,
         location: NodeLocation = NodeLocation(),  # noqa: B008 (frozen)
         lease_s: float = 30.0,
@@ -148,12 +153,16 @@ class Migrator:
         for backend in backends:
             backend.attach(name, self._source.check_leased, self._links.find_address, secret or b"")
         if listen is not None and secret is not None:
+            from kv_pool.migration.call_server import CallServer
+
             handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
             self._server = CallServer(
                 listen,
                 secret,
                 self.answer,
                 bulk_handlers={key: handler for key, handler in handlers.items() if handler is not None},
+                bulk_port=bulk_port,
+                on_gone=self._source.expire_target,
             )
         self._is_running = False
         self._is_stopped = False
@@ -290,7 +299,8 @@ class Migrator:
                 admit a request that starts with them. `Migration.release` and `stop` end the hold earlier.
             backend: the only backend to read with; "" for the source's first that works.
         Raises:
-            InvalidArgumentError: a limit or time is negative, or a prefix is to be moved.
+            InvalidArgumentError: a limit or time is negative, a prefix is to be moved, or the other node is
+                this one.
             MigrationError: this node is not running.
             `Migration.wait` raises all other errors.
         """
@@ -319,7 +329,7 @@ class Migrator:
 
         The migration has the same id at both nodes. Raises the errors of `fetch`.
         """
-        self._check_can_start(subject, is_move)
+        self._check_can_start(subject, target, is_move)
         limit = max_bytes_per_s or 0.0
         RateLimit(limit, self._clock)
         transfer_id = TransferId(secrets.token_bytes(16))
@@ -410,9 +420,11 @@ class Migrator:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _check_can_start(self, subject: Subject, is_move: bool) -> None:
+    def _check_can_start(self, subject: Subject, peer: NodeName, is_move: bool) -> None:
         if not self._is_running:
             raise MigrationError(f"node {self.name!r} is not running; call start()")
+        if peer == self.name:
+            raise InvalidArgumentError(f"node {self.name!r} cannot migrate to itself; name another node")
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 
@@ -426,7 +438,7 @@ class Migrator:
         hold_s: float = 0.0,
         backend: str = "",
     ) -> Migration:
-        self._check_can_start(subject, is_move)
+        self._check_can_start(subject, source, is_move)
         limit = RateLimit(max_bytes_per_s, self._clock)
         record = MigrationRecord(transfer_id, "in", source, subject, is_move)
         pull = Pull(

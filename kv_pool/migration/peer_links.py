@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError, MigrationError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.calls import Answer, LocalCalls, NodeCalls
 from kv_pool.migration.messages import DescribeNode, Message, NodeDescription
 from kv_pool.migration.peers import Peers
-from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+
+if TYPE_CHECKING:
+    from kv_pool.migration.remote_calls import RemoteCalls
 
 _MAX_IDLE_READERS = 4
 
@@ -83,6 +86,8 @@ class PeerLinks:
             raise PeerUnavailableError(
                 f"node {self._name!r} has no secret, so it cannot connect to {name!r} at {address}"
             )
+        from kv_pool.migration.remote_calls import RemoteCalls
+
         replaced = None
         with self._lock:
             calls = self._remote.get(name)

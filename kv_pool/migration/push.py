@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
 from kv_pool.ids import BlockId, NodeName
-from kv_pool.migration.call_failures import raise_failure
+from kv_pool.migration.calls import raise_failure
 from kv_pool.migration.messages import (
     AskPull,
     CallFailed,

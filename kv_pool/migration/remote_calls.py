@@ -1,22 +1,32 @@
-"""`RemoteCalls`: calls to another node over TCP."""
+"""`RemoteCalls`: calls to another node over ZeroMQ."""
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import time
+from contextlib import ExitStack, suppress
 
-from kv_pool.errors import PeerUnavailableError
+from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
-from kv_pool.migration.addresses import connect_to
-from kv_pool.migration.call_failures import raise_failure
-from kv_pool.migration.channel import Channel
-from kv_pool.migration.handshake import greet_server
-from kv_pool.migration.message_codec import decode_message, encode_message
-from kv_pool.migration.messages import CallFailed, Message
-from kv_pool.migration.opening import Opening, open_channel
-from kv_pool.migration.secret import check_secret
+from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
+from kv_pool.migration.calls import raise_failure
+from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
+from kv_pool.migration.messages import (
+    BulkOpened,
+    CallFailed,
+    Message,
+    OpenBulk,
+    decode_message,
+    encode_message,
+)
+from kv_pool.migration.secret import CurvePair, derive_curve_pair
 
 _MAX_IDLE = 4
+_MAX_SOCKETS = 16_384
+_CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
 
 
 class RemoteCalls:
@@ -27,30 +37,30 @@ class RemoteCalls:
         secret: shared with that node.
         caller: the name of the calling node.
 
-    The connection is opened by the first call. Concurrent calls use separate connections, so a long call does
-    not delay others. Idle connections are reused; one that the node has closed is replaced before use.
+    The connection is opened by the first call and encrypted. Concurrent calls use separate connections, so a
+    long call does not delay others. Idle connections are reused; one that the node has closed is replaced
+    before use.
     """
 
     def __init__(self, address: str, secret: bytes, caller: NodeName) -> None:
-        check_secret(secret)
+        self._keys = derive_curve_pair(secret)
         self.address = address
-        self._secret = secret
-        self._caller = caller
+        self._caller = caller.encode()
         self._lock = threading.Lock()
-        self._idle: list[Channel] = []
-        self._in_use: set[Channel] = set()
+        self._idle: list[_Connection] = []
         self._is_closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
         deadline = time.monotonic() + timeout_s
-        channel = self._take_channel(deadline)
+        data = encode_message(message)
+        connection = self._take_connection()
         is_whole = False
         try:
-            channel.send(encode_message(message), deadline)
-            reply = decode_message(channel.receive(deadline))
+            connection.send([self._caller, data])
+            reply = decode_message(self._wait_for_reply(connection, deadline))
             is_whole = True
         finally:
-            self._return_channel(channel, is_whole)
+            self._return_connection(connection, is_whole)
         if isinstance(reply, CallFailed):
             raise_failure(reply, self.address)
         return reply
@@ -62,46 +72,130 @@ class RemoteCalls:
             PeerUnavailableError, PeerAuthenticationError: as for `call`.
             MigrationError: the node does not have this backend.
         """
-        return self._connect(backend, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        opened = self.call(OpenBulk(backend), timeout_s)
+        if not isinstance(opened, BulkOpened):
+            raise MigrationError(f"{self.address} answered OpenBulk with {type(opened).__name__}")
+        address = format_address(parse_address(self.address)[0], opened.port)
+        connection = connect_to(address, deadline - time.monotonic())
+        channel = Channel.of_reader(connection, opened.key, address)
+        channel.send_raw([memoryview(opened.ticket)], deadline)
+        return channel
 
     def close(self) -> None:
         """Close all connections. Calls in progress and later calls fail with PeerUnavailableError."""
         with self._lock:
             self._is_closed = True
-            for channel in self._idle:
-                channel.close()
+            for connection in self._idle:
+                connection.close()
             self._idle.clear()
-            for channel in self._in_use:
-                channel.abort()
 
-    def _take_channel(self, deadline: float) -> Channel:
+    def _wait_for_reply(self, connection: _Connection, deadline: float) -> bytes:
+        while (rest_s := deadline - time.monotonic()) > 0:
+            self._check_open()
+            reply = connection.receive(min(rest_s, _CLOSED_CHECK_S))
+            if reply is not None:
+                return reply
+        raise PeerUnavailableError(f"{self.address} did not answer in time")
+
+    def _take_connection(self) -> _Connection:
         with self._lock:
+            self._check_open()
             while self._idle:
-                channel = self._idle.pop()
-                if channel.is_quiet():
-                    self._in_use.add(channel)
-                    return channel
-                channel.close()
-        channel = self._connect("", deadline)
-        with self._lock:
-            if not self._is_closed:
-                self._in_use.add(channel)
-                return channel
-        channel.close()
-        raise PeerUnavailableError(f"{self.address}: these calls were closed")
+                connection = self._idle.pop()
+                if connection.is_quiet():
+                    return connection
+                connection.close()
+        try:
+            return _Connection(self.address, self._keys)
+        except zmq.ZMQError as error:  # out of file handles
+            raise PeerUnavailableError(f"{self.address}: cannot connect: {error}") from error
 
-    def _return_channel(self, channel: Channel, is_whole: bool) -> None:
+    def _return_connection(self, connection: _Connection, is_whole: bool) -> None:
         with self._lock:
-            self._in_use.discard(channel)
             if is_whole and not self._is_closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(channel)
+                self._idle.append(connection)
                 return
-        channel.close()
+        connection.close()
 
-    def _connect(self, backend: str, deadline: float) -> Channel:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise PeerUnavailableError(f"{self.address}: these calls were closed")
-        connection = connect_to(self.address, deadline - time.monotonic())
-        channel = greet_server(connection, self._secret, deadline, self.address)
-        open_channel(channel, Opening(self._caller, backend), deadline)
-        return channel
+
+
+class _Connection:
+    """One encrypted connection with one request at a time. It is not opened again once it is broken."""
+
+    def __init__(self, address: str, keys: CurvePair) -> None:
+        self._opened = ExitStack()
+        self._process_id = os.getpid()
+        self._address = address
+        place = resolve(address)
+        self._socket = socket = _get_context(self._process_id).socket(zmq.DEALER)
+        self._opened.callback(socket.close)
+        socket.linger = 0
+        socket.reconnect_ivl = -1
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.tcp_keepalive = 1
+        socket.ipv6 = place.startswith("[")
+        socket.curve_serverkey = socket.curve_publickey = keys.public_key
+        socket.curve_secretkey = keys.secret_key
+        # Only what ends a connection is reported.
+        self._failures = socket.get_monitor_socket(
+            zmq.EVENT_CLOSED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._opened.callback(self._failures.close)
+        self._opened.callback(socket.disable_monitor)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._failures, zmq.POLLIN)
+        socket.connect(f"tcp://{place}")
+
+    def send(self, frames: list[bytes]) -> None:
+        """Send a request. If the connection is broken, `receive` raises the error."""
+        with suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """Return the reply; None if there is none within `timeout_s`. Raises PeerUnavailableError."""
+        ready = dict(self._poller.poll(max(1, int(timeout_s * 1000))))
+        if self._socket in ready:
+            return self._socket.recv_multipart()[-1]
+        if self._failures in ready:
+            raise self._explain()
+        return None
+
+    def is_quiet(self) -> bool:
+        """Return True if the connection appears to be open and has no unread reply."""
+        return self._process_id == os.getpid() and not self._poller.poll(0)
+
+    def close(self) -> None:
+        """Close the connection, unless it belongs to the process from which this one was forked."""
+        if self._process_id == os.getpid():
+            self._opened.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _explain(self) -> PeerUnavailableError:
+        event = zmq.utils.monitor.recv_monitor_message(self._failures)["event"]
+        if event == zmq.EVENT_CLOSED:
+            return PeerUnavailableError(f"{self._address}: cannot connect")
+        if event == zmq.EVENT_DISCONNECTED:
+            return PeerUnavailableError(f"{self._address} closed the connection")
+        return PeerAuthenticationError(
+            f"{self._address} closed the connection during the handshake: the node has another secret, or is "
+            "not a kv_pool node"
+        )
+
+
+@functools.cache
+def _get_context(process_id: int) -> zmq.Context[zmq.SyncSocket]:
+    """Return the context of all calls of this process; a forked process gets its own."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context

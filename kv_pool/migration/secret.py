@@ -1,8 +1,10 @@
-"""The shared secret of nodes, stored in a file that only its owner can read."""
+"""The shared secret of nodes, stored in a file that only its owner can read, and the keys derived from it."""
 
+import hashlib
 import os
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
@@ -47,6 +49,31 @@ def check_secret(secret: bytes) -> None:
         raise InvalidArgumentError(
             f"the shared secret has {len(secret)} bytes; it needs at least {MIN_SECRET_BYTES} random bytes"
         )
+
+
+class CurvePair(NamedTuple):
+    """A key pair for the CURVE encryption of ZeroMQ, in the text form that pyzmq takes."""
+
+    public_key: bytes
+    secret_key: bytes
+
+
+def derive_curve_pair(secret: bytes) -> CurvePair:
+    """Return the key pair that all nodes with this secret use, as clients and as servers.
+
+    Raises:
+        InvalidArgumentError: a secret of fewer than 16 bytes, or this libzmq has no CURVE support.
+        MissingDependencyError: pyzmq is not installed.
+    """
+    check_secret(secret)
+    from kv_pool.events.zmq_module import zmq
+
+    if not zmq.has("curve"):
+        raise InvalidArgumentError("this libzmq has no CURVE support; install pyzmq from its wheel")
+    secret_key = zmq.utils.z85.encode(
+        hashlib.blake2b(secret, digest_size=32, person=b"kv_pool nodes").digest()
+    )
+    return CurvePair(zmq.curve_public(secret_key), secret_key)
 
 
 def write_secret_file(path: str | Path) -> None:

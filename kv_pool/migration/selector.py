@@ -18,8 +18,7 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.migration.arriving_keys import list_keys
-from kv_pool.migration.sequence_owner import SequenceOwner
-from kv_pool.migration.sequences import Sequences
+from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.site import OfferedBlock, Selection, SubjectState
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
 

@@ -1,16 +1,18 @@
-"""`Sequences`: the interface between `PoolSite` and the sequences of a pool, one class per kind of pool."""
+"""The two interfaces of a `PoolSite`: `Sequences`, to a pool, and `SequenceOwner`, to the engine above it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, NodeName, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.storage.block_storage import BlockStorage
+
+Id = TypeVar("Id", contravariant=True)
 
 
 class Sequences(Protocol):
@@ -123,3 +125,51 @@ class Sequences(Protocol):
 
     def forget(self, sequence_id: Any, rows: list[list[KVCacheBlock]]) -> None:
         """Remove blocks from a sequence, without references: a repair counts them again."""
+
+
+class SequenceOwner(Protocol[Id]):
+    """An engine that has state of its sequences besides their blocks. Called with the pool's lock held.
+
+    source     describe, list_token_ids -> suspend -> on_departed   the target has the sequence
+                                                   -> resume    it continues here
+    target     expect -> on_arrived
+
+    An id is a `SequenceId` for a `GPUKVPool`, a `RequestId` for a `KVCacheManager`. The methods of this
+    class do nothing: a subclass overrides those that it needs.
+    """
+
+    def describe(self, sequence_id: Id, /) -> bytes:
+        """Return the state that the target's engine needs to continue the sequence; at most 16 MiB."""
+        return b""
+
+    def list_token_ids(self, sequence_id: Id, /) -> Sequence[int]:
+        """Return the known tokens of the sequence from its start; () if none are known."""
+        return ()
+
+    def suspend(self, sequence_id: Id, /) -> object:
+        """Stop using the sequence until `resume` or `on_departed`."""
+        return None
+
+    def resume(self, sequence_id: Id, /) -> object:
+        """Continue with the sequence; its move has failed."""
+        return None
+
+    def on_departed(self, sequence_id: Id, target: NodeName, /) -> object:
+        """Drop the sequence: node `target` has it, and its blocks have been freed here."""
+        return None
+
+    def expect(self, sequence_id: Id, num_blocks: int, state: bytes, /) -> object:
+        """Prepare for a sequence. Raise InvalidArgumentError if it cannot continue here."""
+        return None
+
+    def on_arrived(self, sequence_id: Id, state: bytes, /) -> object:
+        """Take over an arrived sequence, which has its blocks.
+
+        An error raised here fails the migration: the sequence loses its blocks, which stay cached. The source
+        of a move has released the sequence by then, so do all checks in `expect`.
+        """
+        return None
+
+
+class NoOwner(SequenceOwner[Any]):
+    """The owner for pools whose sequences have no state besides their blocks."""

@@ -243,6 +243,14 @@ class SourceTransfers:
                 if block.generation != transfer.selection.offered[position].generation:
                     raise self._make_invalid(transfer_id)
 
+    def expire_target(self, target: NodeName) -> None:
+        """End the leases of a target whose process has ended, as if they had expired."""
+        with self._site.lock:
+            for transfer in self._prepared.values():
+                if transfer.message.target == target:
+                    transfer.deadline = self._clock()
+        self.expire()
+
     def expire(self) -> None:
         """End the transfers whose lease has expired (M4); their subjects stay here."""
         with self._site.lock:

@@ -27,7 +27,7 @@ class Workers:
         self._max_threads = max_threads
         self._condition = threading.Condition()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._num_threads = 0
+        self._threads: set[threading.Thread] = set()
         self._num_idle = 0
         self._is_stopped = False
 
@@ -43,18 +43,14 @@ class Workers:
                 future.cancel()
                 return future
             self._waiting.append((future, work))
-            if self._num_idle >= len(self._waiting) or self._num_threads == self._max_threads:
+            if self._num_idle >= len(self._waiting) or len(self._threads) == self._max_threads:
                 self._condition.notify()
                 return future
-            self._num_threads += 1
-        try:
-            start_thread(self._name, self._run)
-        except OutOfThreadsError:
-            with self._condition:
-                self._num_threads -= 1
-                # Another thread takes it, now or after its current work.
-                if not self._num_threads and (future, work) in self._waiting:
-                    self._waiting.remove((future, work))
+            try:
+                self._threads.add(start_thread(self._name, self._run))
+            except OutOfThreadsError:
+                if not self._threads:  # otherwise one of them takes it
+                    self._waiting.pop()
                     raise
         return future
 
@@ -67,6 +63,13 @@ class Workers:
             self._waiting.clear()
             self._condition.notify_all()
 
+    def join(self) -> None:
+        """Wait for the work in progress, after `stop`."""
+        with self._condition:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
     def _run(self) -> None:
         while True:
             with self._condition:
@@ -74,7 +77,7 @@ class Workers:
                 is_woken = self._condition.wait_for(lambda: self._waiting or self._is_stopped, _IDLE_S)
                 self._num_idle -= 1
                 if not is_woken or not self._waiting:
-                    self._num_threads -= 1
+                    self._threads.discard(threading.current_thread())
                     return
                 future, work = self._waiting.popleft()
             if not future.set_running_or_notify_cancel():

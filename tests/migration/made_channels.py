@@ -1,13 +1,11 @@
 """Pairs of connected channels, and a thread for calls that run in parallel to a test."""
 
-import select
 import socket
 import threading
 import time
 from contextlib import contextmanager
 
 from kv_pool.migration.channel import Channel
-from kv_pool.migration.handshake import ClientGreeting
 
 KEYS = (b"a" * 32, b"b" * 32)
 LONG = 60.0
@@ -44,14 +42,6 @@ def make_frame(*payloads):
             sender.send(payload, soon())
             frames.append(right.recv(1 << 16))
         return frames
-
-
-def greet_client(connection, secret, deadline, peer):
-    """Perform the server's side of a handshake, blocking."""
-    greeting = ClientGreeting(connection, secret, peer)
-    while (channel := greeting.go_on()) is None:
-        assert select.select([connection], [], [], deadline - time.monotonic())[0], "nothing came"
-    return channel
 
 
 class Beside:

@@ -10,7 +10,7 @@ from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.sequence_owner import SequenceOwner
+from kv_pool.migration.sequences import SequenceOwner
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount
 from kv_pool.storage import KVStorage
 

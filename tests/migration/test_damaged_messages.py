@@ -1,7 +1,7 @@
 """Damaged messages get typed errors and leave the node unchanged."""
 
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import msgspec
 import pytest
@@ -11,11 +11,8 @@ from migration.made_nodes import MadeEngine
 
 from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
-from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend
 from kv_pool.migration.backends.wire_rows import list_rows
-from kv_pool.migration.handshake import greet_server
-from kv_pool.migration.message_codec import decode_message, encode_message
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
     AnnounceNode,
@@ -29,9 +26,11 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     PullSubject,
     RenewLease,
+    decode_message,
+    encode_message,
 )
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.opening import Opening, open_channel
+from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 SECRET = b"the secret of all nodes"
@@ -85,10 +84,9 @@ def test_a_backend_ends_connections_with_damaged_messages(seed, caplog):
     engine, node = make_node()
     rows = msgspec.msgpack.encode(Rows(list_rows(engine.storage)))
     runs = msgspec.msgpack.encode(ReadRuns(ID, [1, 2, 5, 1]))
-    with node:
+    with node, closing(RemoteCalls(node.address, SECRET, "m")) as calls:
         for _ in range(5):
-            channel = greet_server(connect_to(node.address, LONG), SECRET, soon(), "the node")
-            open_channel(channel, Opening("m", "tcp"), soon())
+            channel = calls.connect_bulk("tcp", LONG)
             with suppress(KVPoolError):
                 channel.send(craft_or_damage(rng, rows) if rng.random() < 0.5 else rows, soon())
                 channel.send(craft_or_damage(rng, runs), soon())

@@ -344,6 +344,16 @@ def test_connected_nodes_need_different_names():
         make_node("c", engine, lease_s=0.0)
 
 
+def test_a_node_refuses_to_migrate_to_itself():
+    engine = MadeEngine()
+    with make_node("a", engine) as node:
+        with pytest.raises(InvalidArgumentError, match="'a' cannot migrate to itself"):
+            node.migrate(SequenceSubject("r"), "a")
+        with pytest.raises(InvalidArgumentError, match="'a' cannot migrate to itself"):
+            node.fetch(SequenceSubject("r"), "a")
+        assert node.list_migrations() == []
+
+
 # ---- during a migration --------------------------------------------------------------------------
 
 

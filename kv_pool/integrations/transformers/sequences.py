@@ -23,7 +23,7 @@ from kv_pool.manager.requests.request import Request
 from kv_pool.manager.requests.serialized_request import dump_request, load_request
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.sequence_owner import SequenceOwner
+from kv_pool.migration.sequences import SequenceOwner
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.storage.move_plan import Moves
 from kv_pool.storage.sharded_storage import ShardedStorage

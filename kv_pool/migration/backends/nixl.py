@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,13 +18,14 @@ import numpy.typing as npt
 from kv_pool.errors import (
     InvalidArgumentError,
     MigrationError,
+    MissingDependencyError,
     OutOfThreadsError,
     PeerUnavailableError,
     TransferFailedError,
+    describe_install,
 )
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.backends.nixl_module import Nixl, load_nixl
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray, SegmentTable, split_alike
@@ -373,4 +375,46 @@ def make_table(peer: NixlDescription) -> SegmentTable:
         np.array(peer.strides, np.int64),
         np.array(peer.spans, np.int64),
         (None,) * len(peer.spans),
+    )
+
+
+class Nixl(NamedTuple):
+    """The parts of NIXL in use.
+
+    Attributes:
+        api: the module `nixl._api`.
+        errors: all exception classes of NIXL.
+        final_errors: exceptions after which a transfer no longer writes.
+    """
+
+    api: Any
+    errors: tuple[type[Exception], ...]
+    final_errors: tuple[type[Exception], ...]
+
+
+def load_nixl() -> Nixl:
+    """Import NIXL.
+
+    Raises:
+        MissingDependencyError: NIXL is not installed or does not work on this machine.
+    """
+    try:
+        from nixl import _api, _bindings
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"NixlBackend needs the packages nixl and nixl-cu12, or nixl-cu13: {error}. "
+            f"{describe_install('nixl')}, or without their CUDA dependencies: "
+            "pip install --no-deps nixl nixl-cu12"
+        ) from error
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        # NIXL logs every agent to stdout, which commands use for their output.
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return Nixl(
+        _api,
+        tuple(
+            kind
+            for name, kind in vars(_bindings).items()
+            if name.startswith("nixl") and isinstance(kind, type) and issubclass(kind, Exception)
+        ),
+        (_bindings.nixlRemoteDisconnectError, _bindings.nixlBackendError, _bindings.nixlCancelledError),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import ClassVar, TypeVar, cast
 
 import msgspec
@@ -21,10 +21,9 @@ from kv_pool.errors import (
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_rows
-from kv_pool.migration.call_failures import describe_failure, raise_failure
+from kv_pool.migration.calls import describe_failure, raise_failure
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import CallFailed
-from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray
@@ -65,7 +64,7 @@ class TcpBackend(TransferBackend):
     A reader requests runs of blocks over a connection to the node's own port. The source sends them in pieces
     of 32 MiB from the storage's memory, and checks before and after each piece that they are leased (M6); the
     reader receives them into its storage's memory. The bytes are neither encrypted nor authenticated; a
-    migration compares checksums, which it gets over an authenticated connection.
+    migration compares checksums, which it gets over an encrypted connection.
 
         reader   Rows      ReadRuns                                     ReadRuns ...
         source                       PieceHeader bytes PieceHeader bytes ... PieceHeader(0)
@@ -89,8 +88,10 @@ class TcpBackend(TransferBackend):
             theirs = _decode(description, Rows).spans
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
-        calls = RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)
-        channel = calls.connect_bulk(self.name, self._connect_s)
+        from kv_pool.migration.remote_calls import RemoteCalls
+
+        with closing(RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)) as calls:
+            channel = calls.connect_bulk(self.name, self._connect_s)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
             ours = list_rows(self.storage)

@@ -15,9 +15,9 @@ from kv_pool.migration.backends.nixl import (
     NixlDescription,
     list_descriptors,
     list_regions,
+    load_nixl,
     make_table,
 )
-from kv_pool.migration.backends.nixl_module import load_nixl
 
 
 def test_without_nixl_the_error_says_how_to_install_it(monkeypatch):

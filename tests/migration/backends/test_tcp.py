@@ -1,6 +1,7 @@
 """Authenticated peers that violate the protocol of `TcpBackend`."""
 
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -14,8 +15,8 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.migration.backends.tcp import PieceHeader, ReadRuns, Rows, TcpBackend
-from kv_pool.migration.call_failures import describe_failure
 from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.calls import describe_failure
 from kv_pool.migration.messages import DescribeNode
 from kv_pool.migration.remote_calls import RemoteCalls
 
@@ -36,7 +37,8 @@ def source():
         "127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers={"tcp": backend.get_bulk_handler()}
     )
     with server:
-        channel = RemoteCalls(server.address, SECRET, "reader").connect_bulk("tcp", LONG)
+        with closing(RemoteCalls(server.address, SECRET, "reader")) as calls:
+            channel = calls.connect_bulk("tcp", LONG)
         yield channel
         channel.close()
 

@@ -66,8 +66,13 @@ class NodeProcess:
 
     # ---- commands --------------------------------------------------------------------------------
 
-    def get_address(self):
-        return self.migrator.address
+    def get_addresses(self):
+        """Return the addresses for messages and for bytes of blocks."""
+        return self.migrator.address, f"127.0.0.1:{self.migrator._server.bulk.port}"
+
+    def forward(self, port):
+        """Tell readers this port instead of the one for bytes of blocks."""
+        self.migrator._server.bulk.port = port
 
     def pause_at(self, direction, phase, count=1):
         """Block at the `count`-th report of this phase from now on."""

@@ -75,13 +75,13 @@ class NodeError(AssertionError):
 
 
 class Rig:
-    """Two nodes, `a` and `b`, each reached by the other through a proxy."""
+    """Two nodes, `a` and `b`, each reached by the other through two proxies: for messages, and for blocks."""
 
     def __init__(self, backend="tcp", lease_s=LEASE_S, fault_kinds=FAULT_KINDS):
         self.backend = backend
         self.fault_kinds = fault_kinds
         self.lease_s = lease_s
-        self.proxies = {name: FlakyProxy(name) for name in "ab"}
+        self.proxies = {name: FlakyProxy(name) for name in ("a", "b", "blocks of a", "blocks of b")}
         self.nodes = {}
         self.num_schedules = 0
         for name in "ab":
@@ -91,7 +91,11 @@ class Rig:
         other = "b" if name == "a" else "a"
         peers = {other: self.proxies[other].address}
         self.nodes[name] = Node(name, peers, self.backend, self.lease_s)
-        self.proxies[name].upstream = self.nodes[name].ask("get_address", patience_s=4 * PATIENCE_S)
+        addresses = self.nodes[name].ask("get_addresses", patience_s=4 * PATIENCE_S)
+        proxies = self.proxies[name], self.proxies[f"blocks of {name}"]
+        for proxy, address in zip(proxies, addresses, strict=True):
+            proxy.upstream = address
+        self.nodes[name].ask("forward", int(proxies[1].address.rpartition(":")[2]))
 
     def close(self):
         for node in self.nodes.values():

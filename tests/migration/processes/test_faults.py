@@ -6,7 +6,7 @@
 import os
 
 import pytest
-from migration.processes.rig import Rig
+from migration.processes.rig import PATIENCE_S, Rig
 
 FIRST_SEED = int(os.environ.get("KV_POOL_FAULT_FIRST_SEED", "0"))
 ASKED_FOR = os.environ.get("KV_POOL_FAULT_SCHEDULES")
@@ -44,6 +44,27 @@ def run_schedule(rigs, seed, backend, **options):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_fault_loses_or_shares_a_block(rigs, seed):
     run_schedule(rigs, seed, "tcp")
+
+
+@pytest.mark.parametrize("is_push", [False, True])
+def test_a_killed_target_is_noticed_before_its_lease_ends(is_push):
+    rig = Rig(lease_s=4 * PATIENCE_S)
+    source, target = rig.nodes["a"], rig.nodes["b"]
+    source.ask("begin", "r", list(range(40)))
+    target.ask("pause_at", "in", "reading")
+    starter, how, peer = (source, "migrate", "b") if is_push else (target, "fetch", "a")
+    migration_id = starter.ask(how, "sequence", "r", [], peer, True)
+    while not target.events.recv()[3]:
+        pass
+    target.kill()
+    phase = ""
+    while phase != "failed":
+        assert source.events.poll(PATIENCE_S), "it was not noticed"
+        _, phase, found_id, _ = source.events.recv()
+        assert found_id == migration_id
+    assert source.ask("check", [list(range(40))]) == ["r"]
+    rig.start_node("b")
+    rig.close()
 
 
 @pytest.mark.nixl

@@ -1,0 +1,199 @@
+"""The port over which backends send bytes: whom it admits, and what strangers can do to it."""
+
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+from made_threads import no_new_threads
+from migration.made_channels import LONG, soon
+
+from kv_pool.errors import EndpointError, MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.migration.addresses import bind_listener, connect_to
+from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.channel import Channel
+from kv_pool.migration.messages import DescribeNode
+from kv_pool.migration.remote_calls import RemoteCalls
+
+SECRET = b"the secret of all nodes"
+
+
+def send_back(channel, caller):
+    """A handler: the caller's name and the reversed bytes of each message."""
+    while channel.wait_for_more(LONG):
+        channel.send(caller.encode() + channel.receive(soon())[::-1], soon())
+
+
+@contextmanager
+def listen(handler=send_back, **settings):
+    handlers = {"backwards": handler}
+    with CallServer(
+        "127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers=handlers, **settings
+    ) as server:
+        yield server.bulk
+
+
+def connect(listener):
+    return connect_to(f"127.0.0.1:{listener.port}", LONG)
+
+
+def open_channel(listener, opened=None):
+    opened = opened or listener.admit("backwards", "caller")
+    channel = Channel.of_reader(connect(listener), opened.key, "the source")
+    channel.send_raw([memoryview(opened.ticket)], soon())
+    return channel
+
+
+def check_works(channel):
+    channel.send(b"abcd", soon())
+    assert channel.receive(soon()) == b"callerdcba"
+
+
+def has_ended(connection):
+    connection.settimeout(LONG)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def count_threads():
+    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
+
+
+def test_a_reader_is_admitted_by_a_call():
+    server = CallServer(
+        "127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers={"backwards": send_back}
+    )
+    with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
+        channel = calls.connect_bulk("backwards", LONG)
+        check_works(channel)
+        channel.close()
+        with pytest.raises(
+            MigrationError, match="no backend 'sideways' that serves bulk data; it has backwards"
+        ):
+            calls.connect_bulk("sideways", LONG)
+    with pytest.raises(PeerUnavailableError):
+        calls.connect_bulk("backwards", LONG)
+
+
+def test_the_port_can_be_chosen():
+    with bind_listener("127.0.0.1:0") as free:
+        port = free.getsockname()[1]
+    with listen(bulk_port=port) as listener:
+        assert listener.port == port
+        with pytest.raises(EndpointError, match="cannot listen"), listen(bulk_port=port):
+            pass
+        channel = open_channel(listener)
+        check_works(channel)
+        channel.close()
+
+
+def test_a_ticket_admits_one_connection():
+    with listen() as listener:
+        opened = listener.admit("backwards", "caller")
+        first = open_channel(listener, opened)
+        check_works(first)
+        with pytest.raises(PeerUnavailableError):
+            check_works(open_channel(listener, opened))
+        check_works(first)
+        first.close()
+
+
+def test_a_late_ticket_is_refused():
+    with listen(handshake_s=0.05) as listener:
+        opened = listener.admit("backwards", "caller")
+        time.sleep(0.06)
+        with pytest.raises(PeerUnavailableError):
+            check_works(open_channel(listener, opened))
+
+
+def test_a_ticket_without_its_key_is_of_no_use(caplog):
+    asked = []
+
+    def answer(channel, caller):
+        asked.append(channel.receive(soon()))
+
+    with listen(answer) as listener:
+        opened = listener.admit("backwards", "caller")
+        forged = Channel.of_reader(connect(listener), bytes(32), "the source")
+        forged.send_raw([memoryview(opened.ticket)], soon())
+        with pytest.raises(PeerUnavailableError):
+            check_works(forged)
+    assert not asked
+    assert "without a valid MAC" in caplog.text
+
+
+def test_a_reader_refuses_a_source_without_the_key():
+    def answer(channel, caller):
+        impostor = Channel.of_source(channel.connection, bytes(32), "the reader")
+        impostor.send(b"lies", soon())
+
+    with listen(answer) as listener:
+        channel = open_channel(listener)
+        with pytest.raises(PeerAuthenticationError):
+            channel.receive(soon())
+
+
+@pytest.mark.parametrize("sent", [b"x", bytes(16), b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000)])
+def test_a_stranger_is_disconnected(sent):
+    with listen() as listener:
+        channel = open_channel(listener)
+        for _ in range(5):
+            with connect(listener) as stranger:
+                try:
+                    stranger.sendall(sent)
+                except ConnectionError:
+                    continue
+                assert has_ended(stranger)
+        check_works(channel)
+        channel.close()
+
+
+def test_silent_strangers_take_no_threads_and_are_replaced():
+    with listen(max_unauthenticated=3, handshake_s=LONG) as listener:
+        strangers = [connect(listener) for _ in range(8)]
+        assert all(map(has_ended, strangers[:5]))
+        assert count_threads() == 1
+        channel = open_channel(listener)
+        check_works(channel)
+        channel.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_silent_stranger_times_out():
+    with listen(handshake_s=0.05) as listener, connect(listener) as stranger:
+        assert has_ended(stranger)
+
+
+def test_readers_above_the_limit_get_an_error():
+    with listen(max_connections=1) as listener:
+        channel = open_channel(listener)
+        check_works(channel)
+        with pytest.raises(PeerUnavailableError, match="1 connections are open, which is the maximum"):
+            listener.admit("backwards", "caller")
+        channel.close()
+
+
+def test_a_reader_without_a_thread_is_disconnected(caplog):
+    with listen() as listener:
+        with no_new_threads(), pytest.raises(PeerUnavailableError):
+            check_works(open_channel(listener))
+        assert "closed the connection of a reader" in caplog.text
+        channel = open_channel(listener)
+        check_works(channel)
+        channel.close()
+
+
+def test_stop_ends_connections_and_threads():
+    before = threading.active_count()
+    with listen() as listener:
+        channel = open_channel(listener)
+        check_works(channel)
+        stranger = connect(listener)
+    assert threading.active_count() == before
+    with pytest.raises(PeerUnavailableError):
+        check_works(channel)
+    assert has_ended(stranger)
+    stranger.close()
