@@ -53,21 +53,6 @@ class BlockSpan:
         positions: hash -> index in `hashes`, built when an inner block is first removed; None before.
     """
 
-    __slots__ = (
-        "end",
-        "extra_keys",
-        "has_children",
-        "has_gaps",
-        "hashes",
-        "kind",
-        "lookahead_token_ids",
-        "num_resident",
-        "parent",
-        "positions",
-        "serial",
-        "tokens",
-    )
-
     def __init__(
         self,
         hashes: tuple[Any, ...],

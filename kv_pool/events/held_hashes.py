@@ -85,4 +85,6 @@ class HeldHashes:
                     del copies[block_hash]
                 else:
                     copies[block_hash] = num_copies - 1
+        if len(gone) == 1:
+            return gone, [self.values.pop(gone[0], ABSENT)]
         return gone, list(map(self.values.pop, gone, repeat(ABSENT)))

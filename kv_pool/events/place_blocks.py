@@ -58,7 +58,6 @@ class PlaceBlocks:
         tails: the hashes in `children` that are not resident.
         shards: all spans by serial, in `NUM_SHARDS` dicts, to be copied in pieces.
         packed: the token ids of the last `store` as a msgpack array, if it packed them.
-        has_unknown: whether the last `remove` had hashes that were not resident.
         has_tails: whether the last `store` added the parent of blocks that were already resident.
         changes: None, or a list to which all changes are appended, oldest first.
     """
@@ -71,7 +70,6 @@ class PlaceBlocks:
         self.shards: list[dict[int, BlockSpan]] = [{} for _ in range(NUM_SHARDS)]
         self.packed: bytes | None = None
         self.has_tails = False
-        self.has_unknown = False
         self.changes: list[Any] | None = None
         self._next_serial: i64 = 0
 
@@ -160,18 +158,20 @@ class PlaceBlocks:
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
         gone, spans = self.held.remove(hashes)
-        self.has_unknown = False
         span: BlockSpan
         for found in spans:
-            if found is ABSENT:
-                self.has_unknown = True
-            else:
+            if found is not ABSENT:
                 span = found
                 span.num_resident -= 1
         for index in range(len(spans)):
-            if spans[index] is not ABSENT:
-                span = spans[index]
+            if spans[index] is ABSENT:
+                continue
+            span = spans[index]
+            if span.num_resident > 0 or span.has_gaps or span.has_children:
                 self.detach(span, gone[index])
+            elif span.serial >= 0:  # the common case: all its blocks at once, or its only block
+                self.drop_span(span)
+                self.unlink(span.parent, span.hashes[0])
         if self.changes is not None:
             self.changes.append(Change(self.place, None, gone.copy()))
         return gone
@@ -198,9 +198,13 @@ class PlaceBlocks:
         if span.num_resident > 0:
             trim(span)
         elif span.serial >= 0:
-            serial: int = span.serial
-            del self.shards[serial % NUM_SHARDS][serial]
-            span.serial = -1
+            self.drop_span(span)
+
+    def drop_span(self, span: BlockSpan) -> None:
+        """Forget a span without resident blocks."""
+        serial: int = span.serial
+        del self.shards[serial % NUM_SHARDS][serial]
+        span.serial = -1
 
     # ---- parents and children ----------------------------------------------------------------------
 
