@@ -16,9 +16,11 @@ from kv_pool.events.block_spans import (
     MAX_SPAN_BLOCKS,
     BlockSpan,
     ResidentBlock,
+    can_grow,
     copy_span,
     find_position,
     find_ranges,
+    grow,
     pack_tokens,
     slice_span,
     trim,
@@ -108,6 +110,12 @@ class PlaceBlocks:
         Returns:
             The positions of hashes that had no copy before; None if this is all of them.
         """
+        if len(hashes) == 1 and extra_keys is None and lookahead_token_ids is None and parent is not None:
+            before = self.held.values.get(parent)
+            if before is not None and can_grow(before, parent, kind):
+                packed = None if token_ids is None else pack_tokens(token_ids)
+                if (packed is None) == (before.tokens is None):
+                    return self.store_next(before, hashes, packed)
         parent = None if parent == hashes[0] else parent
         span = BlockSpan(tuple(hashes), parent, kind, None, extra_keys, lookahead_token_ids)
         self.packed = None
@@ -128,13 +136,31 @@ class PlaceBlocks:
             self.add_span(part)
         return positions
 
-    def add_span(self, span: BlockSpan) -> None:
-        """Register a span whose hashes are in `held` already, and link it to its parent and children."""
+    def store_next(self, span: BlockSpan, hashes: list[Any], packed: bytes | None) -> list[int] | None:
+        """Add one copy of the only hash, which follows the last one of a span. Returns as `store`."""
+        self.packed = packed
+        self.has_tails = False
+        positions = self.held.store(hashes, (span,))
+        if positions is None:
+            parent = span.hashes[span.end - 1]
+            grow(span, hashes[0], packed)
+            self.attach_tails(span)
+            if self.changes is not None:
+                added = BlockSpan((hashes[0],), parent, span.kind, packed, None, None)
+                self.changes.append(Change(self.place, added, None))
+        return positions
+
+    def attach_tails(self, span: BlockSpan) -> None:
+        """Remove the hashes of a span, all of which are resident now, from `tails`."""
         if self.tails:
             for block_hash in self.tails.intersection(span.hashes):
                 self.tails.remove(block_hash)
                 span.has_children = True
                 self.has_tails = True
+
+    def add_span(self, span: BlockSpan) -> None:
+        """Register a span whose hashes are in `held` already, and link it to its parent and children."""
+        self.attach_tails(span)
         serial = self._next_serial
         self._next_serial = serial + 1
         span.serial = serial
