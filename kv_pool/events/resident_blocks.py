@@ -62,7 +62,7 @@ class ResidentBlocks:
             The blocks of the event's place, and the positions of hashes that had no copy before; None if this
             is all of them.
         """
-        # By index: unpacking so many fields takes longer.
+        # By index: unpacking the fields takes longer.
         hashes: list[Any] = fields[0]
         token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
         place = (fields[5], fields[8], fields[11], fields[12])
