@@ -13,6 +13,9 @@ from mypy_extensions import i32, i64, mypyc_attr
 MAX_SPAN_BLOCKS: Final = 512
 """Longer events are split into several spans, so that unpacking the tokens of one span stays fast."""
 
+MAX_GROWN_BLOCKS: Final = 16
+"""A block that follows a shorter span is appended to it: a sequence grows by one block at a time."""
+
 MIN_TRIMMED_BLOCKS: Final = 32
 """Shorter spans are not trimmed: they keep the fields of removed blocks."""
 
@@ -52,21 +55,6 @@ class BlockSpan:
         has_gaps: whether a block may have been removed before one that is still resident.
         positions: hash -> index in `hashes`, built when an inner block is first removed; None before.
     """
-
-    __slots__ = (
-        "end",
-        "extra_keys",
-        "has_children",
-        "has_gaps",
-        "hashes",
-        "kind",
-        "lookahead_token_ids",
-        "num_resident",
-        "parent",
-        "positions",
-        "serial",
-        "tokens",
-    )
 
     def __init__(
         self,
@@ -128,6 +116,29 @@ def trim(span: BlockSpan) -> None:
     span.positions = None
 
 
+def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
+    """Return True if a block of this kind whose parent is `last` can be appended to the span."""
+    num_held: i32 = len(span.hashes)
+    return (
+        span.end == num_held < MAX_GROWN_BLOCKS
+        and span.kind is kind
+        and span.extra_keys is None
+        and span.lookahead_token_ids is None
+        and span.hashes[num_held - 1] == last
+    )
+
+
+def grow(span: BlockSpan, block_hash: Any, tokens: Any) -> None:
+    """Append a block. O(blocks of the span)."""
+    if tokens is not None:
+        size: int = span.kind.block_size
+        span.tokens = join_tokens(span.tokens, len(span.hashes) * size, tokens, size)
+    span.hashes = (*span.hashes, block_hash)
+    span.num_resident += 1
+    span.end += 1
+    span.positions = None
+
+
 def find_ranges(positions: list[int], max_length: int) -> list[tuple[int, int]]:
     """Return the runs `[first, end)` of consecutive positions, which ascend, of at most this length."""
     ranges: list[tuple[int, int]] = []
@@ -152,6 +163,17 @@ def unpack_tokens(packed: bytes) -> list[int]:
     """Return the token ids that `pack_tokens` packed."""
     token_ids: list[int] = _decode(packed)
     return token_ids
+
+
+def join_tokens(packed: bytes, num_tokens: int, following: bytes, num_following: int) -> bytes:
+    """Join two results of `pack_tokens`, which have `num_tokens` and `num_following` tokens."""
+    header = b"\xdd" + (num_tokens + num_following).to_bytes(4, "big")
+    return header + packed[measure_header(packed) :] + following[measure_header(following) :]
+
+
+def measure_header(packed: bytes) -> int:
+    """Return the size of a msgpack array's header, in bytes."""
+    return {0xDC: 3, 0xDD: 5}.get(packed[0], 1)
 
 
 @mypyc_attr(acyclic=True)

@@ -38,7 +38,6 @@ class EventFilter:
         self._blocks: PlaceBlocks | None = None
         self._hashes: list[Any] = []
         self._gone: list[Any] = []
-        self._may_repeat = False
 
     def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
         """Record events returned by `adopt_all`; return the events to send instead."""
@@ -49,17 +48,14 @@ class EventFilter:
         self._blocks = None
         self._hashes = []
         self._gone = []
-        self._may_repeat = False
         # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
         for event in events:
             kind = type(event)
-            if kind is removed:
-                self._remove(event)
-            elif kind is stored:
+            if kind is stored:
                 self._store(event)
-            elif isinstance(event, BlockRemoved):
+            elif kind is removed or isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._end_removals()
@@ -138,7 +134,6 @@ class EventFilter:
         self._hashes = []
         if self._blocks is not None and hashes:
             gone = self._blocks.remove(hashes)
-            self._may_repeat = self._may_repeat or not self.exact or self._blocks.has_unknown
             if not self.exact:
                 gone = hashes
             if self._gone:
@@ -157,14 +152,13 @@ class EventFilter:
             if not self._num_joined and gone == first.block_hashes:
                 self._sent.append(first)
             else:
-                for hashes in split_at_repeats(gone) if self._may_repeat else [gone]:
+                for hashes in split_at_repeats(gone):
                     self._sent.append(
                         BlockRemoved(hashes, first.medium, first.group_idx, first.locality, first.ownership)
                     )
         self._first = None
         self._blocks = None
         self._gone = []
-        self._may_repeat = False
 
 
 def split_at_repeats(hashes: list[Any]) -> list[list[Any]]:

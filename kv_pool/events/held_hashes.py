@@ -51,7 +51,12 @@ class HeldHashes:
         """
         held = self.values
         num_before = len(held)
-        list(map(held.setdefault, hashes, values))  # one lookup per hash: with many, each is a cache miss
+        if len(hashes) == 1:
+            for value in values:
+                held.setdefault(hashes[0], value)
+                break
+        else:
+            list(map(held.setdefault, hashes, values))  # one lookup per hash: with many, each is a cache miss
         num_new = len(held) - num_before
         if num_new == len(hashes):
             return None
@@ -85,4 +90,6 @@ class HeldHashes:
                     del copies[block_hash]
                 else:
                     copies[block_hash] = num_copies - 1
+        if len(gone) == 1:
+            return gone, [self.values.pop(gone[0], ABSENT)]
         return gone, list(map(self.values.pop, gone, repeat(ABSENT)))

@@ -16,9 +16,11 @@ from kv_pool.events.block_spans import (
     MAX_SPAN_BLOCKS,
     BlockSpan,
     ResidentBlock,
+    can_grow,
     copy_span,
     find_position,
     find_ranges,
+    grow,
     pack_tokens,
     slice_span,
     trim,
@@ -58,7 +60,6 @@ class PlaceBlocks:
         tails: the hashes in `children` that are not resident.
         shards: all spans by serial, in `NUM_SHARDS` dicts, to be copied in pieces.
         packed: the token ids of the last `store` as a msgpack array, if it packed them.
-        has_unknown: whether the last `remove` had hashes that were not resident.
         has_tails: whether the last `store` added the parent of blocks that were already resident.
         changes: None, or a list to which all changes are appended, oldest first.
     """
@@ -71,7 +72,6 @@ class PlaceBlocks:
         self.shards: list[dict[int, BlockSpan]] = [{} for _ in range(NUM_SHARDS)]
         self.packed: bytes | None = None
         self.has_tails = False
-        self.has_unknown = False
         self.changes: list[Any] | None = None
         self._next_serial: i64 = 0
 
@@ -110,6 +110,12 @@ class PlaceBlocks:
         Returns:
             The positions of hashes that had no copy before; None if this is all of them.
         """
+        if len(hashes) == 1 and extra_keys is None and lookahead_token_ids is None and parent is not None:
+            before = self.held.values.get(parent)
+            if before is not None and can_grow(before, parent, kind):
+                packed = None if token_ids is None else pack_tokens(token_ids)
+                if (packed is None) == (before.tokens is None):
+                    return self.store_next(before, hashes, packed)
         parent = None if parent == hashes[0] else parent
         span = BlockSpan(tuple(hashes), parent, kind, None, extra_keys, lookahead_token_ids)
         self.packed = None
@@ -130,13 +136,31 @@ class PlaceBlocks:
             self.add_span(part)
         return positions
 
-    def add_span(self, span: BlockSpan) -> None:
-        """Register a span whose hashes are in `held` already, and link it to its parent and children."""
+    def store_next(self, span: BlockSpan, hashes: list[Any], packed: bytes | None) -> list[int] | None:
+        """Add one copy of the only hash, which follows the last one of a span. Returns as `store`."""
+        self.packed = packed
+        self.has_tails = False
+        positions = self.held.store(hashes, (span,))
+        if positions is None:
+            parent = span.hashes[span.end - 1]
+            grow(span, hashes[0], packed)
+            self.attach_tails(span)
+            if self.changes is not None:
+                added = BlockSpan((hashes[0],), parent, span.kind, packed, None, None)
+                self.changes.append(Change(self.place, added, None))
+        return positions
+
+    def attach_tails(self, span: BlockSpan) -> None:
+        """Remove the hashes of a span, all of which are resident now, from `tails`."""
         if self.tails:
             for block_hash in self.tails.intersection(span.hashes):
                 self.tails.remove(block_hash)
                 span.has_children = True
                 self.has_tails = True
+
+    def add_span(self, span: BlockSpan) -> None:
+        """Register a span whose hashes are in `held` already, and link it to its parent and children."""
+        self.attach_tails(span)
         serial = self._next_serial
         self._next_serial = serial + 1
         span.serial = serial
@@ -160,18 +184,20 @@ class PlaceBlocks:
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
         gone, spans = self.held.remove(hashes)
-        self.has_unknown = False
         span: BlockSpan
         for found in spans:
-            if found is ABSENT:
-                self.has_unknown = True
-            else:
+            if found is not ABSENT:
                 span = found
                 span.num_resident -= 1
         for index in range(len(spans)):
-            if spans[index] is not ABSENT:
-                span = spans[index]
+            if spans[index] is ABSENT:
+                continue
+            span = spans[index]
+            if span.num_resident > 0 or span.has_gaps or span.has_children:
                 self.detach(span, gone[index])
+            elif span.serial >= 0:  # the common case: all its blocks at once, or its only block
+                self.drop_span(span)
+                self.unlink(span.parent, span.hashes[0])
         if self.changes is not None:
             self.changes.append(Change(self.place, None, gone.copy()))
         return gone
@@ -198,9 +224,13 @@ class PlaceBlocks:
         if span.num_resident > 0:
             trim(span)
         elif span.serial >= 0:
-            serial: int = span.serial
-            del self.shards[serial % NUM_SHARDS][serial]
-            span.serial = -1
+            self.drop_span(span)
+
+    def drop_span(self, span: BlockSpan) -> None:
+        """Forget a span without resident blocks."""
+        serial: int = span.serial
+        del self.shards[serial % NUM_SHARDS][serial]
+        span.serial = -1
 
     # ---- parents and children ----------------------------------------------------------------------
 

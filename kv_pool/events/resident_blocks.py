@@ -62,20 +62,24 @@ class ResidentBlocks:
             The blocks of the event's place, and the positions of hashes that had no copy before; None if this
             is all of them.
         """
-        hashes, parent, token_ids, block_size, lora_id, medium, lora_name, extra_keys, *others = fields
-        group_idx, spec_kind, window, locality, ownership, _, lookahead = others
+        # By index: unpacking the fields takes longer.
+        hashes: list[Any] = fields[0]
+        token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
+        place = (fields[5], fields[8], fields[11], fields[12])
+        kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
         num_blocks = len(hashes)
-        kind_key: Any = (block_size, lora_id, lora_name, spec_kind, window, extra_keys is not None)
         kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
         if kind is None:
             kind = BlockKind(*kind_key)
             self._kinds[kind] = kind
         if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
             token_ids = None
-        lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
-        blocks = self.get_or_add_place((medium, group_idx, locality, ownership))
-        extra_keys = one_each(extra_keys, num_blocks)
-        return blocks, blocks.store(hashes, parent, kind, token_ids, extra_keys, lookahead)
+        if lookahead is not None:
+            lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
+        blocks = self.get_or_add_place(place)
+        if extra_keys is not None:
+            extra_keys = one_each(extra_keys, num_blocks)
+        return blocks, blocks.store(hashes, fields[1], kind, token_ids, extra_keys, lookahead)
 
     def clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""

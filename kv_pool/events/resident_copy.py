@@ -38,12 +38,6 @@ class ShardedDict(Generic[Value]):
         """Return the dict that this hash belongs to."""
         return self.shards[find_shard(block_hash)]
 
-    def __contains__(self, block_hash: ExternalBlockHash) -> bool:
-        return block_hash in self.shard(block_hash)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
-
 
 def find_shard(block_hash: ExternalBlockHash) -> int:
     """Return the index of the shard that this hash belongs to."""

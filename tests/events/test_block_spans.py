@@ -6,8 +6,10 @@ import pytest
 from events.made_events import draw, removed, stored
 
 from kv_pool.events.block_spans import (
+    MAX_GROWN_BLOCKS,
     MAX_SPAN_BLOCKS,
     MIN_TRIMMED_BLOCKS,
+    join_tokens,
     pack_tokens,
     unpack_tokens,
 )
@@ -37,9 +39,18 @@ def list_spans(state):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 65535, 65536])
-def test_packed_tokens_can_be_unpacked(num_tokens):
+def test_packed_tokens_can_be_unpacked_and_joined(num_tokens):
     token_ids = [number * 7 for number in range(num_tokens)]
-    assert unpack_tokens(pack_tokens(token_ids)) == token_ids
+    packed = pack_tokens(token_ids)
+    assert unpack_tokens(packed) == token_ids
+    joined = join_tokens(packed, num_tokens, pack_tokens([2**40, 5]), 2)
+    assert unpack_tokens(joined) == [*token_ids, 2**40, 5]
+    assert unpack_tokens(join_tokens(pack_tokens([5]), 1, joined, num_tokens + 2)) == [
+        5,
+        *token_ids,
+        2**40,
+        5,
+    ]
 
 
 def test_values_that_msgpack_cannot_encode_are_not_packed():
@@ -47,7 +58,24 @@ def test_values_that_msgpack_cannot_encode_are_not_packed():
     assert pack_tokens([2**64]) is None
 
 
-def test_a_copy_is_removed_last():
+def test_single_blocks_in_sequence_share_a_span():
+    numbers = range(1, 2 * MAX_GROWN_BLOCKS + 2)
+    state = made(*(stored([number], number - 1 or None) for number in numbers))
+    sizes = sorted(map(len, list_spans(state)))
+    assert sizes == [1, MAX_GROWN_BLOCKS, MAX_GROWN_BLOCKS]
+    assert snap(state) == ["> " + " ".join(map(str, numbers))]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"lora_name": "a"}, {"extra_keys": [("salt",)]}, {"token_ids": [1, 2, 3]}, {"token_ids": []}]
+)
+def test_a_block_of_another_kind_does_not_join_a_span(fields):
+    state = made(stored([1, 2]), stored([3], 2, **fields))
+    assert len(list_spans(state)) == 2
+    assert snap(state)[0] == "> 1 2"
+
+
+def test_a_copy_does_not_join_a_span():
     state = made(stored([1, 2]), stored([9]), stored([9], 2))
     assert sorted(map(len, list_spans(state))) == [1, 2]
     assert state.apply([removed(9)]) == []
