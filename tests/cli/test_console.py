@@ -54,6 +54,7 @@ def test_nothing_is_folded_in_a_pipe():
     assert all(cell in print_to(80, is_terminal=False) for cell in ROW)
 
 
+@pytest.mark.slow
 def test_sweep_bars_and_info_paths_stay_whole_at_80_columns(folder):
     write_trace(folder / "trace.jsonl", [record(32, [1, 2, 3, 4])] * 50)
     done = kv_pool_command("sweep", "trace.jsonl", *SIZES, cwd=folder, COLUMNS="80")

@@ -50,6 +50,7 @@ def test_table_files_and_picture_agree(folder):
     assert (folder / "curve.png").read_bytes()[:8] == PNG
 
 
+@pytest.mark.slow
 def test_default_capacities_name_the_knee(folder):
     write_trace(folder / "trace.jsonl", TRACE * 3)
     done = curve(folder, "--png", "picture.png", "--model", "llama-3-8b", "--json", "curve.json")
@@ -59,6 +60,7 @@ def test_default_capacities_name_the_knee(folder):
     assert "infinite cache" in done.stdout
 
 
+@pytest.mark.slow
 def test_sample_shows_standard_errors(folder):
     sessions = [
         record(8 * turn + 8, [100 * name + block for block in range(turn + 1)], session_id=name)

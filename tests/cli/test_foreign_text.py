@@ -29,6 +29,7 @@ def test_escaped_text_is_one_printable_line(text, shown):
     assert escape_text(text) == shown
 
 
+@pytest.mark.slow
 def test_no_unprintable_character_is_kept():
     every = "".join(map(chr, range(0x110000)))
     escaped = escape_text(every, len(every))

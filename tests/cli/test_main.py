@@ -129,6 +129,7 @@ def test_a_shell_completes_sub_commands(tmp_path):
     assert report.stdout.split() == ["replay"], report.stderr
 
 
+@pytest.mark.slow
 def test_help_shows_brackets_and_models_and_plain_flags(tmp_path):
     done = kv_pool_command("serve", "--help", cwd=tmp_path)
     assert (

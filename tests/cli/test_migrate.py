@@ -68,6 +68,7 @@ def wait_for_sequence(name, min_blocks=1):
                     return sequence.sequence_id, sequence.num_blocks
 
 
+@pytest.mark.slow
 def test_target_is_chosen_and_the_named_backend_used(folder):
     with two_nodes(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=2)
@@ -108,6 +109,7 @@ def test_moved_sequence_continues_on_its_new_node(folder):
         assert list_ids("a") == [sequence_id]
 
 
+@pytest.mark.slow
 def test_copied_sequence_continues_on_both_nodes(folder):
     with two_nodes(folder):
         done = ask(folder, "migrate", "--sequence-id", "newest", "--target-node", "b", "--copy", "--json")

@@ -59,6 +59,7 @@ def test_words_tables_files_and_picture_agree(folder):
     assert [int(row[0]) for row in sizes] == [size["block_size"] for size in report["block_sizes"]]
 
 
+@pytest.mark.slow
 def test_instant_clock_has_no_demand(folder):
     done = plan(folder, f"{SMALL} --clock instant --json plan.json --host-memory 0 --disk-memory 1KiB")
     assert done.returncode == 0, done.stderr
@@ -69,6 +70,7 @@ def test_instant_clock_has_no_demand(folder):
     assert report["checks"][0]["speedup_by_flops"] is None
 
 
+@pytest.mark.slow
 def test_named_models_have_flops(folder):
     done = plan(folder, "--trace-block-size 8 --model Llama-3-8B --clock instant --json plan.json")
     assert done.returncode == 0, done.stderr

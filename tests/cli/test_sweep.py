@@ -20,6 +20,7 @@ def sweep(folder, *options):
     return kv_pool_command("sweep", "trace.jsonl", "--trace-block-size", "8", *options, cwd=folder)
 
 
+@pytest.mark.slow
 def test_groups_and_steps_match_those_of_replay(folder):
     options = ("--blocks", "20", "--groups", "full,window:9", "--chunk-tokens", "8", "--watermark", "0.1")
     done = sweep(folder, *options, "--json", "sweep.json")
@@ -48,6 +49,7 @@ def test_capacities_are_sorted_and_each_has_a_row(folder):
     assert [report["tokens_hit"] for report in reports] == [0, 16, 16]
 
 
+@pytest.mark.slow
 def test_host_tier_is_combined_with_each_capacity(folder):
     write_trace(folder / "trace.jsonl", [*TRACE, *TRACE])
     done = sweep(folder, "--blocks", "4,5", "--host-tier", "9,0", "--json", "sweep.json")
@@ -93,6 +95,7 @@ def test_curve_is_drawn_to_the_named_file(folder):
     assert not (folder / "sweep.png").exists()
 
 
+@pytest.mark.slow
 def test_capacities_from_ranges_of_memory_and_disk_tiers(folder):
     options = "--memory 3MiB:12MiB:log3 --num-layers 2 --num-kv-heads 4 --head-size 1024 --disk-tier 0,9"
     done = sweep(folder, *options.split(), "--jobs", "2", "--json", "sweep.json")
@@ -106,6 +109,7 @@ def test_capacities_from_ranges_of_memory_and_disk_tiers(folder):
     assert "an infinite cache: 18.18% token hits" in done.stdout
 
 
+@pytest.mark.slow
 def test_earlier_sweeps_are_drawn_into_the_picture(folder):
     first = sweep(folder, "--blocks", "4,50", "--json", "first.json", "--jobs", "1")
     assert first.returncode == 0, first.stderr

@@ -82,6 +82,7 @@ def make_store(prefix, first, medium, group):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=steps)
 def test_mirror_matches_a_full_scan(steps):

@@ -157,6 +157,7 @@ def publish_large_batches(publisher, num_batches, num_hashes):
         publisher.publish([removed(2**60 + offset) for offset in range(num_hashes)] + [removed(number)])
 
 
+@pytest.mark.slow
 def test_live_batches_continue_while_a_replay_is_unread():
     with make_publisher(linger_s=0.0) as publisher, subscribed(publisher) as (subscriber, first):
         publish_large_batches(publisher, 100, 2_000)
