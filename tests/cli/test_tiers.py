@@ -11,7 +11,6 @@ from kv_pool.control import ControlClient
 SIZES = ("--blocks", "12", "--block-size", "8", "--trace-block-size", "8", "--speedup", "50")
 
 
-@pytest.mark.slow
 def test_a_served_pool_shows_its_tiers(tmp_path):
     records = [record(64, [8 * at + block for block in range(8)], 1, 1000 * at) for at in range(12)]
     write_trace(tmp_path / "trace.jsonl", records)
