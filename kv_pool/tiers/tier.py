@@ -149,11 +149,16 @@ class Tier:
 
     def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction until `release`. Holds are counted per key."""
-        hold_keys(self._held, keys)
+        for key in keys:
+            self._held[key] = self._held.get(key, 0) + 1
 
     def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        release_keys(self._held, keys)
+        for key in keys:
+            if self._held[key] > 1:
+                self._held[key] -= 1
+            else:
+                del self._held[key]
 
     def share_holds(self, held: dict[BlockHashWithGroupId, int]) -> None:
         """Use `held` as this tier's hold counts, so that several tiers share them."""
@@ -237,18 +242,3 @@ class Tier:
 
     def close(self) -> None:
         """Release files and memory. Only `close` may be called afterwards."""
-
-
-def hold_keys(held: dict[BlockHashWithGroupId, int], keys: Iterable[BlockHashWithGroupId]) -> None:
-    """Add one hold to each key."""
-    for key in keys:
-        held[key] = held.get(key, 0) + 1
-
-
-def release_keys(held: dict[BlockHashWithGroupId, int], keys: Iterable[BlockHashWithGroupId]) -> None:
-    """Remove one hold from each key."""
-    for key in keys:
-        if held[key] > 1:
-            held[key] -= 1
-        else:
-            del held[key]

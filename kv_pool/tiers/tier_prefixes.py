@@ -1,10 +1,27 @@
-"""`TierPrefixes`: looks up the part of a prefix that lower tiers have, beyond the device's."""
+"""`TierPrefixes`: the part of a prefix that lower tiers have beyond the device; `TierHit`: that part."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kv_pool.core.block_keys import group_suffix
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
+
+
+class TierHit(NamedTuple):
+    """The part of a request's prefix that lower tiers have, directly after the part on the device.
+
+    Attributes:
+        request_id: the request.
+        num_device_tokens: number of tokens before it, which are on the device.
+        num_tokens: number of tokens that the tiers have; 0 for a miss.
+        num_tokens_by_medium: these tokens, counted under the lowest tier that must be read for them. Lists
+            the media of all tiers.
+    """
+
+    request_id: RequestId
+    num_device_tokens: int
+    num_tokens: int
+    num_tokens_by_medium: dict[str, int]
 
 
 class TierKeys(Protocol):
