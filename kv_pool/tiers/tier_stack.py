@@ -15,17 +15,17 @@ _logger = logging.getLogger(__name__)
 
 
 class TierStep(NamedTuple):
-    """An order to one tier.
+    """An order to one tier: make room, then store.
 
     Attributes:
         level: the tier's index; 0 is the fastest.
-        keys: the keys to store, or to evict.
-        evicts: remove the keys. If False, store them, from the next faster tier, or from the pool.
+        stored: the keys to store: from the next faster tier, or from the pool for the fastest.
+        evicted: the keys to remove before.
     """
 
     level: int
-    keys: list[BlockHashWithGroupId]
-    evicts: bool = False
+    stored: list[BlockHashWithGroupId]
+    evicted: Sequence[BlockHashWithGroupId] = ()
 
 
 class TierListener(Protocol):
@@ -44,7 +44,8 @@ class TierStack:
         pool   -- stored -->   tiers[0]   -- evicted -->   tiers[1]   -- evicted -->   dropped
 
     `plan` yields steps, and `apply` executes a step. A stack whose tiers have bytes plans for itself. A stack
-    of tiers without bytes plans for others, of equal capacities, that execute the same steps elsewhere.
+    of tiers without bytes plans for others, of equal capacities, that execute its steps by
+    `apply_elsewhere`.
 
     Args:
         tiers: fastest first; the stack makes their holds common to all of them.
@@ -115,53 +116,47 @@ class TierStack:
         for start in range(0, len(new), tier.capacity):
             some = new[start : start + tier.capacity]
             num_missing = len(tier) + len(some) - tier.capacity
-            if num_missing > 0:
-                yield from self.plan_room(level, num_missing)
-                num_missing = len(tier) + len(some) - tier.capacity
-                if num_missing > 0:  # the rest is held
-                    self.num_dropped += num_missing
-                    del some[len(some) - num_missing :]
-            yield TierStep(level, some)
+            evicted = tier.list_next_evicted(num_missing)
+            if evicted and level + 1 < len(self.tiers):
+                yield from self.plan(level + 1, evicted)
+            num_held = num_missing - len(evicted)
+            if num_held > 0:
+                self.num_dropped += num_held
+                del some[len(some) - num_held :]
+            yield TierStep(level, some, evicted)
 
     def plan_room(self, level: int, num_blocks: int) -> Iterator[TierStep]:
         """Yield the steps that evict up to `num_blocks` blocks of a tier, which move to the next one."""
         evicted = self.tiers[level].list_next_evicted(num_blocks)
+        if evicted and level + 1 < len(self.tiers):
+            yield from self.plan(level + 1, evicted)
         if evicted:
-            if level + 1 < len(self.tiers):
-                yield from self.plan(level + 1, evicted)
-            yield TierStep(level, evicted, evicts=True)
+            yield TierStep(level, [], evicted)
 
     def apply(
         self, step: TierStep, storage: BlockStorage | None = None, block_ids: Sequence[BlockId] = ()
     ) -> list[BlockHashWithGroupId]:
-        """Execute a step.
+        """Execute a step that this stack has planned.
 
         Args:
-            storage, block_ids: the source of the bytes of a store in the first tier, one block for each key;
-                omitted for tiers without bytes.
+            storage, block_ids: the source of the bytes for the first tier, one block for each stored key.
         Returns:
-            The keys of a store that the tier does not have, or has lost for it.
-
-        A tier that is fuller than its planner knew evicts by itself.
+            The keys that could not be stored.
         """
-        tier = self.tiers[step.level]
-        if step.evicts:
-            self._remove(tier, step.keys)
+        tier, keys = self.tiers[step.level], step.stored
+        if step.evicted:
+            self._remove(tier, step.evicted)
+        if not tier.has_bytes:
+            self.announce_stored(tier, tier.put(keys))
             return []
-        new = tier.touch(step.keys)
-        lost = tier.list_next_evicted(len(tier) + len(new) - tier.capacity)
-        self._remove(tier, lost)
-        source = self.tiers[step.level - 1] if step.level and tier.has_bytes else None
-        if source is not None:
-            lost += [key for key in new if key not in source]
-            new = [key for key in new if key in source]
-        id_of = dict(zip(step.keys, block_ids, strict=True)) if block_ids else {}
-        batch_blocks = [one.batch_blocks for one in (tier, source) if one is not None and one.batch_blocks]
-        size = min(batch_blocks, default=len(new) or 1)
-        for start in range(0, len(new), size):
-            some = new[start : start + size]
+        source = self.tiers[step.level - 1] if step.level else None
+        lost: list[BlockHashWithGroupId] = []
+        sizes = [one.batch_blocks for one in (tier, source) if one is not None and one.batch_blocks]
+        size = min(sizes, default=len(keys) or 1)
+        for start in range(0, len(keys), size):
+            some = keys[start : start + size]
             if source is None:
-                read = TierRead(some, storage, [id_of[key] for key in some] if id_of else ())
+                read = TierRead(some, storage, block_ids[start : start + size])
             else:
                 read = source.read(some)
                 self.announce_removed(source, read.failed)
@@ -170,6 +165,32 @@ class TierStack:
                 there = set(stored)
                 lost += [key for key in some if key not in there]
         return lost
+
+    def apply_elsewhere(
+        self, step: TierStep, storage: BlockStorage | None = None, block_ids: Sequence[BlockId] = ()
+    ) -> list[BlockHashWithGroupId]:
+        """Execute a step that another stack has planned, otherwise like `apply`.
+
+        The tiers here may lack keys that were lost, and have others. One that is fuller than the other stack
+        knew evicts by itself.
+
+        Returns:
+            The keys of the step that the tier does not have, and those that it has evicted for them.
+        """
+        if step.level >= len(self.tiers):
+            return []
+        tier = self.tiers[step.level]
+        self._remove(tier, step.evicted)
+        new = tier.touch(step.stored)
+        id_of = dict(zip(step.stored, block_ids, strict=True)) if block_ids else {}
+        lost: list[BlockHashWithGroupId] = []
+        if step.level:
+            source = self.tiers[step.level - 1]
+            lost = [key for key in new if key not in source]
+            new = [key for key in new if key in source]
+        evicted = tier.list_next_evicted(len(tier) + len(new) - tier.capacity)
+        sources = [id_of[key] for key in new] if id_of else ()
+        return [*lost, *evicted, *self.apply(TierStep(step.level, new, evicted), storage, sources)]
 
     def _put(self, tier: Tier, read: TierRead) -> list[BlockHashWithGroupId]:
         """Store what was read. Return the keys that were stored."""

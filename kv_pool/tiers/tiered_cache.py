@@ -510,8 +510,8 @@ class TieredCache:
         self.block_pool.is_changing = True
         id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
         for step in self._stack.plan(0, keys):
-            if step.level == 0 and not step.evicts and storage is not None:
-                self._stack.apply(step, storage, [id_of[key] for key in step.keys])
+            if step.level == 0 and storage is not None:
+                self._stack.apply(step, storage, [id_of[key] for key in step.stored])
             else:
                 self._stack.apply(step)
         self.block_pool.is_changing = was_changing

@@ -21,7 +21,7 @@ def store(index, *names, max_blocks=100):
 
 def evicted(order, level=0):
     """Return the keys that an order removes from a tier."""
-    return [key for step in order.steps if step.evicts and step.level == level for key in step.keys]
+    return [key for step in order.steps if step.level == level for key in step.evicted]
 
 
 def test_a_block_is_found_once_its_store_has_finished():

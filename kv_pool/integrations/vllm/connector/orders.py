@@ -27,7 +27,7 @@ class StoreOrder:
 
     def list_demoted(self) -> list[BlockHashWithGroupId]:
         """Return the keys that are copied from host memory to disk."""
-        return [key for step in self.steps if not step.evicts for key in step.keys]
+        return [key for step in self.steps for key in step.stored]
 
 
 @dataclass

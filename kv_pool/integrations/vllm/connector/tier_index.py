@@ -75,7 +75,7 @@ class TierIndex:
             self.stack.apply(step)
             steps.append(step)
             if step.level == 0:
-                num_places += len(step.keys)
+                num_places += len(step.evicted)
         taken = list(blocks[: min(num_wanted, max(0, num_places))])
         if not taken:
             return None

@@ -183,10 +183,9 @@ class TierWorker:
         """Execute a store. Return the keys that are in no tier as a result of a failure."""
         lost: list[BlockHashWithGroupId] = []
         for step in order.steps:
-            if step.level < len(self.stack.tiers):  # else the disk tier was closed
-                lost += self.stack.apply(step)
+            lost += self.stack.apply_elsewhere(step)
         keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
-        return lost + self.stack.apply(TierStep(0, keys), self._storage, block_ids)
+        return lost + self.stack.apply_elsewhere(TierStep(0, keys), self._storage, block_ids)
 
     def _clear(self) -> None:
         """Remove all blocks for good. A disk tier that cannot be cleared is closed and not used again."""
