@@ -19,7 +19,7 @@ from kv_pool.integrations.vllm.connector.orders import (
 )
 from kv_pool.integrations.vllm.connector.read_blocks import ReadBlocks, hold_blocks_of
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.tiers.tier_prefixes import TierPrefixes
+from kv_pool.tiers.tier_prefixes import Rows, TierPrefixes
 from kv_pool.tiers.tier_stack import TierListener
 
 _logger = logging.getLogger("vllm.kv_pool")
@@ -33,9 +33,6 @@ demoted: blocks that were evicted from host memory to disk.
 skipped: blocks that were not stored at their request's end, because of too many other stores.
 lost: blocks that could not be stored or loaded.
 """
-
-Rows = list[dict[int, BlockHashWithGroupId]]
-"""For each group, keys by position in the block table."""
 
 
 @dataclass
@@ -169,7 +166,9 @@ class TierScheduler:
         if not num_tokens:
             return 0
         end = num_device_tokens + num_tokens
-        hit = HeldHit(num_device_tokens, num_tokens, self._list_needed(request, num_device_tokens, end))
+        hit = HeldHit(
+            num_device_tokens, num_tokens, self._prefixes.list_blocks(request, num_device_tokens, end)
+        )
         self.index.stack.hold(hit.list_keys())
         self._hits[request_id] = hit
         return num_tokens
@@ -187,7 +186,7 @@ class TierScheduler:
                 self.index.stack.release(hit.list_keys())
             return
         if num_tokens != hit.num_tokens:  # the engine took less; a shorter hit may need other blocks
-            needed = self._list_needed(request, hit.start, hit.start + num_tokens)
+            needed = self._prefixes.list_blocks(request, hit.start, hit.start + num_tokens)
             shorter = HeldHit(hit.start, num_tokens, needed)
             self.index.stack.hold(shorter.list_keys())
             self.index.stack.release(hit.list_keys())
@@ -320,16 +319,6 @@ class TierScheduler:
         hit = self._hits.pop(request_id, None)
         if hit is not None:
             self.index.stack.release(hit.list_keys())
-
-    def _list_needed(self, request: Any, start: int, end: int) -> Rows:
-        """Return the keys of the blocks that a hit of tokens `[start, end)` needs."""
-        rows: Rows = []
-        for group in self._groups:
-            first = max(start, group.count_skipped_tokens(end)) // group.block_size
-            after = end // group.block_size
-            keys = group.list_keys(request, first, after)
-            rows.append(dict(zip(range(first, after), keys, strict=True)))
-        return rows
 
     def _count_storable(self, request: Any) -> int:
         """Return how many tokens of a request are computed and may have hashed blocks in all groups.
