@@ -15,7 +15,7 @@ from kv_pool.replay.replay_retention import ReplayRetention
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.tally import Tally
-from kv_pool.tiers.tier_hit import TierHit
+from kv_pool.tiers.tier_prefixes import TierHit
 
 
 @dataclass(frozen=True, slots=True)

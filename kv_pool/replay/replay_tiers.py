@@ -10,7 +10,7 @@ from kv_pool.replay.report import TierReport
 from kv_pool.tiers.onboard_plan import OnboardPlan
 from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tier import Tier
-from kv_pool.tiers.tier_hit import TierHit
+from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
 

@@ -7,7 +7,7 @@ from kv_pool.tiers.host_tier import HostTier as HostTier
 from kv_pool.tiers.disk_tier import DiskTier as DiskTier
 from kv_pool.tiers.tier import Tier as Tier
 from kv_pool.tiers.tier import TierStatistics as TierStatistics
-from kv_pool.tiers.tier_hit import TierHit as TierHit
+from kv_pool.tiers.tier_prefixes import TierHit as TierHit
 from kv_pool.tiers.tier_events import TierEvents as TierEvents
 from kv_pool.tiers.formats.make_format import make_format as make_format
 from kv_pool.tiers.formats.block_format import BlockFormat as BlockFormat

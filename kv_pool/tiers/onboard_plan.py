@@ -15,7 +15,7 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
 from kv_pool.manager.swap.sides import list_tail_first
-from kv_pool.tiers.tier_hit import TierHit
+from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
 

@@ -18,8 +18,7 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.onboard_plan import OnboardPlan
-from kv_pool.tiers.tier_hit import TierHit
-from kv_pool.tiers.tier_prefixes import TierPrefixes
+from kv_pool.tiers.tier_prefixes import TierHit, TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHashWithGroupId, BlockId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.lru_slots import LruSlots
 
 
 class TierStatistics(msgspec.Struct):
@@ -53,6 +53,54 @@ class TierRead(NamedTuple):
     storage: BlockStorage | None
     block_ids: Sequence[BlockId]
     failed: Sequence[BlockHashWithGroupId] = ()
+
+
+class LruSlots:
+    """A map from keys to slots, ordered by last use.
+
+    Attributes:
+        slot_of: slot by key, the least recently used key first.
+        num_slots: slots 0 to num_slots - 1 have been used at least once.
+    """
+
+    def __init__(self) -> None:
+        # Not a plain dict: finding its first key costs O(keys removed before it), each time.
+        self.slot_of: OrderedDict[BlockHashWithGroupId, SlotId] = OrderedDict()
+        self.num_slots = 0
+        self._free: list[SlotId] = []
+
+    def add(self, key: BlockHashWithGroupId) -> SlotId:
+        """Assign a slot to a new key and mark it as most recently used. Return the slot. O(1)."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = SlotId(self.num_slots)
+            self.num_slots += 1
+        self.slot_of[key] = slot
+        return slot
+
+    def list_next(self, num_slots: int) -> list[SlotId]:
+        """Return the slots that the next calls of `add` would assign, in order. O(num_slots)."""
+        free = self._free[: -num_slots - 1 : -1] if num_slots else []
+        new = range(self.num_slots, self.num_slots + num_slots - len(free))
+        return [*free, *cast("Iterable[SlotId]", new)]
+
+    def remove(self, key: BlockHashWithGroupId) -> SlotId:
+        """Remove a key and free its slot. Return the slot. The key must be present. O(1)."""
+        slot = self.slot_of.pop(key)
+        self._free.append(slot)
+        return slot
+
+    def restore(self, slots: Iterable[tuple[BlockHashWithGroupId, SlotId]]) -> None:
+        """Replace the content by these (key, slot) pairs, the least recently used key first."""
+        self.slot_of = OrderedDict(slots)
+        self.num_slots = max(self.slot_of.values(), default=-1) + 1
+        taken = set(self.slot_of.values())
+        self._free = [SlotId(slot) for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
+
+    def list_free(self) -> list[SlotId]:
+        """Return the slots below `num_slots` that are free."""
+        return list(self._free)
 
 
 class Tier:
@@ -149,11 +197,16 @@ class Tier:
 
     def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction until `release`. Holds are counted per key."""
-        hold_keys(self._held, keys)
+        for key in keys:
+            self._held[key] = self._held.get(key, 0) + 1
 
     def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        release_keys(self._held, keys)
+        for key in keys:
+            if self._held[key] > 1:
+                self._held[key] -= 1
+            else:
+                del self._held[key]
 
     def share_holds(self, held: dict[BlockHashWithGroupId, int]) -> None:
         """Use `held` as this tier's hold counts, so that several tiers share them."""
@@ -237,18 +290,3 @@ class Tier:
 
     def close(self) -> None:
         """Release files and memory. Only `close` may be called afterwards."""
-
-
-def hold_keys(held: dict[BlockHashWithGroupId, int], keys: Iterable[BlockHashWithGroupId]) -> None:
-    """Add one hold to each key."""
-    for key in keys:
-        held[key] = held.get(key, 0) + 1
-
-
-def release_keys(held: dict[BlockHashWithGroupId, int], keys: Iterable[BlockHashWithGroupId]) -> None:
-    """Remove one hold from each key."""
-    for key in keys:
-        if held[key] > 1:
-            held[key] -= 1
-        else:
-            del held[key]

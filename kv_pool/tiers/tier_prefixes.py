@@ -1,10 +1,30 @@
-"""`TierPrefixes`: looks up the part of a prefix that lower tiers have, beyond the device's."""
+"""`TierPrefixes`: the part of a prefix that lower tiers have beyond the device; `TierHit`: that part."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kv_pool.core.block_keys import group_suffix
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
+
+Rows = list[dict[int, BlockHashWithGroupId]]
+"""For each group, keys by position in the block table."""
+
+
+class TierHit(NamedTuple):
+    """The part of a request's prefix that lower tiers have, directly after the part on the device.
+
+    Attributes:
+        request_id: the request.
+        num_device_tokens: number of tokens before it, which are on the device.
+        num_tokens: number of tokens that the tiers have; 0 for a miss.
+        num_tokens_by_medium: these tokens, counted under the lowest tier that must be read for them. Lists
+            the media of all tiers.
+    """
+
+    request_id: RequestId
+    num_device_tokens: int
+    num_tokens: int
+    num_tokens_by_medium: dict[str, int]
 
 
 class TierKeys(Protocol):
@@ -83,8 +103,8 @@ class TierPrefixes:
             if group.is_cacheable and group.is_downward_closed:
                 first = num_device_tokens // group.block_size
                 wanted = group_hashes[first : num_tokens // group.block_size]
-                found = self._find_cached(wanted, group.group_id)
-                num_tokens = min(num_tokens, self._align((first + len(found)) * group.block_size))
+                num_found = self._count_cached(wanted, group.group_id)
+                num_tokens = min(num_tokens, self._align((first + num_found) * group.block_size))
         while num_tokens > num_device_tokens:
             missing = self._find_missing(hashes, num_device_tokens, num_tokens)
             if missing is None:
@@ -92,42 +112,43 @@ class TierPrefixes:
             num_tokens = self._align(missing)
         return 0
 
-    def find_blocks(
-        self, request: HashedRequest, start: int, end: int
-    ) -> list[dict[int, BlockHashWithGroupId]] | None:
-        """Return, for each group, the keys of the blocks for tokens `[start, end)`, by table position.
+    def list_blocks(self, request: HashedRequest, start: int, end: int) -> Rows:
+        """Return the keys of the blocks for tokens `[start, end)`, whether in a tier or not.
 
-        Leaves out blocks to which no token from `end` on attends. Returns None if a block is in no tier.
+        Leaves out blocks to which no token from `end` on attends.
         """
-        found: list[dict[int, BlockHashWithGroupId]] = []
+        rows: Rows = []
         for group in self._groups:
             row: dict[int, BlockHashWithGroupId] = {}
             if group.is_cacheable:
                 needed = self._list_needed(group, start, end)
-                wanted = self._list_hashes(request, group)[needed.start : needed.stop]
-                blocks = self._find_cached(wanted, group.group_id)
-                if len(blocks) < len(needed):
-                    return None
-                row = dict(zip(needed, blocks, strict=True))
-            found.append(row)
-        return found
+                suffix = group_suffix(group.group_id)
+                hashes = self._list_hashes(request, group)[needed.start : needed.stop]
+                keys = [BlockHashWithGroupId(block_hash + suffix) for block_hash in hashes]
+                row = dict(zip(needed, keys, strict=True))
+            rows.append(row)
+        return rows
 
-    def _find_cached(
-        self, block_hashes: Sequence[BlockHash], group_id: GroupId
-    ) -> list[BlockHashWithGroupId]:
-        """Return the keys of the longest prefix of `block_hashes` that the tiers have."""
+    def find_blocks(self, request: HashedRequest, start: int, end: int) -> Rows | None:
+        """Return what `list_blocks` returns; None if a block is in no tier."""
+        rows = self.list_blocks(request, start, end)
+        missing = [key for row in rows for key in row.values()]
+        for index in self._tier_keys.list_indexes():
+            missing = [key for key in missing if key not in index]
+        return None if missing else rows
+
+    def _count_cached(self, block_hashes: Sequence[BlockHash], group_id: GroupId) -> int:
+        """Return the length of the longest prefix of `block_hashes` that the tiers have."""
         suffix = group_suffix(group_id)
         indexes = self._tier_keys.list_indexes()
-        found: list[BlockHashWithGroupId] = []
-        for block_hash in block_hashes:
+        for number, block_hash in enumerate(block_hashes):
             key = BlockHashWithGroupId(block_hash + suffix)
             for index in indexes:
                 if key in index:
                     break
             else:
-                return found
-            found.append(key)
-        return found
+                return number
+        return len(block_hashes)
 
     def _find_missing(self, hashes: list[list[BlockHash]], start: int, end: int) -> int | None:
         """Return the first token of the first block that a hit of `end` tokens needs and no tier has.
@@ -140,7 +161,7 @@ class TierPrefixes:
                 continue
             needed = self._list_needed(group, start, end)
             wanted = group_hashes[needed.start : needed.stop]
-            num_found = len(self._find_cached(wanted, group.group_id))
+            num_found = self._count_cached(wanted, group.group_id)
             if num_found < len(needed):
                 return needed[num_found] * group.block_size
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
@@ -14,13 +16,18 @@ from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.block_rows import as_block_ids, wrap_rows
-from kv_pool.tiers.tier import Tier, TierStatistics, hold_keys, release_keys
-from kv_pool.tiers.tier_store import TierStore
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.prefetcher import Prefetcher
+from kv_pool.tiers.tier import Tier, TierStatistics
+from kv_pool.tiers.tier_events import TierEvents
+from kv_pool.tiers.tier_stack import TierStack
+
+_logger = logging.getLogger(__name__)
 
 WRITES = ("back", "through")
 
 
-class TieredCache(TierStore):
+class TieredCache:
     """The lower tiers of a pool, fastest first.
 
         >>> from kv_pool import BlockHasher, BlockPool, Request
@@ -66,10 +73,6 @@ class TieredCache(TierStore):
     Not thread-safe; call it from the scheduler's thread. A call that is interrupted, by the exception of a
     signal handler for example, interrupts the pool: its next call raises PoolInterruptedError, and its repair
     clears all tiers.
-
-    Attributes:
-        num_dropped: number of evicted blocks that no tier has stored, because all blocks of the tier were
-            held or the copy from the device failed.
     """
 
     def __init__(
@@ -98,36 +101,65 @@ class TieredCache(TierStore):
             raise InvalidArgumentError("events of tiers need the pool's; its enable_kv_cache_events is off")
         if block_pool.lower_tiers is not None:
             raise InvalidArgumentError("the pool already has lower tiers; close() those first")
-        super().__init__(
-            block_pool, storage, tuple(tiers), write == "through", enable_events, max_prefetch_blocks
+        self.block_pool = block_pool
+        self.storage = storage
+        self.writes_through = write == "through"
+        # Block size of each group, learned from cached blocks; only full blocks are stored.
+        self._block_size_of: dict[bytes, int] = {}
+        self._has_partial = False
+        # Reused blocks that still have their old bytes, and the time since which there are any.
+        self._pending: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        self._pending_since = 0.0
+        self._pending_places = block_pool.holds.open_place_hold(
+            "not yet offloaded to a lower tier", self._find_pending
         )
+        # To be written through: blocks that the next step writes, and blocks already written.
+        self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        num_tier_blocks = sum(tier.capacity for tier in tiers)
+        self._events = TierEvents(block_pool, num_tier_blocks) if enable_events else None
+        self._stack = TierStack(tiers, self._events)
+        # Shared with the tiers: see `LowerTiers.list_parents`.
+        self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
+        self._num_parents_to_sweep_at = 2 * num_tier_blocks + block_pool.num_gpu_blocks
+        self._disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
+        self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
+        self._prefetcher = (
+            Prefetcher(self._disk, self._max_prefetch_blocks)
+            if self._disk is not None and max_prefetch_blocks
+            else None
+        )
+        self._unforgotten: TierError | None = None
+        for tier in tiers:
+            tier.share_parents(self._parents)
         block_pool.lower_tiers = self
-        if self._events is not None:
-            for tier in tiers:
-                self._events.announce_stored(tier.medium, tier.list_keys())
+        for tier in tiers:
+            self._stack.announce_stored(tier, tier.list_keys())
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers, fastest first."""
+        return self._stack.tiers
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of evicted blocks that no tier has stored, because all blocks of the tier were held or the
+        copy from the device failed.
+        """
+        return self._stack.num_dropped
 
     # ---- looking ---------------------------------------------------------------------------------
 
     def find_tier(self, key: BlockHashWithGroupId) -> int | None:
         """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing."""
-        if key in self._pending:
-            return 0
-        for level, tier in enumerate(self.tiers):
-            if key in tier:
-                return level
-        return None
+        return 0 if key in self._pending else self._stack.find_tier(key)
 
     def __contains__(self, key: object) -> bool:
-        if key in self._pending:
-            return True
-        for tier in self.tiers:  # noqa: SIM110 (runs for each block of each prompt, and a loop is faster)
-            if key in tier:
-                return True
-        return False
+        return key in self._pending or key in self._stack
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
-        indexes = [tier.index for tier in self.tiers]
+        indexes = self._stack.list_indexes()
         return [self._pending, *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
@@ -170,7 +202,7 @@ class TieredCache(TierStore):
         elif self.writes_through:
             cached = [block for block in blocks if not block.is_null]
             self._note_parents(cached)
-            self._store_in_top_tier([block.block_hash for block in cached], None, ())
+            self._store([block.block_hash for block in cached])
 
     def on_block_arrived(
         self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
@@ -188,7 +220,7 @@ class TieredCache(TierStore):
             return
         self._note_parents([block])
         if self.storage is None:
-            self._store_in_top_tier([key], None, ())
+            self._store([key])
         else:
             self._written[key] = (block, block.generation)
 
@@ -198,7 +230,7 @@ class TieredCache(TierStore):
             blocks = [block for block in blocks if self._is_full(block)]
         self._note_parents(blocks)
         if self.storage is None:
-            self._store_in_top_tier([block.block_hash for block in blocks], None, ())
+            self._store([block.block_hash for block in blocks])
             return
         for block in blocks:
             key = block.block_hash
@@ -226,8 +258,18 @@ class TieredCache(TierStore):
         return {key: parents.get(key, (None, 0)) for index in self.list_indexes() for key in index}
 
     def on_cache_reset(self) -> None:
-        """See `LowerTiers`. The next `flush` raises a disk's error."""
-        self._clear()
+        """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
+        self._pending.clear()
+        self._unwritten.clear()
+        self._written.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.cancel()
+        if self._events is not None:
+            self._events.clear()
+        try:
+            self._stack.clear()
+        except TierError as error:
+            self._note_unforgotten(error)
 
     def note_block_size(self, group_id: GroupId, block_size: int) -> None:
         """Record a group's block size in tokens. Called on caching and by `TierOnboarder`.
@@ -262,7 +304,7 @@ class TieredCache(TierStore):
                 if block.generation == generation and block.block_hash == key
             ]
             self._note_parents(written)
-            self._copy_out([(block.block_hash, block.block_id) for block in written])
+            self._copy_out((block.block_hash, block) for block in written)
         self.block_pool.is_changing = False
         if self._unforgotten is not None:
             error, self._unforgotten = self._unforgotten, None
@@ -276,7 +318,7 @@ class TieredCache(TierStore):
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
-        self._copy_out([(key, block.block_id) for key, block in pending.items()])
+        self._copy_out(pending.items())
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Remove wrong content from all tiers for good. It is not found again, even after a restart.
@@ -296,9 +338,8 @@ class TieredCache(TierStore):
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:
-            if self._events is not None:
-                self._events.announce_removed(tier.medium, tier.list_keys())
-            tier.close()
+            self._stack.announce_removed(tier, tier.list_keys())
+        self._stack.close()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -317,7 +358,7 @@ class TieredCache(TierStore):
         if self.storage is None:
             moving = [key for key in keys if key not in top and any(key in tier for tier in lower)]
             moving = moving[: self._max_prefetch_blocks]
-            self._store_in_top_tier(moving, None, ())
+            self._store(moving)
             return len(moving)
         if self._prefetcher is None or self._disk is None:
             return 0
@@ -346,28 +387,25 @@ class TieredCache(TierStore):
             there = [key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]]
             unreadable = [key for key in batch.failed if key in there]
             disk.drop_unreadable(unreadable)
-            self._announce_removed(disk, unreadable)
+            self._stack.announce_removed(disk, unreadable)
             good = set(there)
             rows = {key: row for row, key in enumerate(batch.found) if key in good}
             if rows and batch.rows is not None:
                 disk.note_read(len(rows))
                 read = wrap_rows(batch.rows, self.storage.block_format)
-                self._store_in_top_tier(list(rows), read, as_block_ids(list(rows.values())))
+                self._store(list(rows), read, as_block_ids(list(rows.values())))
 
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction in all tiers until `release`, and mark them as used now."""
-        for tier in self.tiers:
-            tier.touch(keys)
-        hold_keys(self._held, keys)
+        self._stack.hold(keys)
 
     def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        release_keys(self._held, keys)
+        self._stack.release(keys)
 
     def hold_only(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Replace all holds by one hold of each of these keys, for a repair."""
-        self._held.clear()
-        hold_keys(self._held, keys)
+        self._stack.hold_only(keys)
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -382,22 +420,98 @@ class TieredCache(TierStore):
         Raises:
             CopyFailedError: copying to the device failed.
         """
-        target_of = dict(zip(keys, block_ids, strict=True))
+        if len(keys) != len(block_ids):
+            raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
         self._begin()
         self.flush_evicted()
-        left = list(keys)
-        for tier in self.tiers:
-            index = tier.index
-            here = [key for key in left if key in index]
-            if here:
-                try:
-                    failed = tier.load(here, self.storage, [target_of[key] for key in here])
-                except CopyFailedError:
-                    self._announce_removed(tier, [key for key in here if key not in tier])
-                    self.block_pool.is_changing = False
-                    raise
-                self._announce_removed(tier, failed)
-                loaded = set(here).difference(failed)
-                left = [key for key in left if key not in loaded]
+        try:
+            failed = self._stack.load(keys, self.storage, block_ids)
+        except CopyFailedError:
+            self.block_pool.is_changing = False
+            raise
         self.block_pool.is_changing = False
-        return left
+        return failed
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _find_pending(self) -> dict[KVCacheBlock, float]:
+        return dict.fromkeys(self._pending.values(), self._pending_since)
+
+    def _begin(self) -> None:
+        """Begin to change tiers, unless an earlier call was interrupted."""
+        self.block_pool.holds.check_whole()
+        self.block_pool.is_changing = True
+
+    def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Remove these keys from every tier and queue. Raises TierError after trying all tiers."""
+        was_changing = self.block_pool.is_changing
+        self.block_pool.is_changing = True
+        if self._prefetcher is not None and keys:
+            self._prefetcher.cancel()
+        for queue in (self._pending, self._unwritten, self._written):
+            for key in keys:
+                queue.pop(key, None)
+        try:
+            self._stack.forget(keys)
+        except TierError:
+            self.block_pool.is_changing = was_changing
+            raise
+        self.block_pool.is_changing = was_changing
+
+    def _forget_labels(self) -> None:
+        """Drop the event data of blocks that are neither cached nor stored, once there is too much of it."""
+        if self._events is not None and self._events.is_crowded():
+            on_device = self.block_pool.cached_block_hash_to_block.entries
+            self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
+
+    def _note_parents(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Record what `list_parents` returns for these cached blocks; forget blocks that are in no tier."""
+        parents = self._parents
+        for block in blocks:
+            parents[block.key] = block.parent, block.num_key_tokens
+        if len(parents) > self._num_parents_to_sweep_at:
+            kept = {
+                *self._pending,
+                *chain(*map(Tier.list_keys, self.tiers)),
+                *(block.key for block in blocks),
+            }
+            for key in [key for key in parents if key not in kept]:
+                del parents[key]
+
+    def _is_full(self, block: KVCacheBlock) -> bool:
+        """Return True if the block's key covers all its tokens."""
+        block_size = self._block_size_of.get(block.block_hash[-4:])
+        num_tokens = block.block_hash_num_tokens
+        return block_size is not None and num_tokens is not None and num_tokens % block_size == 0
+
+    def _note_unforgotten(self, error: TierError) -> None:
+        """Log the error and keep it for `flush` to raise; a hook must not raise inside a pool operation."""
+        _logger.error("%s", error)
+        self._unforgotten = self._unforgotten or error
+
+    def _copy_out(self, blocks: Iterable[tuple[BlockHashWithGroupId, KVCacheBlock]]) -> None:
+        """Offload device blocks to the top tier, under these keys."""
+        copies = {key: block.block_id for key, block in blocks}
+        if copies:
+            self._store(list(copies), self.storage, list(copies.values()))
+
+    def _store(
+        self,
+        keys: Sequence[BlockHashWithGroupId],
+        storage: BlockStorage | None = None,
+        block_ids: Sequence[BlockId] = (),
+    ) -> None:
+        """Store blocks in the top tier as most recently used; evicted blocks move to the next tier.
+
+        Args:
+            storage, block_ids: the source of the bytes; None and empty without bytes.
+        """
+        was_changing = self.block_pool.is_changing
+        self.block_pool.is_changing = True
+        id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
+        for step in self._stack.plan(0, keys):
+            if step.level == 0 and storage is not None:
+                self._stack.apply(step, storage, [id_of[key] for key in step.stored])
+            else:
+                self._stack.apply(step)
+        self.block_pool.is_changing = was_changing

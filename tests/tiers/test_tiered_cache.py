@@ -233,7 +233,7 @@ def test_forget_tries_all_tiers_before_it_raises(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
     cache.tiers[0].put([key], cache.storage, [block.block_id])
-    cache.tiers = tuple(reversed(cache.tiers))
+    cache._stack.tiers = tuple(reversed(cache.tiers))
     with failing_writes(disk), pytest.raises(TierError):
         cache.forget([key])
     assert [key in tier for tier in cache.tiers] == [False, False]

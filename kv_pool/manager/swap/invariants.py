@@ -10,7 +10,6 @@
     W6  an open plan's moves go from distinct blocks to distinct blocks; a target has one reference, that of
         the plan's hold, and no hash
     W7  a plan that is listed as open is open, under its own request's id
-    W8  the number of computed tokens is stored for exactly the swapped-out requests
 
 They hold whenever no method is running. `check(swapper)` raises CorruptedPoolError for the first that fails.
 """
@@ -29,7 +28,7 @@ from kv_pool.manager.swap.swapper import BlockSwapper
 
 
 def check(swapper: BlockSwapper) -> None:
-    """Verify W1 to W8 and both pools' invariants. O(blocks). Raises CorruptedPoolError; changes nothing."""
+    """Verify W1 to W7 and both pools' invariants. O(blocks). Raises CorruptedPoolError; changes nothing."""
     invariants.check(swapper.manager.block_pool)  # type: ignore[arg-type]
     invariants.check(swapper.host_pool)  # type: ignore[arg-type]
     check_places(swapper)
@@ -40,7 +39,7 @@ def check(swapper: BlockSwapper) -> None:
 
 
 def check_places(swapper: BlockSwapper) -> None:
-    """Verify W1, W7 and W8."""
+    """Verify W1 and W7."""
     plans = {plan.request_id for plan in swapper.list_open_plans()}
     places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out(), *plans])
     for request_id, num_places in places.items():
@@ -50,9 +49,6 @@ def check_places(swapper: BlockSwapper) -> None:
     for request_id, plan in swapper._plans.by_request.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"W7: {plan!r} is listed as open for request {request_id!r}")
-    kept = swapper._host.num_computed_tokens.keys()
-    if kept != set(swapper.list_swapped_out()):
-        raise CorruptedPoolError(f"W8: computed tokens are stored for the requests {sorted(kept)}")
 
 
 def check_references(swapper: BlockSwapper) -> None:
@@ -61,7 +57,12 @@ def check_references(swapper: BlockSwapper) -> None:
     num_groups = len(manager.groups)
     on_host = _count(
         swapper.host_pool,
-        (block for tables in swapper._host.tables.values() for table in tables for block in table.blocks),
+        (
+            block
+            for swapped in swapper._host.requests.values()
+            for table in swapped.tables
+            for block in table.blocks
+        ),
     )
     on_device = _count(
         manager.block_pool,
@@ -93,8 +94,7 @@ def check_references(swapper: BlockSwapper) -> None:
 
 def check_tables(swapper: BlockSwapper) -> None:
     """Verify W5."""
-    for request_id, tables in swapper._host.tables.items():
-        num_computed = swapper._host.num_computed_tokens[request_id]
+    for request_id, (tables, num_computed) in swapper._host.requests.items():
         for spec, table in zip(swapper.manager.groups, tables, strict=True):
             if not all(block.is_null for block in table.blocks[: table.num_null_blocks]):
                 raise CorruptedPoolError(

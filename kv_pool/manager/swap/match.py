@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.sides import SwapSide
 
 
 class Match(NamedTuple):
@@ -53,10 +53,10 @@ def match_tables(
     request: SchedulableRequest,
     groups: Sequence[BlockGroup],
     tables: Sequence[BlockTable],
-    num_computed_tokens: int,
-    target: SwapSide,
+    target: BlockPoolCore,
 ) -> Match:
-    """Look up every block of the tables on the target side. Changes nothing. O(blocks)."""
+    """Look up every block of the tables in the target pool. Changes nothing. O(blocks)."""
+    num_computed_tokens = request.num_computed_tokens
     found: list[list[KVCacheBlock | None]] = []
     num_new = 0
     num_shared = 0
@@ -70,7 +70,7 @@ def match_tables(
             block = None
             key = find_key(request, group, table, position, num_computed_tokens)
             if key is not None:
-                block = target.pool.cached_block_hash_to_block.get_one_block(key)
+                block = target.cached_block_hash_to_block.get_one_block(key)
             if block is None:
                 num_new += 1
                 continue

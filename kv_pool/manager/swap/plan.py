@@ -61,7 +61,6 @@ class SwapPlan(TwoPhasePlan):
         self,
         direction: SwapDirection,
         request: SchedulableRequest,
-        num_computed_tokens: int,
         groups: Sequence[BlockGroup],
         source: SwapSide,
         target: SwapSide,
@@ -70,7 +69,7 @@ class SwapPlan(TwoPhasePlan):
         plans: OpenPlans[SwapPlan],
     ) -> None:
         purpose = f"swap request {request.request_id!r} {direction.value}"
-        super().__init__(request, num_computed_tokens, plans, purpose)
+        super().__init__(request, request.num_computed_tokens, plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
         self.num_shared_blocks = match.num_shared

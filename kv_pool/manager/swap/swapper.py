@@ -88,7 +88,7 @@ class BlockSwapper:
 
     def list_swapped_out(self) -> list[RequestId]:
         """Return the swapped-out requests, in the order in which they were swapped out."""
-        return list(self._host.tables)
+        return list(self._host.requests)
 
     def list_open_plans(self) -> list[SwapPlan]:
         """Return the plans that are neither committed nor aborted, oldest first."""
@@ -115,9 +115,7 @@ class BlockSwapper:
         NEVER means that the host pool is too small for the blocks that the request has now. Raises the errors
         of `swap_out`.
         """
-        tables = self._check_swap_out(request)
-        match = match_tables(request, self._groups, tables, request.num_computed_tokens, self._host)
-        return self._judge(self._host, match, 0, 0)
+        return self._judge(SwapDirection.OUT, request, self._check_swap_out(request))[0]
 
     def can_swap_in(
         self,
@@ -143,9 +141,8 @@ class BlockSwapper:
             The errors of `swap_in`.
         """
         tables = self._check_swap_in(request)
-        match = match_tables(request, self._groups, tables, request.num_computed_tokens, self._device)
         num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
-        return self._judge(self._device, match, num_more, self._count_to_leave())
+        return self._judge(SwapDirection.IN, request, tables, num_more)[0]
 
     # ---- plans -----------------------------------------------------------------------------------
 
@@ -163,24 +160,7 @@ class BlockSwapper:
         A commit frees the device blocks, each group's tail to be reused first; until then they can be hit
         there. Their copies can be hit on the host.
         """
-        tables = self._check_swap_out(request)
-        num_computed = request.num_computed_tokens
-        match = match_tables(request, self._groups, tables, num_computed, self._host)
-        if self._judge(self._host, match, 0, 0) is not AllocStatus.OK:
-            return None
-        plan = SwapPlan(
-            SwapDirection.OUT,
-            request,
-            num_computed,
-            self._groups,
-            self._device,
-            self._host,
-            tables,
-            match,
-            self._plans,
-        )
-        plan.open()
-        return plan
+        return self._plan(SwapDirection.OUT, request, self._check_swap_out(request))
 
     def swap_in(
         self,
@@ -204,24 +184,8 @@ class BlockSwapper:
         A commit frees the host blocks, each group's tail to be reused first; until then they can be hit.
         """
         tables = self._check_swap_in(request)
-        num_computed = request.num_computed_tokens
-        match = match_tables(request, self._groups, tables, num_computed, self._device)
         num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
-        if self._judge(self._device, match, num_more, self._count_to_leave()) is not AllocStatus.OK:
-            return None
-        plan = SwapPlan(
-            SwapDirection.IN,
-            request,
-            num_computed,
-            self._groups,
-            self._host,
-            self._device,
-            tables,
-            match,
-            self._plans,
-        )
-        plan.open()
-        return plan
+        return self._plan(SwapDirection.IN, request, tables, num_more)
 
     # ---- dropping --------------------------------------------------------------------------------
 
@@ -239,8 +203,7 @@ class BlockSwapper:
         if self.manager.retention is not None:
             self.manager.retention.forget_request(request_id)
         self.host_pool.is_changing = True
-        del self._host.tables[request_id]
-        del self._host.num_computed_tokens[request_id]
+        self._host.pop_tables(request_id)
         self.manager.detached_tables.pop(request_id, None)  # no call in between
         free_listed(self.host_pool, list_tail_first([table.blocks for table in tables]))
         self.host_pool.is_changing = False
@@ -270,7 +233,7 @@ class BlockSwapper:
 
     def is_idle(self) -> bool:
         """Return True if no request is swapped out or in an open plan."""
-        return not self._host.tables and not self._plans.by_request
+        return not self._host.requests and not self._plans.by_request
 
     def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
         """Refuse to commit open plans that share these blocks, whose content is invalid."""
@@ -286,7 +249,7 @@ class BlockSwapper:
 
     def repair_host(self) -> None:
         """Make the host pool whole, after the manager's own. Called by the manager's `repair`."""
-        tables = [table for tables in self._host.tables.values() for table in tables]
+        tables = [table for swapped in self._host.requests.values() for table in swapped.tables]
         self.host_pool.repair([block for table in tables for block in table.blocks])
         self._note_reset()
 
@@ -297,20 +260,49 @@ class BlockSwapper:
             ends = device_events[-1], host_events[-1]
             self._resets += [ends]
 
-    def _judge(self, side: SwapSide, match: Match, num_more: int, num_to_leave: int) -> AllocStatus:
+    def _plan(
+        self,
+        direction: SwapDirection,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        num_more: int = 0,
+    ) -> SwapPlan | None:
+        """Open a plan, or return None; the arguments are those of `_judge`."""
+        status, match = self._judge(direction, request, tables, num_more)
+        if status is not AllocStatus.OK:
+            return None
+        sides = self._device, self._host
+        source, target = sides if direction is SwapDirection.OUT else sides[::-1]
+        plan = SwapPlan(direction, request, self._groups, source, target, tables, match, self._plans)
+        plan.open()
+        return plan
+
+    def _judge(
+        self,
+        direction: SwapDirection,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        num_more: int = 0,
+    ) -> tuple[AllocStatus, Match]:
+        """Match the tables with the other side, and return whether its free blocks suffice.
+
+        Args:
+            num_more: blocks that must be free on the device after a swap in.
+        """
+        side: SwapSide = self._host if direction is SwapDirection.OUT else self._device
+        match = match_tables(request, self._groups, tables, side.pool)
         num_usable = side.pool.num_gpu_blocks - 1
-        if side.pool is self.manager.block_pool:
+        num_to_leave = 0
+        if side is self._device:
             shared = [block for row in match.found for block in row if block is not None]
             num_usable -= len(self.manager._list_lasting_pins(None, shared))
+            # The watermark, as for any request without blocks, applies while other requests hold blocks.
+            num_to_leave = self.manager.watermark_blocks if self.manager.list_request_ids() else 0
         if match.num_new + match.num_shared + num_more > num_usable:
-            return AllocStatus.NEVER
+            return AllocStatus.NEVER, match
         if match.num_new + match.num_free + num_more > side.count_free_blocks() - num_to_leave:
-            return AllocStatus.LATER
-        return AllocStatus.OK
-
-    def _count_to_leave(self) -> int:
-        """Return the watermark, as for any request without blocks, while other requests hold blocks."""
-        return self.manager.watermark_blocks if self.manager.list_request_ids() else 0
+            return AllocStatus.LATER, match
+        return AllocStatus.OK, match
 
     def _count_more_blocks(
         self,
@@ -354,7 +346,7 @@ class BlockSwapper:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} is swapped out but has device blocks, too; free these first"
             )
-        num_computed = self._host.num_computed_tokens[request.request_id]
+        num_computed = self._host.requests[request.request_id].num_computed_tokens
         if request.num_computed_tokens != num_computed:
             num_valid = tables[0].num_valid_tokens
             if not (num_valid < num_computed and 0 <= request.num_computed_tokens <= num_valid):
@@ -373,14 +365,14 @@ class BlockSwapper:
             raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
 
     def _tables_of(self, request_id: RequestId) -> list[BlockTable]:
-        tables = self._host.tables.get(request_id)
-        if tables is None:
+        swapped = self._host.requests.get(request_id)
+        if swapped is None:
             plan = self._plans.by_request.get(request_id)
             raise InvalidArgumentError(
                 f"request {request_id!r} is not swapped out"
                 + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")
             )
-        return tables
+        return swapped.tables
 
 
 def count_through(events: list[KVCacheEvent], last: KVCacheEvent) -> int:

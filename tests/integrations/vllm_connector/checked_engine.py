@@ -380,7 +380,7 @@ def call_connector(connector, output, waits=True):
     connector.start_load_kv(None)
     connector.wait_for_save()
     if waits and connector.worker is not None:
-        assert connector.worker.transfers.wait(TIMEOUT_S)
+        assert connector.worker.wait(TIMEOUT_S)
     results = connector.get_transfer_results(output.finished_req_ids)
     answer = KVConnectorOutput(
         finished_sending=results.finished_sending or None,

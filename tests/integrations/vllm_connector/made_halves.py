@@ -159,13 +159,13 @@ class Halves:
         report = None
         for worker in self.workers:
             if waits:
-                assert worker.transfers.wait(TIMEOUT_S)
+                assert worker.wait(TIMEOUT_S)
             for name in worker.take_loaded():
                 self.failed.setdefault(name, []).append(False)
             for name in worker.take_failed_requests():
                 self.failed[name][-1] = True
             worker.take_failed_blocks()
-            reported = worker.transfers.take_report()
+            reported = worker.take_report()
             if reported is not None:
                 report = reported if report is None else report.merge(reported)
         if report is not None:

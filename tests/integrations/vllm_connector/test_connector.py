@@ -22,7 +22,8 @@ def fill(engine, prompts=OTHERS):
 
 
 def tiers_of(engine, rank=0):
-    return engine.ranks[rank].connector.worker.transfers._tiers
+    """Return a rank's host tier, and its disk tier if there is one."""
+    return engine.ranks[rank].connector.worker.stack.tiers
 
 
 def test_an_evicted_prefix_is_loaded_from_host_memory(make_engine):
@@ -63,7 +64,7 @@ def test_wrong_bytes_would_be_noticed(make_engine):
     engine = make_engine(200)
     engine.generate("first", PROMPT)
     fill(engine)
-    host = tiers_of(engine).host
+    host = tiers_of(engine)[0]
     for key in host.list_keys():
         read = host.read([key])
         read.storage.write_block(read.block_ids[0], bytes(read.storage.block_bytes))
@@ -111,7 +112,7 @@ def test_blocks_that_cannot_be_loaded_are_computed(make_engine, kinds, num_ranks
     engine.generate("first", PROMPT)
     expected = engine.outputs["first"]
     fill(engine)
-    tiers_of(engine, num_ranks - 1).host.clear()
+    tiers_of(engine, num_ranks - 1)[0].clear()
     engine.generate("again", PROMPT)
     assert engine.outputs["again"] == expected
     # The index has learned that these blocks are gone, in all ranks, and they are stored again.
@@ -127,7 +128,7 @@ def test_a_failed_load_fails_the_request_if_told(make_engine, caplog):
         engine = make_engine(200, policy="fail")
     engine.generate("first", PROMPT)
     fill(engine)
-    tiers_of(engine).host.clear()
+    tiers_of(engine)[0].clear()
     engine.generate("again", PROMPT)
     assert engine.counts["finished: error"] == 1
     engine.generate("next", PROMPT)
@@ -143,7 +144,7 @@ def test_a_damaged_block_on_disk_is_computed(make_engine, tmp_path):
     file.write_bytes(bytes(file.stat().st_size))
     engine.generate("again", PROMPT)
     assert engine.outputs["again"] == expected
-    assert tiers_of(engine).disk.get_statistics().num_read_errors > 0
+    assert tiers_of(engine)[1].get_statistics().num_read_errors > 0
 
 
 def test_a_failed_store_is_not_found(make_engine, monkeypatch):
@@ -152,7 +153,7 @@ def test_a_failed_store_is_not_found(make_engine, monkeypatch):
     def fail(order):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(tiers_of(engine), "store", fail)
+    monkeypatch.setattr(engine.ranks[0].connector.worker, "_copy_down", fail)
     engine.generate("first", PROMPT)
     fill(engine)
     assert engine.generate("again", PROMPT) == (0, 0)
@@ -165,13 +166,14 @@ def test_a_failed_store_is_not_found(make_engine, monkeypatch):
 def test_blocks_are_not_reused_while_a_store_reads_them(make_engine, monkeypatch, ends):
     engine = make_engine(200)
     opened = threading.Event()
-    store = tiers_of(engine).store
+    worker = engine.ranks[0].connector.worker
+    store = worker._copy_down
 
     def wait_and_store(order):
         assert opened.wait(60)
         return store(order)
 
-    monkeypatch.setattr(tiers_of(engine), "store", wait_and_store)
+    monkeypatch.setattr(worker, "_copy_down", wait_and_store)
     engine.add("first", PROMPT, 20)
     for _ in range(4):
         engine.step(waits=False)
@@ -212,7 +214,7 @@ def test_a_reset_clears_all_tiers(make_engine):
     fill(engine)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.run()
-    assert len(tiers_of(engine).host) == len(tiers_of(engine).disk) == 0
+    assert len(tiers_of(engine)[0]) == len(tiers_of(engine)[1]) == 0
     assert engine.generate("again", PROMPT) == (0, 0)
 
 
@@ -272,12 +274,12 @@ def test_a_block_on_one_rank_only_is_not_found(make_engine):
     engine = make_engine(24, 200, num_ranks=2)
     engine.generate("first", PROMPT)
     fill(engine)
-    tiers_of(engine, 1).disk.clear()
+    tiers_of(engine, 1)[1].clear()
     engine.close()
     engine = make_engine(24, 200, num_ranks=2)
     engine.generate("short", [1])
     assert engine.generate("again", PROMPT) == (0, 0)
-    assert len(tiers_of(engine, 0).disk) == 0
+    assert len(tiers_of(engine, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("extra", [{"weights": "v2"}])

@@ -20,10 +20,8 @@ def check_at_rest(engine, num_free):
     host = set(index.host.list_keys())
     assert index.host.list_next_evicted(len(host) + 1) == index.host.list_keys()  # no holds
     for rank in engine.ranks:
-        tiers = rank.connector.worker.transfers._tiers
-        assert set(tiers.host.list_keys()) == host
-        if index.disk is not None:
-            assert set(tiers.disk.list_keys()) == set(index.disk.list_keys())
+        for tier, planned in zip(rank.connector.worker.stack.tiers, index.stack.tiers, strict=True):
+            assert set(tier.list_keys()) == set(planned.list_keys())
 
 
 def live(checked, engine, seed, num_requests=40, **options):

@@ -6,6 +6,7 @@ import pytest
 from integrations.vllm_connector.made_halves import BLOCK_SIZE, TIMEOUT_S, Halves, make_content
 
 from kv_pool.errors import CopyFailedError, TierError
+from kv_pool.integrations.vllm.connector.orders import StepOrders, StoreOrder
 
 
 @pytest.fixture
@@ -40,23 +41,23 @@ def run(halves, name, num_blocks, prefix=None):
 
 
 class Gate:
-    """Makes a method of a worker's tiers wait until the gate is opened."""
+    """Makes the stores of a worker wait until the gate is opened."""
 
-    def __init__(self, monkeypatch, tiers, name):
+    def __init__(self, monkeypatch, worker):
         self.opened = threading.Event()
         self.reached = threading.Event()
-        method = getattr(tiers, name)
+        method = worker._copy_down
 
         def wait(*args):
             self.reached.set()
             assert self.opened.wait(TIMEOUT_S)
             return method(*args)
 
-        monkeypatch.setattr(tiers, name, wait)
+        monkeypatch.setattr(worker, "_copy_down", wait)
 
 
-def tiers_of(halves, rank=0):
-    return halves.workers[rank].transfers._tiers
+def host_of(halves, rank=0):
+    return halves.workers[rank].stack.tiers[0]
 
 
 def test_a_block_is_stored_and_loaded(make_halves):
@@ -64,12 +65,12 @@ def test_a_block_is_stored_and_loaded(make_halves):
     assert run(halves, "a", 5) == 0
     assert len(halves.index.host) == 5
     assert run(halves, "again", 5, "a") == 20
-    assert halves.scheduler.take_counts().num_stored == 5
+    assert halves.scheduler.take_counts()["stored blocks"] == 5
 
 
 def test_a_store_leases_its_blocks(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, host=20)
-    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    gate = Gate(monkeypatch, halves.workers[0])
     request = halves.make_request("a", hashes("a", 5))
     halves.admit(request)
     halves.compute(request, 5)
@@ -86,7 +87,7 @@ def test_a_store_leases_its_blocks(make_halves, monkeypatch):
     assert halves.pool.get_num_free_blocks() == 5
     again = halves.make_request("again", hashes("a", 4))
     assert halves.scheduler.find_hit(again, 0) == 16
-    host = tiers_of(halves).host
+    host = host_of(halves)
     for key in host.list_keys():
         read = host.read([key])
         assert read.storage.read_block(read.block_ids[0]) == bytes(make_content(key, 0))
@@ -94,7 +95,7 @@ def test_a_store_leases_its_blocks(make_halves, monkeypatch):
 
 def test_what_a_late_store_has_read_is_dropped(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, lease_s=10)
-    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    gate = Gate(monkeypatch, halves.workers[0])
     request = halves.make_request("a", hashes("a", 5))
     halves.admit(request)
     halves.compute(request, 5)
@@ -106,9 +107,9 @@ def test_what_a_late_store_has_read_is_dropped(make_halves, monkeypatch):
     gate.opened.set()
     halves.collect()
     assert len(halves.index.host) == 0
-    assert halves.scheduler.take_counts().num_lost == 5
+    assert halves.scheduler.take_counts()["lost blocks"] == 5
     halves.drain()  # the workers drop the blocks, too
-    assert len(tiers_of(halves).host) == 0
+    assert len(host_of(halves)) == 0
     assert run(halves, "again", 5, "a") == 0
     assert len(halves.index.host) == 5
 
@@ -116,12 +117,14 @@ def test_what_a_late_store_has_read_is_dropped(make_halves, monkeypatch):
 def test_loads_overtake_stores(make_halves, monkeypatch):
     halves = make_halves(num_blocks=40, host=20)
     run(halves, "a", 3)
-    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    gate = Gate(monkeypatch, halves.workers[0])
     order = []
-    for name in ("store", "load"):
-        method = getattr(tiers_of(halves), name)
+    for name in ("_copy_down", "_copy_up"):
+        method = getattr(halves.workers[0], name)
         monkeypatch.setattr(
-            tiers_of(halves), name, lambda one, name=name, method=method: [order.append(name), method(one)][1]
+            halves.workers[0],
+            name,
+            lambda one, name=name, method=method: [order.append(name), method(one)][1],
         )
     for name in ("b", "c"):
         request = halves.make_request(name, hashes(name, 2))
@@ -135,7 +138,7 @@ def test_loads_overtake_stores(make_halves, monkeypatch):
     halves.send()
     gate.opened.set()
     assert halves.collect() == {"again": False}
-    assert order == ["store", "load", "store"]
+    assert order == ["_copy_down", "_copy_up", "_copy_down"]
 
 
 def test_held_blocks_are_not_evicted_before_a_load(make_halves):
@@ -204,7 +207,7 @@ def test_blocks_without_a_place_are_stored_later(make_halves):
         halves.collect()
     assert sizes == [2, 2, 2]
     halves.finish(request)
-    assert halves.scheduler.take_counts().num_skipped == 0
+    assert halves.scheduler.take_counts().get("skipped blocks", 0) == 0
 
 
 def test_the_first_block_of_a_request_is_evicted_last(make_halves):
@@ -267,7 +270,7 @@ def test_a_running_request_is_stored_again_after_a_reset(make_halves):
     assert halves.scheduler.reset()
     halves.step(["a"])
     assert len(halves.index.host) == 2
-    assert len(tiers_of(halves).host) == 2
+    assert len(host_of(halves)) == 2
     halves.finish(request)
 
 
@@ -288,10 +291,10 @@ def test_a_copy_that_fails_is_lost_and_not_found(make_halves, monkeypatch):
     def fail(*args):
         raise CopyFailedError("no copy")
 
-    monkeypatch.setattr(tiers_of(halves).host, "put", fail)
+    monkeypatch.setattr(host_of(halves), "put", fail)
     run(halves, "a", 3)
     assert len(halves.index.host) == 0
-    assert halves.scheduler.take_counts().num_lost == 3
+    assert halves.scheduler.take_counts()["lost blocks"] == 3
     assert halves.pool.get_num_free_blocks() == 29
 
 
@@ -303,24 +306,24 @@ def test_a_load_that_fails_is_reported(make_halves, monkeypatch, error):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(tiers_of(halves, 1).host, "load", fail)
+    monkeypatch.setattr(host_of(halves, 1), "load", fail)
     again = halves.make_request("again", hashes("a", 3))
     assert halves.admit(again) == 12
     assert halves.drain() == {"again": True}
     assert halves.scheduler.find_hit(halves.make_request("third", hashes("a", 3)), 0) == 0
     halves.drain()
-    assert len(tiers_of(halves, 0).host) == len(tiers_of(halves, 1).host) == 0
+    assert len(host_of(halves, 0)) == len(host_of(halves, 1)) == 0
 
 
 def test_a_store_is_finished_when_all_ranks_have_finished(make_halves, monkeypatch):
     halves = make_halves(num_ranks=2)
-    gate = Gate(monkeypatch, tiers_of(halves, 1), "store")
+    gate = Gate(monkeypatch, halves.workers[1])
     request = halves.make_request("a", hashes("a", 2))
     halves.admit(request)
     halves.compute(request, 2)
     halves.finish(request)
     halves.send()
-    assert halves.workers[0].transfers.wait(TIMEOUT_S)
+    assert halves.workers[0].wait(TIMEOUT_S)
     halves.collect(waits=False)
     assert len(halves.index.host) == 0
     assert halves.scheduler.has_work()
@@ -339,11 +342,11 @@ def test_a_disk_that_cannot_be_cleared_is_closed(make_halves, monkeypatch):
     def fail():
         raise TierError("no clear")
 
-    monkeypatch.setattr(tiers_of(halves).disk, "clear", fail)
+    monkeypatch.setattr(halves.workers[0].stack.tiers[1], "clear", fail)
     assert halves.scheduler.reset()
     halves.drain()
     assert halves.index.disk is None
-    assert tiers_of(halves).disk is None
+    assert len(halves.workers[0].stack.tiers) == 1
     assert run(halves, "again", 3, "a") == 0
     run(halves, "d", 3)
     assert run(halves, "again", 3, "d") > 0
@@ -355,14 +358,14 @@ def test_a_tier_that_is_fuller_than_the_index_says(make_halves):
     run(halves, "b", 2)
     halves.index.forget([key for key in halves.index.host.list_keys() if key.startswith(b"a")])
     run(halves, "c", 2)
-    assert len(tiers_of(halves).host) == 4
+    assert len(host_of(halves)) == 4
     halves.drain()
-    assert set(tiers_of(halves).host.list_keys()) >= set(halves.index.host.list_keys())
+    assert set(host_of(halves).list_keys()) >= set(halves.index.host.list_keys())
 
 
 def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     halves = make_halves(num_blocks=60)
-    gate = Gate(monkeypatch, tiers_of(halves), "store")
+    gate = Gate(monkeypatch, halves.workers[0])
     for name in ("a", "b"):
         request = halves.make_request(name, hashes(name, 2))
         halves.admit(request)
@@ -375,8 +378,8 @@ def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     gate.opened.set()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
-    assert halves.workers[0].transfers.take_report().stored == {1: 1}
-    halves.workers[0].transfers.store([])
+    assert halves.workers[0].take_report().stored == {1: 1}
+    halves.workers[0].start_stores(StepOrders(stores=[StoreOrder(9, [])]))
     halves.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -42,7 +42,7 @@ class TierEventLog:
         return events
 
     def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
-        """See `TierListener`."""
+        """See `StoreListener`."""
         start = position * group.block_size
         end = start + group.block_size
         parent = group.list_keys(request, position - 1, position)[0] if position else None
@@ -57,13 +57,13 @@ class TierEventLog:
             "extra_keys": to_event_extra_keys(extra_keys and [extra_keys]),
         }
 
-    def on_stored(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
+    def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """See `TierListener`."""
         for key in keys:
             self._num_tiers[key] = self._num_tiers.get(key, 0) + 1
             group_id = get_group_id(key)
             spec = self._specs[group_id]
-            if not on_disk and key in self._planned:
+            if medium == MEDIUM_CPU and key in self._planned:
                 self._labels[key] = self._planned[key]
             label = self._labels.get(key) or {
                 "parent_block_hash": None,
@@ -75,7 +75,7 @@ class TierEventLog:
             self._events.append(
                 BlockStored(
                     block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
-                    medium=MEDIUM_STORAGE if on_disk else MEDIUM_CPU,
+                    medium=medium,
                     group_idx=group_id,
                     kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
                     kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
@@ -84,11 +84,11 @@ class TierEventLog:
             )
 
     def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """See `TierListener`."""
+        """See `StoreListener`."""
         for key in keys:
             self._planned.pop(key, None)
 
-    def on_removed(self, keys: Sequence[BlockHashWithGroupId], on_disk: bool) -> None:
+    def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """See `TierListener`."""
         for key in keys:
             num_tiers = self._num_tiers.get(key, 0) - 1
@@ -100,7 +100,7 @@ class TierEventLog:
             self._events.append(
                 BlockRemoved(
                     block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
-                    medium=MEDIUM_STORAGE if on_disk else MEDIUM_CPU,
+                    medium=medium,
                     group_idx=get_group_id(key),
                 )
             )

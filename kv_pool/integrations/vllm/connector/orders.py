@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
+from kv_pool.tiers.tier_stack import TierStep
 
 KeyedBlock = tuple[BlockHashWithGroupId, BlockId]
 """A block of the GPU pool, and the key of its content."""
@@ -17,16 +18,16 @@ class StoreOrder:
     Attributes:
         order_id: grows by 1 with each order.
         blocks: the blocks to copy.
-        host_evicted: keys that leave host memory.
-        demoted: those of `host_evicted` that go to disk.
-        disk_evicted: keys that leave the disk, before the demoted ones enter it.
+        steps: what makes room for them: evictions from both tiers, and copies from host memory to disk.
     """
 
     order_id: int
     blocks: list[KeyedBlock]
-    host_evicted: list[BlockHashWithGroupId] = field(default_factory=list)
-    demoted: list[BlockHashWithGroupId] = field(default_factory=list)
-    disk_evicted: list[BlockHashWithGroupId] = field(default_factory=list)
+    steps: list[TierStep] = field(default_factory=list)
+
+    def list_demoted(self) -> list[BlockHashWithGroupId]:
+        """Return the keys that are copied from host memory to disk."""
+        return [key for step in self.steps for key in step.stored]
 
 
 @dataclass

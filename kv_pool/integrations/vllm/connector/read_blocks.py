@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.leases import BlockLeases, Lease, LeaseKind, LeaseState
 
 
-class ReadBlocks(Protocol):
-    """Keeps blocks from being reused while a store reads them."""
-
-    def take(self, blocks: Sequence[Any], holder: str) -> Any:
-        """Hold cached blocks until `release`. Return the hold.
-
-        Args:
-            blocks: distinct blocks, in the order of their block table. At the end of the hold the last one
-                is freed first, as if the request had freed them.
-            holder: a description of the store.
-        """
-
-    def release(self, hold: Any) -> bool:
-        """End a hold. Return False if it had expired, so that the blocks may have been reused."""
-
-    def expire(self) -> None:
-        """End overdue holds. Call it in every step."""
-
-
 class LeasedBlocks:
-    """Leases on blocks of kv_pool's pool; `kv-pool sequences --holds` lists them.
+    """Keeps blocks of kv_pool's pool from being reused while a store reads them, by leases.
+
+    `kv-pool sequences --holds` lists the leases.
 
     Args:
         lease_s: duration of a lease, in seconds.
@@ -42,20 +25,29 @@ class LeasedBlocks:
         self._lease_s = lease_s
 
     def take(self, blocks: Sequence[KVCacheBlock], holder: str) -> Lease:
+        """Hold cached blocks until `release`. Return the hold.
+
+        Args:
+            blocks: distinct blocks, in the order of their block table. At the end of the hold the last one
+                is freed first, as if the request had freed them.
+            holder: a description of the store.
+        """
         return self.leases.acquire(blocks, self._clock() + self._lease_s, holder, LeaseKind.READ)
 
     def release(self, hold: Lease) -> bool:
+        """End a hold. Return False if it had expired, so that the blocks may have been reused."""
         if hold.state is not LeaseState.ACTIVE:
             return False
         hold.release()
         return True
 
     def expire(self) -> None:
+        """End overdue holds. Call it in every step."""
         self.leases.expire()
 
 
 class CountedBlocks:
-    """References to blocks of vLLM's pool, which has neither leases nor deadlines."""
+    """The same for vLLM's pool, by references, which have no deadline."""
 
     def __init__(self, block_pool: Any) -> None:
         self._block_pool = block_pool
@@ -71,6 +63,9 @@ class CountedBlocks:
 
     def expire(self) -> None:
         pass
+
+
+ReadBlocks = LeasedBlocks | CountedBlocks
 
 
 def hold_blocks_of(block_pool: Any, lease_s: float) -> ReadBlocks:

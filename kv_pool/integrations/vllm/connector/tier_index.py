@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.integrations.vllm.connector.orders import KeyedBlock, StoreOrder
 from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tier_stack import TierStack, TierStep
 
 
 class TierIndex:
-    """The keys of the host tier and the disk tier, and the decision what each of them evicts.
+    """The keys of the host tier and the disk tier, the stores that are planned, and what makes room for them.
 
     All workers execute the same orders in the same order, so one index describes the tiers of all ranks.
 
@@ -24,30 +25,33 @@ class TierIndex:
         host_blocks, disk_blocks: capacity of each rank's tiers; 0 disk blocks for no disk tier.
 
     Attributes:
-        host, disk: the tiers' keys.
+        stack: the tiers' keys, without bytes.
     """
 
     def __init__(self, host_blocks: int, disk_blocks: int) -> None:
-        self.host = Tier(host_blocks, MEDIUM_CPU)
-        self.disk = Tier(disk_blocks, MEDIUM_STORAGE) if disk_blocks else None
-        self._held: dict[BlockHashWithGroupId, int] = {}
+        tiers = [Tier(host_blocks, MEDIUM_CPU)]
+        if disk_blocks:
+            tiers.append(Tier(disk_blocks, MEDIUM_STORAGE))
+        self.stack = TierStack(tiers)
         self._arriving: dict[BlockHashWithGroupId, int] = {}
         self._last_order_id = 0
-        self._share_holds()
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.host or (self.disk is not None and key in self.disk)
+    @property
+    def host(self) -> Tier:
+        """The keys of the host tier."""
+        return self.stack.tiers[0]
+
+    @property
+    def disk(self) -> Tier | None:
+        """The keys of the disk tier; None if there is none."""
+        return self.stack.tiers[1] if len(self.stack.tiers) > 1 else None
 
     @property
     def num_arriving(self) -> int:
         """Number of blocks whose store is planned and not finished."""
         return len(self._arriving)
-
-    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """Return mappings whose keys are in a tier, for many look-ups. Valid until a change."""
-        return [self.host.index] if self.disk is None else [self.host.index, self.disk.index]
 
     def find_missing(self, keys: Sequence[BlockHashWithGroupId]) -> list[int]:
         """Return the positions in `keys` of those that are neither in host memory nor on their way there."""
@@ -66,21 +70,17 @@ class TierIndex:
         """
         num_wanted = min(len(blocks), max_blocks)
         num_places = self.host.capacity - len(self.host) - len(self._arriving)
-        evicted = self.host.list_next_evicted(num_wanted - num_places)
-        taken = list(blocks[: min(num_wanted, max(0, num_places) + len(evicted))])
+        steps: list[TierStep] = []
+        for step in self.stack.plan_room(0, num_wanted - num_places):
+            self.stack.apply(step)
+            steps.append(step)
+            if step.level == 0:
+                num_places += len(step.evicted)
+        taken = list(blocks[: min(num_wanted, max(0, num_places))])
         if not taken:
             return None
         self._last_order_id += 1
-        order = StoreOrder(self._last_order_id, taken, evicted)
-        if self.disk is not None and evicted:
-            missing = self.disk.touch(evicted)
-            num_over = len(self.disk) + len(missing) - self.disk.capacity
-            order.disk_evicted = self.disk.list_next_evicted(num_over)
-            self.disk.remove(order.disk_evicted)
-            num_free = self.disk.capacity - len(self.disk)
-            order.demoted = missing[max(0, len(missing) - num_free) :]
-            self.disk.put(order.demoted)
-        self.host.remove(evicted)
+        order = StoreOrder(self._last_order_id, taken, steps)
         self._arriving.update(dict.fromkeys((key for key, _ in taken), order.order_id))
         return order
 
@@ -96,49 +96,28 @@ class TierIndex:
             del self._arriving[key]
         if not is_valid:
             return []
-        self.host.put(keys)
+        self.stack.apply(TierStep(0, keys))
         return keys
-
-    # ---- using -----------------------------------------------------------------------------------
-
-    def touch(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Mark these keys as used now, in this order."""
-        listed = list(keys)
-        self.host.touch(listed)
-        if self.disk is not None:
-            self.disk.touch(listed)
-
-    def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Exempt these keys from eviction until `release`. Holds are counted per key."""
-        self.host.hold(keys)
-
-    def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Undo one `hold` of each of these keys."""
-        self.host.release(keys)
 
     # ---- removing --------------------------------------------------------------------------------
 
-    def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+    def forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys; planned stores of them will not be found. The caller has to order their removal."""
-        listed = list(keys)
-        for key in listed:
+        for key in keys:
             self._arriving.pop(key, None)
-        self.host.remove(listed)
-        if self.disk is not None:
-            self.disk.remove(listed)
+        self.stack.remove(keys)
 
     def clear(self) -> None:
         """Remove all keys, those of planned stores included."""
         self._arriving.clear()
-        self.host.clear()
-        if self.disk is not None:
-            self.disk.clear()
+        for tier in self.stack.tiers:
+            self.stack.announce_removed(tier, tier.list_keys())
+        self.stack.clear()
 
-    def drop_disk(self) -> list[BlockHashWithGroupId]:
-        """Continue without a disk tier. Return the keys that were on disk."""
-        keys = [] if self.disk is None else self.disk.list_keys()
-        self.disk = None
-        return keys
+    def drop_disk(self) -> None:
+        """Continue without a disk tier. No-op without one."""
+        if self.disk is not None:
+            self.stack.drop_last_tier()
 
     def add_reopened(self, keys: Sequence[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Add keys that the workers found on disk, the least recently used first.
@@ -151,10 +130,5 @@ class TierIndex:
         new = [key for key in keys if key not in self.disk]
         num_places = self.disk.capacity - len(self.disk)
         first = max(0, len(new) - num_places)
-        self.disk.put(new[first:])
+        self.stack.apply(TierStep(1, new[first:]))
         return new[:first]
-
-    def _share_holds(self) -> None:
-        self.host.share_holds(self._held)
-        if self.disk is not None:
-            self.disk.share_holds(self._held)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
@@ -17,15 +18,21 @@ from kv_pool.integrations.vllm.connector.orders import (
     WorkerReport,
 )
 from kv_pool.integrations.vllm.connector.read_blocks import ReadBlocks, hold_blocks_of
-from kv_pool.integrations.vllm.connector.tier_counts import TierCounts
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.integrations.vllm.connector.tier_listener import TierListener
-from kv_pool.tiers.tier_prefixes import TierPrefixes
+from kv_pool.tiers.tier_prefixes import Rows, TierPrefixes
+from kv_pool.tiers.tier_stack import TierListener
 
 _logger = logging.getLogger("vllm.kv_pool")
 
-Rows = list[dict[int, BlockHashWithGroupId]]
-"""For each group, keys by position in the block table."""
+COUNTS = ("stored blocks", "loaded tokens", "demoted blocks", "skipped blocks", "lost blocks")
+"""What is counted:
+
+stored: blocks that were stored in host memory.
+loaded: tokens that requests loaded instead of computing them, failed loads included.
+demoted: blocks that were evicted from host memory to disk.
+skipped: blocks that were not stored at their request's end, because of too many other stores.
+lost: blocks that could not be stored or loaded.
+"""
 
 
 @dataclass
@@ -44,7 +51,7 @@ class FollowedRequest:
 
 
 @dataclass
-class TierHit:
+class HeldHit:
     """A hit in the tiers that a request may load. Its keys are held.
 
     Attributes:
@@ -60,6 +67,16 @@ class TierHit:
     def list_keys(self) -> list[BlockHashWithGroupId]:
         """Return the keys of the hit, of each group the last block first."""
         return [row[position] for row in self.rows for position in sorted(row, reverse=True)]
+
+
+class StoreListener(TierListener, Protocol):
+    """Learns also which stores are planned, for the events of their keys."""
+
+    def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
+        """A store of a request's block is planned; `position` is that in the block table."""
+
+    def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """A planned store has ended; those of its keys that can be found were announced."""
 
 
 class TierScheduler:
@@ -90,10 +107,11 @@ class TierScheduler:
         num_ranks: int = 1,
         drops_last_block: bool = False,
         lease_s: float = 300.0,
-        listener: TierListener | None = None,
+        listener: StoreListener | None = None,
     ) -> None:
         self.index = index
-        self._counts = TierCounts()
+        index.stack.listener = listener
+        self._counts: Counter[str] = Counter()
         self.block_pool: Any = None
         self._groups = list(groups)
         self._alignment = alignment
@@ -106,8 +124,8 @@ class TierScheduler:
         self._reads: ReadBlocks
         self._max_reading = 0
         self._followed: dict[RequestId, FollowedRequest] = {}
-        self._hits: dict[RequestId, TierHit] = {}
-        self._loading: dict[RequestId, TierHit] = {}
+        self._hits: dict[RequestId, HeldHit] = {}
+        self._loading: dict[RequestId, HeldHit] = {}
         self._storing: dict[int, tuple[StoreOrder, Any]] = {}
         self._num_stored_ranks: dict[int, int] = {}
         # Keys to mark as used once a store has ended, so that its blocks are in their places in the order.
@@ -126,8 +144,8 @@ class TierScheduler:
         self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 2))
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """See `TierIndex`; for `TierPrefixes`."""
-        return self.index.list_indexes()
+        """See `TierStack`; for `TierPrefixes`."""
+        return self.index.stack.list_indexes()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -148,11 +166,11 @@ class TierScheduler:
         if not num_tokens:
             return 0
         end = num_device_tokens + num_tokens
-        hit = TierHit(num_device_tokens, num_tokens, self._list_needed(request, num_device_tokens, end))
-        keys = hit.list_keys()
-        self.index.hold(keys)
+        hit = HeldHit(
+            num_device_tokens, num_tokens, self._prefixes.list_blocks(request, num_device_tokens, end)
+        )
+        self.index.stack.hold(hit.list_keys())
         self._hits[request_id] = hit
-        self.index.touch(keys)
         return num_tokens
 
     def plan_load(self, request: Any, block_ids: Sequence[Sequence[BlockId]], num_tokens: int) -> None:
@@ -165,13 +183,13 @@ class TierScheduler:
         hit = self._hits.pop(request_id, None)
         if hit is None or not num_tokens:
             if hit is not None:
-                self.index.release(hit.list_keys())
+                self.index.stack.release(hit.list_keys())
             return
         if num_tokens != hit.num_tokens:  # the engine took less; a shorter hit may need other blocks
-            needed = self._list_needed(request, hit.start, hit.start + num_tokens)
-            shorter = TierHit(hit.start, num_tokens, needed)
-            self.index.hold(shorter.list_keys())
-            self.index.release(hit.list_keys())
+            needed = self._prefixes.list_blocks(request, hit.start, hit.start + num_tokens)
+            shorter = HeldHit(hit.start, num_tokens, needed)
+            self.index.stack.hold(shorter.list_keys())
+            self.index.stack.release(hit.list_keys())
             hit = shorter
         null_id = self.block_pool.null_block.block_id
         blocks = [
@@ -203,8 +221,8 @@ class TierScheduler:
         for request_id in request_ids:
             hit = self._loading.pop(request_id, None)
             if hit is not None:
-                self.index.release(hit.list_keys())
-                self._counts.num_loaded_tokens += hit.num_tokens
+                self.index.stack.release(hit.list_keys())
+                self._counts["loaded tokens"] += hit.num_tokens
 
     # ---- storing ---------------------------------------------------------------------------------
 
@@ -232,7 +250,7 @@ class TierScheduler:
         if followed is None:
             return
         if has_new_blocks(followed):
-            self._counts.num_skipped += self._store_new_blocks(followed, block_ids)
+            self._counts["skipped blocks"] += self._store_new_blocks(followed, block_ids)
         num_tokens = self._count_storable(request)
         for group in self._groups:
             # The first block is used last: without it, the blocks after it are useless.
@@ -241,13 +259,12 @@ class TierScheduler:
             if self._storing:
                 self._used_after.setdefault(next(reversed(self._storing)), []).append(keys)
             else:
-                self.index.touch(keys)
+                self.index.stack.touch(keys)
 
     def apply_report(self, report: WorkerReport) -> None:
         """Apply what the workers report: finished stores, losses, and the blocks found on disk."""
         if report.has_lost_disk:
-            keys = self.index.drop_disk()
-            self._note_removed(keys, on_disk=True)
+            self.index.drop_disk()
         if report.reopened is not None:
             self._add_reopened(report.reopened)
         self._forget([*report.lost, *report.partly_reopened])
@@ -259,10 +276,10 @@ class TierScheduler:
                 self._num_stored_ranks.pop(order_id, None)
                 self._end_store(order_id)
 
-    def take_counts(self) -> TierCounts:
-        """Return what has been counted since the last call."""
-        counts, self._counts = self._counts, TierCounts()
-        return counts
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call, by the names in `COUNTS`; 0 is left out."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     def has_work(self) -> bool:
         """Return True while stores or removals are not finished; the engine must go on stepping."""
@@ -284,9 +301,6 @@ class TierScheduler:
             return False
         for request_id in list(self._hits):
             self._drop_hit(request_id)
-        self._note_removed(self.index.host.list_keys(), on_disk=False)
-        if self.index.disk is not None:
-            self._note_removed(self.index.disk.list_keys(), on_disk=True)
         self.index.clear()
         # Stores that are ordered already are executed before the removal.
         self._orders.clears = True
@@ -304,17 +318,7 @@ class TierScheduler:
     def _drop_hit(self, request_id: RequestId) -> None:
         hit = self._hits.pop(request_id, None)
         if hit is not None:
-            self.index.release(hit.list_keys())
-
-    def _list_needed(self, request: Any, start: int, end: int) -> Rows:
-        """Return the keys of the blocks that a hit of tokens `[start, end)` needs."""
-        rows: Rows = []
-        for group in self._groups:
-            first = max(start, group.count_skipped_tokens(end)) // group.block_size
-            after = end // group.block_size
-            keys = group.list_keys(request, first, after)
-            rows.append(dict(zip(range(first, after), keys, strict=True)))
-        return rows
+            self.index.stack.release(hit.list_keys())
 
     def _count_storable(self, request: Any) -> int:
         """Return how many tokens of a request are computed and may have hashed blocks in all groups.
@@ -380,11 +384,8 @@ class TierScheduler:
         self._storing[order.order_id] = (order, hold)
         self._num_reading += num_taken
         self._orders.stores.append(order)
-        self._counts.num_demoted += len(order.demoted)
+        self._counts["demoted blocks"] += len(order.list_demoted())
         if self._listener is not None:
-            self._listener.on_removed(order.disk_evicted, True)
-            self._listener.on_stored(order.demoted, True)
-            self._listener.on_removed(order.host_evicted, False)
             for place, block in found[:num_taken]:
                 self._listener.on_planned(request, group, place, block.block_hash)
         return num_taken
@@ -394,11 +395,10 @@ class TierScheduler:
         self._num_reading -= len(order.blocks)
         is_valid = self._reads.release(hold)
         keys = self.index.finish_store(order, is_valid)
-        self._counts.num_stored += len(keys)
+        self._counts["stored blocks"] += len(keys)
         for used in self._used_after.pop(order_id, ()):
-            self.index.touch(used)
+            self.index.stack.touch(used)
         if self._listener is not None:
-            self._listener.on_stored(keys, False)
             self._listener.on_store_ended([key for key, _ in order.blocks])
         if not is_valid:
             _logger.warning(
@@ -411,25 +411,15 @@ class TierScheduler:
     def _add_reopened(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         left_out = self.index.add_reopened(keys)
         self._orders.forgotten += left_out
-        if self._listener is not None:
-            self._listener.on_stored(keys[len(left_out) :], True)
         if keys:
             _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
 
     def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys from the index, and order their removal from the tiers."""
         if keys:
-            self._counts.num_lost += len(keys)
-            self._note_removed([key for key in keys if key in self.index.host], on_disk=False)
-            if self.index.disk is not None:
-                disk = self.index.disk
-                self._note_removed([key for key in keys if key in disk], on_disk=True)
+            self._counts["lost blocks"] += len(keys)
             self.index.forget(keys)
             self._orders.forgotten += keys
-
-    def _note_removed(self, keys: Sequence[BlockHashWithGroupId], *, on_disk: bool) -> None:
-        if self._listener is not None:
-            self._listener.on_removed(keys, on_disk)
 
 
 def has_new_blocks(followed: FollowedRequest) -> bool:

@@ -1,19 +1,38 @@
-"""`TierWorker`: the worker half of the tiers of one rank."""
+"""`TierWorker`: the worker half of the tiers of one rank; loads overtake stores."""
 
 from __future__ import annotations
 
-from kv_pool.ids import BlockId, RequestId
-from kv_pool.integrations.vllm.connector.device_order import DeviceOrder
-from kv_pool.integrations.vllm.connector.orders import StepOrders, WorkerReport
-from kv_pool.integrations.vllm.connector.transfer_thread import TransferThread
-from kv_pool.integrations.vllm.connector.worker_tiers import WorkerTiers
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from kv_pool.errors import TierError
+from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
+from kv_pool.integrations.vllm.connector.device_order import DeviceOrder, Mark
+from kv_pool.integrations.vllm.connector.orders import (
+    KeyedBlock,
+    LoadOrder,
+    StepOrders,
+    StoreOrder,
+    WorkerReport,
+)
 from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.threads import start_thread
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tier_stack import TierStack, TierStep
+
+_logger = logging.getLogger("vllm.kv_pool")
 
 
 class TierWorker:
-    """Executes the orders of each step in the background, and collects the results.
+    """Executes the orders of each step on a rank's tiers, in a background thread, until `close`.
+
+    Removals and stores are executed in the order of their calls. A load is executed before all of those that
+    have not begun: what it reads cannot be evicted while it waits. Whatever cannot be copied is reported as
+    lost and raises no error.
 
     Args:
         storage: the bytes of the GPU blocks.
@@ -21,55 +40,159 @@ class TierWorker:
         disk: the disk tier, or None.
 
     Attributes:
-        failed_blocks: blocks that finished loads could not load; the engine takes them.
-        failed_requests: the requests of these loads.
+        stack: the tiers; used by the thread only, until it has ended.
     """
 
     def __init__(self, storage: BlockStorage, host_blocks: int, disk: DiskTier | None) -> None:
-        self.storage = storage
-        self.failed_blocks: set[BlockId] = set()
-        self.failed_requests: set[RequestId] = set()
-        reopened = None if disk is None else disk.list_keys()
-        self.transfers = TransferThread(
-            WorkerTiers(storage, HostTier(host_blocks, storage), disk),
-            DeviceOrder(storage.device),
-            WorkerReport(reopened=reopened),
-        )
+        host = HostTier(host_blocks, storage)
+        self.stack = TierStack([host] if disk is None else [host, disk])
+        self._storage = storage
+        self._device_order = DeviceOrder(storage.device)
+        # Locked directly: an exception in `Condition.__enter__` would leave the lock held.
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._loads: deque[Callable[[], None]] = deque()
+        self._others: deque[Callable[[], None]] = deque()
+        self._is_busy = False
+        self._is_closing = False
+        self._loaded: list[tuple[RequestId, list[BlockId]]] = []  # finished loads, and what they lack
+        self._failed_blocks: set[BlockId] = set()
+        self._failed_requests: set[RequestId] = set()
+        self._report = WorkerReport(reopened=None if disk is None else disk.list_keys())
+        self._thread = start_thread("kv_pool transfers", self._run)
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Start a step's loads."""
+        """Start a step's loads. They write after the engine's work that is queued on the device by now."""
         if orders.loads:
-            self.transfers.load(orders.loads)
+            mark = self._device_order.mark()
+            self._add(self._loads, [partial(self._load, order, mark) for order in orders.loads])
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start a step's removals and stores; call it after the work that writes the step's blocks."""
+        tasks: list[Callable[[], None]] = []
         if orders.clears:
-            self.transfers.clear()
+            tasks.append(self._clear)
         if orders.forgotten:
-            self.transfers.remove(orders.forgotten)
+            tasks.append(partial(self.stack.remove, orders.forgotten))
         if orders.stores:
-            self.transfers.store(orders.stores)
+            mark = self._device_order.mark()
+            tasks += [partial(self._store, order, mark) for order in orders.stores]
+        if tasks:
+            self._add(self._others, tasks)
 
     def take_loaded(self) -> set[RequestId]:
-        """Return the requests whose loads have ended, also those in `failed_requests`."""
-        ended: set[RequestId] = set()
-        for request_id, failed in self.transfers.take_loaded():
-            ended.add(request_id)
+        """Return the requests whose loads have ended since the last call, failed ones included."""
+        if not self._loaded:  # checked without the lock, so that a step does not wait
+            return set()
+        with self._mutex:
+            loaded, self._loaded = self._loaded, []
+        for request_id, failed in loaded:
             if failed:
-                self.failed_blocks.update(failed)
-                self.failed_requests.add(request_id)
-        return ended
+                self._failed_requests.add(request_id)
+                self._failed_blocks.update(failed)
+        return {request_id for request_id, _ in loaded}
 
     def take_failed_blocks(self) -> set[BlockId]:
-        """Return the blocks that were not loaded since the last call."""
-        failed, self.failed_blocks = self.failed_blocks, set()
+        """Return the blocks that `take_loaded` found missing since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[RequestId]:
-        """Return the requests of loads that failed since the last call."""
-        failed, self.failed_requests = self.failed_requests, set()
+        """Return the requests of these blocks, since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
+    def take_report(self) -> WorkerReport | None:
+        """Return what has happened since the last call; None if nothing."""
+        with self._mutex:
+            if self._report.is_empty:
+                return None
+            report, self._report = self._report, WorkerReport()
+            return report
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all orders have been executed. Return False after `timeout_s` seconds."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._loads and not self._others and not self._is_busy, timeout_s
+            )
+
     def close(self) -> None:
-        """Finish the current copy, drop the waiting ones, and close the tiers."""
-        self.transfers.close()
+        """Finish the current order, drop the others, and close the tiers. No-op on a second call."""
+        with self._mutex:
+            was_closing, self._is_closing = self._is_closing, True
+            self._loads.clear()
+            self._others.clear()
+            self._changed.notify_all()
+        if not was_closing:
+            self._thread.join()
+            self.stack.close()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _add(self, queue: deque[Callable[[], None]], tasks: list[Callable[[], None]]) -> None:
+        with self._mutex:
+            if not self._is_closing:
+                queue += tasks
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._loads or self._others or self._is_closing)
+                if self._is_closing:
+                    return
+                self._is_busy = True
+                task = self._loads.popleft() if self._loads else self._others.popleft()
+            try:
+                task()
+            except Exception:
+                _logger.exception("kv_pool could not remove blocks from a tier")
+
+    def _load(self, order: LoadOrder, mark: Mark) -> None:
+        try:
+            with self._device_order.after(mark):
+                failed = self._copy_up(order)
+        except Exception:  # such as MemoryError; the engine computes the blocks
+            _logger.exception("kv_pool could not load %d blocks", len(order.blocks))
+            failed = order.blocks
+        with self._mutex:
+            self._loaded.append((order.request_id, [block_id for _, block_id in failed]))
+            self._report.lost.update(key for key, _ in failed)
+
+    def _copy_up(self, order: LoadOrder) -> list[KeyedBlock]:
+        """Execute a load. Return the blocks that could not be loaded; their content is undefined."""
+        keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
+        failed = set(self.stack.load(keys, self._storage, block_ids))
+        return [block for block in order.blocks if block[0] in failed]
+
+    def _store(self, order: StoreOrder, mark: Mark) -> None:
+        try:
+            with self._device_order.after(mark):
+                lost = self._copy_down(order)
+        except Exception:  # such as MemoryError; the blocks are not cached in a tier
+            _logger.exception("kv_pool could not store %d blocks", len(order.blocks))
+            lost = [*order.list_demoted(), *(key for key, _ in order.blocks)]
+        with self._mutex:
+            self._report.stored[order.order_id] = 1
+            self._report.lost.update(lost)
+
+    def _copy_down(self, order: StoreOrder) -> list[BlockHashWithGroupId]:
+        """Execute a store. Return the keys that are in no tier as a result of a failure."""
+        lost: list[BlockHashWithGroupId] = []
+        for step in order.steps:
+            lost += self.stack.apply_elsewhere(step)
+        keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
+        return lost + self.stack.apply_elsewhere(TierStep(0, keys), self._storage, block_ids)
+
+    def _clear(self) -> None:
+        """Remove all blocks for good. A disk tier that cannot be cleared is closed and not used again."""
+        try:
+            self.stack.clear()
+        except TierError as error:
+            _logger.error("kv_pool continues without its disk tier: %s", error)
+            self.stack.drop_last_tier().close()
+            with self._mutex:
+                self._report.has_lost_disk = True

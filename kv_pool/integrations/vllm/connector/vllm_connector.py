@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_pool.ids import BlockId
@@ -28,12 +29,10 @@ from kv_pool.integrations.vllm.connector.cache_storage import count_block_bytes,
 from kv_pool.integrations.vllm.connector.disk_folder import describe_blocks, open_disk_tier
 from kv_pool.integrations.vllm.connector.event_log import TierEventLog
 from kv_pool.integrations.vllm.connector.orders import StepOrders, WorkerReport
-from kv_pool.integrations.vllm.connector.request_handler import RequestHandler
 from kv_pool.integrations.vllm.connector.served_groups import describe_groups
 from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, count_blocks
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
-from kv_pool.integrations.vllm.connector.tier_statistics import TierStatistics
+from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
 from kv_pool.integrations.vllm_warnings import warn_if_unused
@@ -64,6 +63,59 @@ class KVPoolHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[mis
     """The report of a worker before the first step: what it has found on disk."""
 
     report: WorkerReport
+
+
+class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
+    """What vLLM logs about the tiers: counts of an interval, and the tiers' present content, in `data`."""
+
+    @classmethod
+    def take_from(cls, scheduler: TierScheduler) -> ConnectorStatistics:
+        """Return the counts since the last call, and the present content."""
+        index = scheduler.index
+        levels = {
+            "host blocks": len(index.host),
+            "disk blocks": 0 if index.disk is None else len(index.disk),
+            "waiting stores": index.num_arriving,
+        }
+        return cls(data={**dict.fromkeys(COUNTS, 0), **scheduler.take_counts(), **levels})
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counts of a later interval; its content replaces this one's."""
+        for name in COUNTS:
+            self.data[name] = self.data.get(name, 0) + other.data.get(name, 0)
+        self.data.update((name, other.data[name]) for name in other.data if name not in COUNTS)
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.get(name) for name in COUNTS)
+
+
+class RequestHandler(Protocol):
+    """Follows each request from its arrival to its end, in the scheduler's process.
+
+    The connector calls it with or without tiers. A request is vLLM's `Request`; what a client sends is in
+    `request.kv_transfer_params["kv_pool"]`, any JSON. Methods must not raise: an error here would stop the
+    engine.
+    """
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Receive the scheduler's manager; `manager.block_pool` is its pool. Called once, before requests."""
+
+    def on_new_request(self, request: Any) -> None:
+        """Receive a request that was added to the scheduler; it has no blocks yet."""
+
+    def request_finished(self, request: Any) -> dict[str, Any] | None:
+        """Receive a finished request, before its blocks are freed.
+
+        Returns:
+            Entries for the answer's `kv_transfer_params`, or None.
+        """
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -115,7 +167,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         if self.worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
-        report = self.worker.transfers.take_report()
+        report = self.worker.take_report()
         return None if report is None else KVPoolHandshakeMetadata(report)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -195,12 +247,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         return None if self.scheduler is None else self.scheduler.reset()
 
-    def get_kv_connector_stats(self) -> TierStatistics | None:
-        return None if self.scheduler is None else TierStatistics.take_from(self.scheduler)
+    def get_kv_connector_stats(self) -> ConnectorStatistics | None:
+        return None if self.scheduler is None else ConnectorStatistics.take_from(self.scheduler)
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStatistics:
-        return TierStatistics(data=data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStatistics:
+        return ConnectorStatistics(data=data or {})
 
     # ---- worker ----------------------------------------------------------------------------------
 
@@ -229,7 +281,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def unregister_kv_caches(self) -> None:
         """Wait for all copies, before the memory of the KV caches is released for a while."""
         if self.worker is not None:
-            self.worker.transfers.wait()
+            self.worker.wait()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker is not None:
@@ -266,7 +318,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return set() if self._num_groups > 1 else set(failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = None if self.worker is None else self.worker.transfers.take_report()
+        report = None if self.worker is None else self.worker.take_report()
         return None if report is None else KVPoolWorkerMetadata(report)
 
     def shutdown(self) -> None:
