@@ -1,12 +1,15 @@
-"""`LiveNode`: a pool that other nodes can reach, and the commands that it carries out."""
+"""`LiveNode`: a pool that other nodes can reach, its secret, and the commands that it carries out."""
 
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +18,8 @@ from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.messages import MigrationList, PeerList, PeerReport
-from kv_pool.control.node_secret import load_or_create_secret
 from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.control.socket_path import get_default_folder, make_folder
 from kv_pool.errors import (
     InvalidArgumentError,
     KVPoolError,
@@ -32,6 +35,7 @@ from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
+from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
@@ -329,3 +333,38 @@ class LiveNode:
             self.topology.note_transfer(nearness, status.num_bytes, status.elapsed_s)
         elif status.phase is MigrationPhase.FAILED:
             _logger.info("%s to or from node %s: %s", status.subject, status.peer, status.error_message)
+
+
+def get_default_secret_path() -> Path:
+    """Return the default path: beside the control sockets, in a folder that only its owner can enter."""
+    return get_default_folder() / "secret"
+
+
+def load_or_create_secret(path: str | None) -> bytes:
+    """Return the secret in a file; for None in the default file, which is created if it does not exist.
+
+    Raises:
+        InvalidArgumentError: the file does not exist, or other users can read it; see `load_secret`.
+        ControlError: the folder of the default file belongs to another user.
+    """
+    if path is not None:
+        return load_secret(path)
+    default = get_default_secret_path()
+    make_folder(default)
+    if not default.exists():
+        _make_secret(default)
+    return load_secret(default)
+
+
+def _make_secret(path: Path) -> None:
+    """Create the file atomically: if two nodes start at the same time, both use the first one's file."""
+    draft = path.with_name(f"{path.name}.{token_hex(4)}")
+    write_secret_file(draft)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: cannot create the secret of nodes: {error.strerror}") from error
+    finally:
+        draft.unlink()

@@ -2,14 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from threading import Event
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
-from kv_pool.control.block_contents import BlockContents
 from kv_pool.control.live_engine import LiveEngine, ManagerEngine, PoolEngine
 from kv_pool.control.live_tiers import LiveTiers
 from kv_pool.control.serve_settings import ServeSettings, make_defragmenter
@@ -17,10 +18,11 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
+from kv_pool.ids import BlockHash, BlockId, NodeName, RequestId, SequenceId
 from kv_pool.replay.replay_request import ReplayRequest, ReplayRequestState
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
+from kv_pool.storage.block_storage import BlockStorage
 
 STEP_S = 0.05
 """Seconds from one step of the simulated engine to the next."""
@@ -403,3 +405,36 @@ def repeat_requests(
                 f"request needs {smallest}"
             )
         begin_ms = now_ms + _MS_BETWEEN_ROUNDS
+
+
+class BlockContents:
+    """The memory of a pool's blocks. The bytes of a block are derived from its hash and checked against it.
+
+    Args:
+        num_blocks: number of blocks, the null block included.
+        block_bytes: size of each block.
+
+    Attributes:
+        storage: the memory as the `BlockStorage` of the pool.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._rows = np.zeros((num_blocks, block_bytes), np.uint8)
+        self.storage = BlockStorage.wrap_state([self._rows])
+
+    def write(self, block_ids: Sequence[BlockId], names: Sequence[BlockHash]) -> None:
+        """Fill each block with the bytes that belong to its name, a block hash."""
+        for block_id, name in zip(block_ids, names, strict=True):
+            self._rows[block_id] = self._make_bytes(name)
+
+    def find_wrong(self, block_ids: Sequence[BlockId], names: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the ids of the blocks whose bytes do not match their names."""
+        return [
+            block_id
+            for block_id, name in zip(block_ids, names, strict=True)
+            if not np.array_equal(self._rows[block_id], self._make_bytes(name))
+        ]
+
+    def _make_bytes(self, name: BlockHash) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+        digest = np.frombuffer(blake2b(name).digest(), np.uint8)
+        return np.resize(digest, self._rows.shape[1])

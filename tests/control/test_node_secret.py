@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kv_pool import ControlError, InvalidArgumentError
-from kv_pool.control.node_secret import get_default_secret_path, load_or_create_secret
+from kv_pool.control.live_node import get_default_secret_path, load_or_create_secret
 
 
 @pytest.fixture

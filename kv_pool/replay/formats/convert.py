@@ -2,7 +2,7 @@
 
 import heapq
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from kv_pool.replay.formats import (
     vllm_log,
 )
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
-from kv_pool.replay.formats.session_files import write_sessions
+from kv_pool.replay.formats.kv_cache_tester import begin_session, make_session_request
 from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.part_files import open_parts
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_trace_writer
@@ -345,3 +346,41 @@ def _make_lines(
         return vllm_log.make_vllm_lines(request, number, block_size)
     make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
     return [make(request, number, block_size or DEFAULT_BLOCK_SIZE)]
+
+
+def write_sessions(
+    requests: Iterable[ForeignRequest],
+    get_block_size: Callable[[], int],
+    pattern: str,
+    on_request: Callable[[], None],
+) -> None:
+    """Write each session to a file of its own; requests without a session are sessions of one request.
+
+    Args:
+        get_block_size: returns the tokens per id, once there is a request.
+        pattern: path of the files, with `{part}` for the number of the session.
+    Raises:
+        InvalidArgumentError: the pattern has no `{part}`, or there are too many sessions.
+        TraceError: there is no request, or a file cannot be written. No file has changed.
+    """
+    sessions: dict[tuple[str | None, str | None, int], tuple[str, float]] = {}
+    with open_parts(pattern) as parts:
+        for request in requests:
+            number = request.line if request.session_id is None else 0
+            key = (request.tenant, request.session_id, number)
+            found = sessions.get(key)
+            if found is None:
+                part = f"{len(sessions) + 1:04}"
+                sessions[key] = found = (part, request.arrival_ms)
+                name = request.session_id if request.session_id is not None else f"request-{request.line}"
+                parts.append(part, request.line, begin_session(name, get_block_size()))
+            else:
+                parts.append(found[0], request.line, b",\n")
+            line = make_session_request(request, found[1], get_block_size())
+            parts.append(found[0], request.line, parts.encode(line))
+            on_request()
+        if not sessions:
+            raise TraceError(f"{pattern}: not written: the input contains no request")
+        for part, _ in sessions.values():
+            parts.append(part, 0, b"]}\n")
+        parts.finish()

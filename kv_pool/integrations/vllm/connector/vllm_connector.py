@@ -25,8 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_pool.ids import BlockId
-from kv_pool.integrations.vllm.connector.cache_storage import count_block_bytes, describe_bytes, wrap_caches
-from kv_pool.integrations.vllm.connector.disk_folder import describe_blocks, open_disk_tier
+from kv_pool.integrations.vllm.connector.cache_storage import (
+    count_block_bytes,
+    describe_blocks,
+    describe_bytes,
+    open_disk_tier,
+    wrap_caches,
+)
 from kv_pool.integrations.vllm.connector.event_log import TierEventLog
 from kv_pool.integrations.vllm.connector.orders import StepOrders, WorkerReport
 from kv_pool.integrations.vllm.connector.served_groups import describe_groups
