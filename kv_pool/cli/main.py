@@ -16,7 +16,7 @@ def main() -> None:
     except ImportError:
         sys.exit(f"kv-pool needs typer and rich: {describe_install('cli')}")
     from kv_pool.cli.console import end_for_closed_output, prepare_streams, print_error, print_note
-    from kv_pool.cli.signals import EndedBySignal, end_on_signals, exit_at_once
+    from kv_pool.cli.signals import EndedBySignal, defer_signals, end_on_signals, exit_at_once
     from kv_pool.cli.sub_commands import COMMANDS, make_command
 
     end_on_signals()
@@ -28,7 +28,9 @@ def main() -> None:
         try:
             # Import only the named command; help and completion need all of them.
             named = [name for name in sys.argv[1:2] if name in COMMANDS]
-            make_command(__version__, named or COMMANDS)()
+            with defer_signals():  # what is raised in an import may be printed and lost
+                command = make_command(__version__, named or COMMANDS)
+            command()
         finally:
             sys.stdout.flush()
     except EndedBySignal as ended:

@@ -178,8 +178,8 @@ class BulkListener:
                     f"kv_pool node for {place}", self._serve, channel, admission
                 )
         except OutOfThreadsError as error:
+            _logger.warning("the connection of a reader is closed: %s", error)
             channel.close()
-            _logger.warning("closed the connection of a reader: %s", error)
 
     # ---- in a reader's thread --------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ def test_a_reader_without_a_thread_is_disconnected(caplog):
     with listen() as listener:
         with no_new_threads(), pytest.raises(PeerUnavailableError):
             check_works(open_channel(listener))
-        assert "closed the connection of a reader" in caplog.text
+        assert "the connection of a reader is closed" in caplog.text
         channel = open_channel(listener)
         check_works(channel)
         channel.close()
