@@ -20,6 +20,7 @@ from kv_pool.ids import BlockHash, SequenceId
 
 REQUEST_BLOCKS = 10
 NUM_THREADS = 8
+NUM_SHARERS, SHARED_BLOCKS = 2_000, 100
 Times = dict[str, list[int]]
 
 
@@ -140,6 +141,21 @@ def full_cache(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     return times, {"in one run": num_in_runs / num_several}
 
 
+def share(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """Let 2,000 sequences share 100 blocks, then end them in order of arrival."""
+    times: Times = {"fork": [], "free_sequence": []}
+    pool = GPUKVPool(options.blocks, 16)
+    first = SequenceId(0)
+    pool.allocate(BlockAllocationRequest(SHARED_BLOCKS, first))
+    sharers = [SequenceId(1 + number) for number in range(NUM_SHARERS)]
+    for _ in range(options.runs):
+        for sequence_id in sharers:
+            timed(times["fork"], pool.fork, first, sequence_id)
+        for sequence_id in sharers:
+            timed(times["free_sequence"], pool.free_sequence, sequence_id)
+    return times, {"sequences": NUM_SHARERS, "blocks": SHARED_BLOCKS}
+
+
 def count_calls(options: argparse.Namespace, num_threads: int, num_pools: int) -> tuple[float, float]:
     """Start and end sequences of 10 blocks, 8 at a time in all threads together.
 
@@ -231,6 +247,7 @@ def main() -> None:
         ("80% in use, all the rest cached", lambda options: live(options, 0.8, True)),
         ("90% in use, 1 to 32 blocks, halves given back", random_life),
         ("90% in use, 1 to 32 blocks, all the rest cached", full_cache),
+        ("a prefix that 2,000 sequences share", share),
     ):
         times, facts = measure(options)
         calls = {call: print_row(title, call, values) for call, values in times.items()}

@@ -673,7 +673,7 @@ class GPUKVPool(KVPoolProtocol):
             return BlockInfo(
                 block_id=block_id,
                 ref_count=block.ref_cnt - (block in self.holdings.pins),
-                sequence_id=holders[0].sequence_id if holders else NO_SEQUENCE,
+                sequence_id=next((holder.sequence_id for holder in holders), NO_SEQUENCE),
                 device_id=self.device_id,
                 is_pinned=block in self.holdings.pins,
                 last_access_time=max((holder.last_access_time for holder in holders), default=0.0),

@@ -46,6 +46,14 @@ class Holder:
     ticket: int = 0
 
 
+Holders = tuple[Holder] | OrderedDict[Holder, None]
+"""The sequences that hold a block, the one that has held it longest first.
+
+One is a tuple, which the blocks of an allocation share. Several are a dict: thousands may share a prefix, and
+the cost of adding and removing one does not depend on their number.
+"""
+
+
 class EvictionOrder(Protocol):
     """The order in which sequences are evicted, as `Holdings` keeps it up to date; see `Victims`."""
 
@@ -170,7 +178,7 @@ class Holdings:
 
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
-        holders_of: per block, the sequences that hold it, the one that has held it longest first.
+        holders_of: per block, the sequences that hold it.
         order: the same sequences by priority, for evictions; `Victims` sets it.
         evictions: evicted sequences; none of them is in `holders`.
         retention: which cached blocks are kept longer than others; None until it is first needed.
@@ -194,16 +202,21 @@ class Holdings:
         self.pins = Pins(block_pool, max_pinned_blocks)
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
-        self.holders_of: dict[KVCacheBlock, tuple[Holder, ...]] = {}
+        self.holders_of: dict[KVCacheBlock, Holders] = {}
         self.frozen: dict[SequenceId, str] = {}
         self.evictions = Evictions()
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks with references, as part of a larger call."""
         holders_of = self.holders_of
-        added: dict[KVCacheBlock, tuple[Holder, ...]] = dict.fromkeys(blocks, (holder,))
-        if not holders_of.keys().isdisjoint(added):
-            added = {block: (*holders_of.get(block, ()), holder) for block in blocks}
+        added: dict[KVCacheBlock, Holders] = dict.fromkeys(blocks, (holder,))
+        shared = () if holders_of.keys().isdisjoint(added) else holders_of.keys() & added.keys()
+        for block in shared:
+            holders = holders_of[block]
+            if isinstance(holders, tuple):
+                holders = OrderedDict.fromkeys(holders)
+            holders[holder] = None
+            added[block] = holders
         holders_of |= added
         if holder.blocks:
             holder.blocks |= dict.fromkeys(blocks)
@@ -252,13 +265,17 @@ class Holdings:
         """Remove a sequence from the holders of these blocks, as part of a larger call."""
         held = holder.blocks
         holders_of = self.holders_of
+        if len(blocks) == len(held):
+            held.clear()
+        else:
+            for block in blocks:
+                del held[block]
         for block in blocks:
-            del held[block]
-            holders = holders_of[block]
-            if len(holders) == 1:
-                del holders_of[block]
-            else:
-                holders_of[block] = tuple(one for one in holders if one is not holder)
+            holders = holders_of.pop(block)
+            if len(holders) > 1:
+                assert isinstance(holders, OrderedDict)
+                del holders[holder]
+                holders_of[block] = holders
         if self.pins.owners:
             self.pins.end(blocks, holder)
         if held:
@@ -309,17 +326,17 @@ class Holdings:
         Returns:
             The blocks of all sequences, each once for each sequence.
         """
-        holders_of: dict[KVCacheBlock, list[Holder]] = {}
+        holders_of: dict[KVCacheBlock, OrderedDict[Holder, None]] = {}
         for holder in list(self.holders.values()):
             if not holder.blocks:
                 del self.holders[holder.sequence_id]
             for block in holder.blocks:
-                holders_of.setdefault(block, []).append(holder)
-        known = self.holders_of
-        self.holders_of = {  # the longest holder stays first
-            block: tuple(dict.fromkeys([one for one in known.get(block, ()) if one in holders] + holders))
-            for block, holders in holders_of.items()
-        }
+                holders_of.setdefault(block, OrderedDict())[holder] = None
+        for block, holders in holders_of.items():
+            for holder in reversed([*self.holders_of.get(block, ())]):  # the longest holder stays first
+                if holder in holders:
+                    holders.move_to_end(holder, last=False)
+        self.holders_of = {**holders_of}
         self.pins.repair(self.holders_of)
         self.evictions.repair(self.holders)
         self.order.rebuild(self.holders.values())
@@ -417,7 +434,7 @@ class Holdings:
             drops: dict[Holder, list[KVCacheBlock]] = {}
             holders_of = self.holders_of
             for block in blocks:
-                drops.setdefault(holders_of[block][0], []).append(block)
+                drops.setdefault(next(iter(holders_of[block])), []).append(block)
         else:
             drops = {named: blocks} if blocks else {}
         if self.frozen:

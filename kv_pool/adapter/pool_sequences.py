@@ -94,7 +94,7 @@ class PoolSequences:
 
     def find_holder(self, block: KVCacheBlock) -> SequenceId | None:
         holders = self._holdings.holders_of.get(block)
-        return None if holders is None else holders[0].sequence_id
+        return None if holders is None else next(iter(holders)).sequence_id
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         return [self.pool.find_cached_prefix(block_hashes, len(block_hashes))]
