@@ -185,7 +185,7 @@ def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Hol
 
 
 class _KeptOrder(ABC):
-    """What the orders of eviction have in common: queues, of which a sequence is in one or none.
+    """The base of both orders of eviction: queues; a sequence is in at most one of them.
 
     `_aside` has the sequences that had a pinned block when they were next, until one of their blocks is
     unpinned: a search passes each of them once.

@@ -11,6 +11,8 @@ from typing import Protocol
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.threads import start_thread
 
+_logger = logging.getLogger(__name__)
+
 
 class Defragmentable(Protocol):
     """A pool that can be compacted in steps, such as `GPUKVPool` and `ControlledManager`."""
@@ -121,9 +123,6 @@ class Defragmenter:
         if not self.is_compacting:
             self._next_look_s = self._clock() + self.interval_s
         return num_moved
-
-
-_logger = logging.getLogger(__name__)
 
 
 class BackgroundDefragmenter:

@@ -1,4 +1,4 @@
-"""Check arguments, and refuse copies: a wrong type raises `InvalidTypeError` with the argument's name.
+"""Check arguments: a wrong type raises `InvalidTypeError` with the argument's name. Also refuse copies.
 
 In compiled modules, the declared types of arguments are checked before a call reaches its function, and
 `int` accepts NumPy integers. In plain Python, the function checks them itself. Both use this module, also for

@@ -11,7 +11,7 @@ from typing import Any, Final
 from kv_pool.ids import ExternalBlockHash
 
 ABSENT: Final[Any] = object()
-"""What `HeldHashes.remove` returns as the value of a hash that was not held."""
+"""The value of a hash that was not held, in the answer of `HeldHashes.remove`."""
 
 
 class HeldHashes:

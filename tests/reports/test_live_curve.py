@@ -60,7 +60,7 @@ def test_a_sample_of_all_blocks_gives_the_exact_curve(curves, exact):
 
 @pytest.mark.parametrize("size", [1024, 4096])
 def test_samples_are_within_their_errors_of_the_exact_curve(settings, exact, size):
-    """Of eight samples, since which blocks are in one depends on the process."""
+    """Eight samples, because each process has other blocks in a sample."""
     reports = [read_live_curve(draw_curve(settings, size, salt), MULTIPLES) for salt in range(8)]
     assert len({report.estimated_block_hit_rate for report in reports}) > 4, "salts choose samples"
     assert {report.sample_rate for report in reports} == {size / (4 * CAPACITY)}

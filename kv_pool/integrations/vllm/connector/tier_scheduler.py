@@ -25,7 +25,7 @@ from kv_pool.tiers.tier_stack import TierListener
 _logger = logging.getLogger("vllm.kv_pool")
 
 COUNTS = ("stored blocks", "loaded tokens", "demoted blocks", "skipped blocks", "lost blocks")
-"""What is counted:
+"""The names of the counts:
 
 stored: blocks that were stored in host memory.
 loaded: tokens that requests loaded instead of computing them, failed loads included.

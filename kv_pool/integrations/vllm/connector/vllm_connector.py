@@ -71,7 +71,7 @@ class KVPoolHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[mis
 
 
 class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
-    """What vLLM logs about the tiers: counts of an interval, and the tiers' present content, in `data`."""
+    """The numbers that vLLM logs, in `data`: counts since the last log, and what is in the tiers now."""
 
     @classmethod
     def take_from(cls, scheduler: TierScheduler) -> ConnectorStatistics:
