@@ -1,4 +1,4 @@
-"""`PlacedClaims`: claims on blocks; each free block is in the band of its strongest one. `PinLedger`: pins."""
+"""`PlacedClaims`: claims on blocks; a free block is in the band of its strongest claim. `PinLedger`: pins."""
 
 from collections.abc import Callable
 from typing import Final
