@@ -166,7 +166,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
-            options.append(f"--cache-dir={build_dir / 'mypy'}")
+            options.append(f"--cache-dir={os.devnull}")
             report(f"translating {len(paths)} modules to C with mypyc")
             c_dir = build_dir / "c"
             shared, *shims = mypycify(
