@@ -14,7 +14,7 @@ from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.taking import check_enough, take
+from kv_pool.core.taking import refuse_count, take
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId
 
@@ -101,7 +101,8 @@ class RunPoolCore(BlockPoolCore):
             refuse_type("block", block, "KVCacheBlock")
         if self.is_changing:
             refuse_interrupted()
-        check_enough(self, num_blocks)
+        if num_blocks < 0 or num_blocks > self.free_block_queue.num_free_blocks:
+            refuse_count(self, num_blocks)
         return take(self, num_blocks, block)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:

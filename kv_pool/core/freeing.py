@@ -16,78 +16,32 @@ def free_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     """Implement `BlockPool.free_blocks`."""
     was_changing = pool.is_changing
     pool.is_changing = True
-    num_freed, foreign = count_down(pool, listed, was_changing)
-    if num_freed > 0:
-        freed = listed if num_freed == len(listed) else list_freed(pool, listed, num_freed)
-        link_free(pool, freed)
+    by_pool = free_ours(pool, listed, was_changing)
     if pool.free_index is not None:
         num_free = pool.free_block_queue.num_free_blocks
         pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
     if pool._band_policy is not None:
         pool._band_policy.place(listed)
     pool.is_changing = was_changing
-    if foreign is not None:
-        for other, theirs in foreign:
+    if by_pool is not None:
+        for other, theirs in by_pool:
             other.free_blocks(theirs)
 
 
-def count_down(
+def free_ours(
     pool: PoolState, listed: list[KVCacheBlock], was_changing: bool
-) -> tuple[i64, list[tuple[Any, list[KVCacheBlock]]] | None]:
-    """Drop one reference of each block of the pool; those of null blocks do not count.
+) -> list[tuple[Any, list[KVCacheBlock]]] | None:
+    """Drop one reference of each block of the pool, and put those without references into the queue.
+
+    Blocks without a key, or all with caching off, go to its front, the others to its back. The loop links two
+    chains, which enter the queue when all blocks have passed the checks.
 
     Returns:
-        The number of blocks without references, and the blocks of other pools with their pools, whose
-        references do not change; None for none.
+        The blocks of other pools with their pools, whose references do not change; None for none.
     Raises:
         As `free_blocks`. Nothing has changed.
     """
     owner = pool.block_owner
-    num_done: i64 = 0
-    num_freed: i64 = 0
-    foreign: list[KVCacheBlock] | None = None
-    try:
-        for block in listed:
-            if block.owner is owner or block.owner is None:
-                if not block.is_null:
-                    left = block.ref_cnt - 1
-                    if left < 0 and block.owner is owner:
-                        raise InvalidBlockError(
-                            f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
-                            "Was it freed twice?"
-                        )
-                    block.ref_cnt = left
-                    if left == 0:
-                        num_freed += 1
-            elif not block.is_null:
-                if foreign is None:
-                    foreign = []
-                foreign.append(block)
-            num_done += 1
-        return num_freed, None if foreign is None else group_by_pool(pool, foreign)
-    except Exception as error:
-        for block in listed[:num_done]:
-            if not block.is_null and (block.owner is owner or block.owner is None):
-                block.ref_cnt += 1
-        pool.is_changing = was_changing
-        raise_typed(error, listed, "free_blocks(ordered_blocks)")
-
-
-def list_freed(pool: PoolState, listed: list[KVCacheBlock], num_freed: i64) -> list[KVCacheBlock]:
-    """Return the `num_freed` blocks without references, each once: where it is listed last."""
-    owner = pool.block_owner
-    freed: list[KVCacheBlock] = []
-    for block in listed:
-        if block.ref_cnt == 0 and not block.is_null and (block.owner is owner or block.owner is None):
-            freed.append(block)
-    return freed if len(freed) == num_freed else list(dict.fromkeys(freed[::-1]))[::-1]
-
-
-def link_free(pool: PoolState, freed: list[KVCacheBlock]) -> None:
-    """Put blocks without references back into the queue, in the given order.
-
-    Those without a key, or all with caching off, go to its front, the others to its back.
-    """
     caching = pool.enable_caching
     front_first: KVCacheBlock | None = None
     front_last: KVCacheBlock | None = None
@@ -95,24 +49,53 @@ def link_free(pool: PoolState, freed: list[KVCacheBlock]) -> None:
     back_last: KVCacheBlock | None = None
     num_front: i64 = 0
     num_back: i64 = 0
-    for block in freed:
-        if block.key is None or not caching:
-            if front_last is None:
-                front_first = block
-            else:
-                front_last.next_free_block = block
-                block.prev_free_block = front_last
-            front_last = block
-            num_front += 1
-        else:
-            if back_last is None:
-                back_first = block
-            else:
-                back_last.next_free_block = block
-                block.prev_free_block = back_last
-            back_last = block
-            num_back += 1
-    pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
+    num_done: i64 = 0
+    foreign: list[KVCacheBlock] | None = None
+    try:
+        for block in listed:
+            if block.owner is not owner and block.owner is not None:
+                if not block.is_null:
+                    if foreign is None:
+                        foreign = []
+                    foreign.append(block)
+            elif not block.is_null:
+                left = block.ref_cnt - 1
+                if left < 0 and block.owner is owner:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
+                        "Was it freed twice?"
+                    )
+                block.ref_cnt = left
+                if left == 0:
+                    if block.key is None or not caching:
+                        if front_last is None:
+                            front_first = block
+                        else:
+                            front_last.next_free_block = block
+                            block.prev_free_block = front_last
+                        front_last = block
+                        num_front += 1
+                    else:
+                        if back_last is None:
+                            back_first = block
+                        else:
+                            back_last.next_free_block = block
+                            block.prev_free_block = back_last
+                        back_last = block
+                        num_back += 1
+            num_done += 1
+        by_pool = None if foreign is None else group_by_pool(pool, foreign)
+        pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
+        return by_pool
+    except Exception as error:
+        for block in listed[:num_done]:
+            if not block.is_null and (block.owner is owner or block.owner is None):
+                if block.ref_cnt == 0:
+                    block.prev_free_block = None
+                    block.next_free_block = None
+                block.ref_cnt += 1
+        pool.is_changing = was_changing
+        raise_typed(error, listed, "free_blocks(ordered_blocks)")
 
 
 def unpin_listed(

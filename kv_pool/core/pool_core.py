@@ -38,9 +38,9 @@ from kv_pool.core.repairing import forget_all, repair_pool
 from kv_pool.core.resizing import add_last, remove_last
 from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.core.taking import (
-    check_enough,
     check_takeable,
     notify_watchers,
+    refuse_count,
     take,
     take_listed,
     touch_listed,
@@ -252,7 +252,8 @@ class BlockPoolCore(PoolState):
             num_blocks = as_int("num_blocks", num_blocks)
         if self.is_changing:
             refuse_interrupted()
-        check_enough(self, num_blocks)
+        if num_blocks < 0 or num_blocks > self.free_block_queue.num_free_blocks:
+            refuse_count(self, num_blocks)
         return take(self, num_blocks)
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:

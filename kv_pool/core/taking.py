@@ -1,7 +1,7 @@
 """Add references to blocks: take free blocks, which evicts their content, or touch cached ones."""
 
 from itertools import islice
-from typing import Final
+from typing import Final, NoReturn
 
 from mypy_extensions import i32, i64
 
@@ -19,16 +19,15 @@ MAX_REFERENCES: Final = 2**31 - 1
 # ---- checks, which change nothing ------------------------------------------------------------------
 
 
-def check_enough(pool: PoolState, num_blocks: int) -> None:
-    """Raise unless this number of blocks is free."""
-    num_free = pool.free_block_queue.num_free_blocks
-    if num_blocks > num_free:
-        raise OutOfBlocksError(
-            f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
-            f"{num_free} are free of {pool.num_gpu_blocks - 1}. Free a request, or ask for fewer."
-        )
+def refuse_count(pool: PoolState, num_blocks: int) -> NoReturn:
+    """Raise for a number of blocks that is negative, or more than are free."""
     if num_blocks < 0:
         raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
+    raise OutOfBlocksError(
+        f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
+        f"{pool.free_block_queue.num_free_blocks} are free of {pool.num_gpu_blocks - 1}. Free a request, or "
+        "ask for fewer."
+    )
 
 
 def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
