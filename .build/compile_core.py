@@ -93,9 +93,33 @@ MANAGER = (
 )
 
 
-# With -Og, -O1, -O2 and -O3 gcc 12 takes 0.6, 1, 1.8 and 4 times as long. The benchmarks are no faster with
-# -O2 and -O3 than with -O1; with -Og hits and decode steps take twice the time.
+# With -Og, -O1 and -O3 gcc 12 takes 0.6, 1 and 1.6 times as long. Against -O1, -O3 saves a tenth of the time
+# of hits, of taking blocks and of decode steps, and nothing elsewhere; with -Og they take twice the time.
 OPTIMIZATION = "1"
+HOT_OPTIMIZATION = "-O3"
+# Modules of which each step of a scheduler runs many lines.
+HOT = {
+    "kv_pool.core.block_keys",
+    "kv_pool.core.caching",
+    "kv_pool.core.evicting",
+    "kv_pool.core.free_queue",
+    "kv_pool.core.freeing",
+    "kv_pool.core.hash_map",
+    "kv_pool.core.pool_core",
+    "kv_pool.core.taking",
+    "kv_pool.contiguous.run_index",
+    "kv_pool.manager.allocating",
+    "kv_pool.manager.block_groups.block_group",
+    "kv_pool.manager.engine.engine_manager",
+    "kv_pool.manager.kv_cache_manager",
+    "kv_pool.manager.manager_state",
+    "kv_pool.manager.prefix_caching",
+    "kv_pool.manager.slot_needs",
+    "kv_pool.manager.step",
+    "kv_pool.manager.step_checks",
+}
+HOT_FILE = "hot_group"
+NUM_HOT_FILES = 5
 NUM_C_FILES = 16
 SHIMS_PER_FILE = 16
 
@@ -277,17 +301,32 @@ def group_c_files(folder: Path, sources: list[str]) -> list[str]:
     shutil.copy(".build/python_surface.c", folder)
     modules = [Path(source) for source in sources if Path(source).name.startswith("__native_kv_pool___")]
     runtime = [Path(source) for source in sources if not Path(source).name.startswith("__native")]
-    groups: list[list[Path]] = [[] for _ in range(NUM_C_FILES)]
-    sizes = [0] * NUM_C_FILES
-    for path in sorted(modules, key=lambda path: -path.stat().st_size):
+    hot_names = {f"__native_{name.replace('.', '___')}.c" for name in HOT}
+    hot = [path for path in modules if path.name in hot_names]
+    others = [path for path in modules if path.name not in hot_names]
+    if len(hot) < len(HOT):
+        raise ValueError(f"HOT names {len(HOT)} modules, of which {len(hot)} are compiled")
+    grouped = [folder / "__native_kv_pool.c", folder / "python_surface.c"]
+    groups = {
+        f"{HOT_FILE}_{number}.c": group for number, group in enumerate(split_evenly(hot, NUM_HOT_FILES))
+    }
+    for number, group in enumerate([*split_evenly(others, NUM_C_FILES - NUM_HOT_FILES), runtime]):
+        groups[f"group_{number}.c"] = group
+    for name, group in groups.items():
+        grouped.append(folder / name)
+        grouped[-1].write_text("".join(f'#include "{path.name}"\n' for path in group))
+    return [str(path) for path in grouped]
+
+
+def split_evenly(paths: list[Path], num_groups: int) -> list[list[Path]]:
+    """Divide files into groups of about the same number of bytes."""
+    groups: list[list[Path]] = [[] for _ in range(num_groups)]
+    sizes = [0] * num_groups
+    for path in sorted(paths, key=lambda path: -path.stat().st_size):
         smallest = sizes.index(min(sizes))
         groups[smallest].append(path)
         sizes[smallest] += path.stat().st_size
-    grouped = [folder / "__native_kv_pool.c", folder / "python_surface.c"]
-    for number, group in enumerate([*groups, runtime]):
-        grouped.append(folder / f"group_{number}.c")
-        grouped[-1].write_text("".join(f'#include "{path.name}"\n' for path in group))
-    return [str(path) for path in grouped]
+    return groups
 
 
 def group_shims(folder: Path, shims: list[Any]) -> list[list[Any]]:
@@ -324,11 +363,14 @@ def build_in_parallel(command: Any) -> None:
 
     def compile_one(job: tuple[Any, str]) -> tuple[Any, list[str]]:
         extension, source = job
+        flags = list(extension.extra_compile_args)
+        if Path(source).name.startswith(HOT_FILE) and command.compiler.compiler_type == "unix":
+            flags.append(HOT_OPTIMIZATION)
         objects = command.compiler.compile(
             [source],
             output_dir=command.build_temp,
             include_dirs=extension.include_dirs,
-            extra_postargs=extension.extra_compile_args,
+            extra_postargs=flags,
         )
         return extension, objects
 

@@ -213,18 +213,18 @@ class Request:
                 `all_token_ids`, and their hashes are still there. Nothing has changed.
         """
         appended = _to_list("token_ids", token_ids)
-        num_tokens = len(self.all_token_ids)
-        num_hashed = len(self.block_hashes) * self._hasher.block_size
-        if num_hashed > num_tokens:
+        tokens, hashes, hasher = self.all_token_ids, self.block_hashes, self._hasher
+        num_tokens = len(tokens)
+        if len(hashes) * hasher.block_size > num_tokens:
             raise InvalidArgumentError(
-                f"request {self.request_id!r} has {num_tokens} tokens but hashes for {num_hashed}; withdraw "
-                "tokens with truncate()"
+                f"request {self.request_id!r} has {num_tokens} tokens but hashes for "
+                f"{len(hashes) * hasher.block_size}; withdraw tokens with truncate()"
             )
-        self.all_token_ids.extend(appended)
+        tokens.extend(appended)
         try:
-            self.block_hashes.extend(self._hasher.hash_request(self))
+            hashes.extend(hasher.hash_request(self))
         except Exception:
-            del self.all_token_ids[num_tokens:]
+            del tokens[num_tokens:]
             raise
 
     def truncate(self, num_tokens: SupportsIndex) -> None:
