@@ -65,6 +65,7 @@ MANAGER = (
     "block_groups/scratch_group",
     "block_groups/sliding_window_group",
     "block_groups/state_chains",
+    "cached_prefix",
     "checkpoint_choice",
     "engine/cache_blocks",
     "engine/engine_manager",
