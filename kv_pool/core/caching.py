@@ -13,7 +13,7 @@ from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.stored_events import hashes_of, make_stored, make_stored_range, read_hashes
-from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 
 
@@ -233,30 +233,14 @@ def add_key(
         raise InvalidBlockError("the null block is never cached")
     if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
         return
-    cache = pool.cached_block_hash_to_block
-    entries = cache._cache
-    secondary = pool.cached_block_hashes_by_block
-    block_id = block.block_id
     is_primary = block.key is None
     if is_primary and block.num_key_tokens >= 0:
-        raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
-    found: Any = entries.get(key)
-    if found is not None and not isinstance(found, (KVCacheBlock, dict)):
-        raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
+        raise InvalidBlockError(f"block {block.block_id} has a token count without a hash; call reset_hash()")
     was_changing = pool.is_changing
     pool.is_changing = True
+    pool.cached_block_hash_to_block.insert(key, block)
     if not is_primary:
-        secondary.setdefault(block_id, {})[key] = None
-    if found is None:
-        entries[key] = block
-        cache._num_keys += 1
-    elif isinstance(found, KVCacheBlock):
-        entries[key] = {found.block_id: found, block_id: block}
-        found._next_cached_id = -1
-        block._next_cached_id = -1
-    else:
-        found[block_id] = block
-        block._next_cached_id = -1
+        pool.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
     if is_primary:
         block.key = key
         block.num_key_tokens = -1 if num_tokens is None else num_tokens

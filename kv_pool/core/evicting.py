@@ -6,8 +6,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hashes
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import PoolState
-from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockHashWithGroupId, BlockId
+from kv_pool.ids import BlockHashWithGroupId
 
 
 def evict(pool: PoolState, block: KVCacheBlock) -> bool:
@@ -96,48 +95,21 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
     Args:
         dropped: collects the counted keys.
     """
+    keys: list[BlockHashWithGroupId] = []
+    if block.key is not None:
+        keys.append(block.key)
+    if pool.cached_block_hashes_by_block:
+        keys += pool.cached_block_hashes_by_block.pop(block.block_id, {})
+    if not keys:
+        return
     cache = pool.cached_block_hash_to_block
-    entries = cache._cache
-    secondary = pool.cached_block_hashes_by_block
-    while True:
-        others: dict[BlockHashWithGroupId, None] | None = None
-        following: BlockHashWithGroupId | None = None
-        block_id = block.block_id
-        if secondary:
-            others = secondary.get(block_id)
-            if others is not None:
-                following = next(iter(others), None)
-        key = cast(BlockHashWithGroupId | None, block.key)
-        if key is None and others is None:
-            return
-        found: Any = None if key is None else entries.get(key)
-        copies: dict[BlockId, KVCacheBlock] | None = None
-        is_known = False
-        if isinstance(found, KVCacheBlock):
-            is_known = found.block_id == block.block_id
-        elif isinstance(found, dict):
-            is_known = block.block_id in found
-            if is_known and len(found) > 1:
-                copies = found
-        elif found is not None:
-            raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
-        if is_known and key is not None:
+    for key in keys:
+        if cache.pop(key, block.block_id) is not None:
             dropped.append(key)
-            if copies is None:
-                del entries[key]
-                cache._num_keys -= 1
-            else:
-                del copies[block.block_id]
             pool.num_evictions += 1
-        # The next key becomes the primary key; the next iteration removes it.
-        block.key = following
-        block.num_key_tokens = -1
-        block._next_cached_id = -1
-        if others is not None:
-            if following is not None:
-                del others[following]
-            if not others:
-                del secondary[block.block_id]
+    block.key = None
+    block.num_key_tokens = -1
+    block._next_cached_id = -1
 
 
 def announce_removed(pool: PoolState, keys: list[BlockHashWithGroupId]) -> None:
