@@ -42,6 +42,8 @@ def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
         raise InvalidBlockError(
             f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
         )
+    if pool.metrics_collector is not None:
+        pool.metrics_collector.on_ids_swapped(pairs)
     was_changing = pool.is_changing
     pool.is_changing = True
     if any_keyed_by_id and any_cached:
@@ -58,10 +60,6 @@ def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
     if pool.free_index is not None:
         pool.free_index.swap(pairs)
     pool.is_changing = was_changing
-    if pool.metrics_collector is not None:
-        on_ids_swapped = getattr(pool.metrics_collector, "on_ids_swapped", None)
-        if on_ids_swapped is not None:
-            on_ids_swapped(pairs)
 
 
 def rekey(pool: PoolState, moved: list[KVCacheBlock], new_ids: dict[BlockId, BlockId]) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockStored
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId
 
 
 class BlockObserver(Protocol):
@@ -14,7 +14,8 @@ class BlockObserver(Protocol):
 
     On an allocation with caching on, `on_block_evicted` is called for every block, with or without a hash,
     before `on_block_allocated`. Hooks must not raise and must not call back into the pool.
-    Contract: vLLM 0.33 `KVCacheMetricsCollector`.
+    Contract: vLLM 0.33 `KVCacheMetricsCollector`, which lacks `on_ids_swapped`: it serves pools that nobody
+    compacts.
     """
 
     def on_block_allocated(self, block: KVCacheBlock) -> None: ...
@@ -22,6 +23,9 @@ class BlockObserver(Protocol):
     def on_block_accessed(self, block: KVCacheBlock) -> None: ...
 
     def on_block_evicted(self, block: KVCacheBlock) -> None: ...
+
+    def on_ids_swapped(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Note that the blocks of each pair are about to swap their ids."""
 
     def reset(self) -> None: ...
 
