@@ -131,10 +131,11 @@ class Allocation:
             return self._take_at(after.block_id + 1, num_blocks)
         if pool.run_index.placement == "oldest":
             # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
-            first = ages.find(empty, self._start, self._start + _MAX_SCAN)
+            end = self._start + max(_MAX_SCAN, 2 * num_blocks)
+            first = ages.find(empty, self._start, end)
             if first >= 0:
                 return self._take_at(first, num_blocks)
-            self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
+            self._start = end - num_blocks if end < len(ages) else 0
         pool.is_changing = True
         run = pool.run_index.take_run(pool, num_blocks, avoids_retained)
         pool.is_changing = run is not None
