@@ -70,9 +70,9 @@ def take(pool: PoolState, num_blocks: int, after: KVCacheBlock | None = None) ->
     # A function, as all parts of calls are: compiled, a method of a `BlockPool` is called as Python calls it.
     index = pool.free_index
     if index is not None and pool._policy_host is None:  # a policy chooses each block
-        chosen = index.take(pool, after, num_blocks)
-        if chosen is not None:
-            return chosen
+        taken = index.take(pool, after, num_blocks)
+        if taken is not None:
+            return taken
     return take_first(pool, num_blocks)
 
 
@@ -85,7 +85,7 @@ def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
         pool.is_changing = was_changing
     if pool.reuse_watchers or pool.lower_tiers is not None:
         first = islice(pool.free_block_queue.iter_blocks_after(None), num_blocks)
-        notify_before(pool, list(first))  # a watcher may take blocks, but not these
+        notify_before(pool, list(first))  # a watcher may take blocks, but not these: they stay at the front
     pool.is_changing = True
     taken = pool.free_block_queue.popleft_n(num_blocks)
     mark_taken(pool, taken)
