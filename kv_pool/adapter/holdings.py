@@ -54,7 +54,7 @@ the cost of adding and removing one does not depend on their number.
 """
 
 
-class EvictionOrder(Protocol):
+class VictimOrder(Protocol):
     """The order in which sequences are evicted, as `Holdings` keeps it up to date; see `Victims`."""
 
     def note_access(self, holder: Holder) -> None:
@@ -186,7 +186,7 @@ class Holdings:
             ends. Only a `PoolSite` changes this.
     """
 
-    order: EvictionOrder
+    order: VictimOrder
 
     def __init__(
         self,
