@@ -29,9 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 _Published = tuple[int, float, list[KVCacheEvent]]
-"""A queued batch: the number of batches published before it, including dropped ones; its time; its events.
-
-A plain tuple, since the pool's thread creates it."""
+"""A queued batch: its sequence, its time, its events. A plain tuple, since the pool's thread creates it."""
 
 MAX_SENT_TOGETHER = 8
 """Batches that are encoded before they are sent together; the first waits for less than a millisecond."""
@@ -94,13 +92,12 @@ class ZMQEventPublisher:
         self._closing = threading.Lock()
         self._queue: SimpleQueue[_Published | None] = SimpleQueue()
         self._max_queue_size = config.max_queue_size
-        self._next_number = 0
         self._is_closed = False
         self._linger_deadline_s = float("inf")
 
         first_sequence = config.find_first_sequence(clock)
         self._first_sequence = first_sequence
-        self._expected_number = 0
+        self._next_sequence = first_sequence
         self._must_clear = False
         self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         if state is not None:
@@ -164,10 +161,10 @@ class ZMQEventPublisher:
         try:
             if self._is_closed:
                 raise PublisherClosedError("publish() was called after close(); the events are not sent")
-            number = self._next_number
-            self._next_number = number + 1
+            sequence = self._next_sequence
+            self._next_sequence = sequence + 1
             if self._queue.qsize() < self._max_queue_size or self._make_room(events):
-                self._queue.put((number, self._clock(), events))
+                self._queue.put((sequence, self._clock(), events))
         finally:
             self._publishing.release()
 
@@ -252,25 +249,23 @@ class ZMQEventPublisher:
         sent_s = self._monotonic()
         while True:
             wait_s = max(0.0, sent_s + heartbeat_s - self._monotonic())
+            published: _Published | None
             try:
                 published = self._queue.get(timeout=wait_s if wait_s < float("inf") else None)
             except Empty:
-                self._skip_to(self._find_next_number())
-                beat: list[tuple[int, bytes]] = []
-                self._prepare(self._clock(), [], beat)
-                self._send(beat)
-                sent_s = self._monotonic()
-                continue
+                with self._publishing:
+                    if not self._queue.empty():
+                        continue
+                    published = (self._next_sequence, self._clock(), [])  # a heartbeat
+                    self._next_sequence += 1
             # Prepare all queued batches, then send them together: this wakes ZeroMQ's thread only once.
             ready: list[tuple[int, bytes]] = []
             while published is not None:
-                number, ts, events = published
+                sequence, ts, events = published
                 if self._monotonic() >= self._linger_deadline_s:
                     self._count_dropped(events)
                 else:
-                    self._skip_to(number)
-                    self._expected_number = number + 1
-                    self._prepare(ts, events, ready)
+                    self._prepare(sequence, ts, events, ready)
                 if len(ready) == MAX_SENT_TOGETHER:
                     break
                 try:
@@ -288,22 +283,13 @@ class ZMQEventPublisher:
             self._replay_server.stop()
         self._sockets.live.close()
 
-    def _find_next_number(self) -> int:
-        """Return the number of the next batch to send; skips dropped batches if the queue is empty."""
-        with self._publishing:
-            return self._next_number if self._queue.empty() else self._expected_number
-
-    def _skip_to(self, number: int) -> None:
-        """Leave a hole in the sequence for the batches that were dropped before this one."""
-        num_dropped = number - self._expected_number
-        if num_dropped:
-            self._buffer.leave_hole(self._buffer.last_sequence + num_dropped)
-            self._must_clear = True
-        self._expected_number = number
-
-    def _prepare(self, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]) -> None:
+    def _prepare(
+        self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]
+    ) -> None:
         """Encode a batch and append it to `ready`; on failure leave a hole in the sequence. Never raises."""
-        sequence = self._buffer.last_sequence + 1
+        if sequence > self._buffer.last_sequence + 1:  # those before it were dropped
+            self._buffer.leave_hole(sequence - 1)
+            self._must_clear = True
         try:
             if self._state is not None:
                 events = self._apply(self._state, events, sequence)
