@@ -359,7 +359,7 @@ class BlockRetention:
         pool.is_changing = True
         while ending is not None:
             if isinstance(ending, Session):
-                del self._sessions[ending.session_id]
+                self._sessions.pop(ending.session_id, None)
                 ending.changes_at = NEVER
             else:
                 assert isinstance(ending, Record)
