@@ -84,7 +84,6 @@ MANAGER = (
     "retention/placed_claims",
     "retention/request_directives",
     "retention/segments",
-    "retention/sessions",
     "rule_caching",
     "rule_lookup",
     "slot_needs",

@@ -244,8 +244,6 @@ class GPUKVPool(KVPoolProtocol):
             self.block_pool.is_changing = True
             self.block_pool.holds.begin_repair()  # sites of migrations may remove blocks from sequences
             self.block_pool.repair(self.holdings.repair())
-            if self.holdings.retention is not None:
-                self.holdings.retention.recount()
         if self._routes is not None:
             self._routes.repair()
 

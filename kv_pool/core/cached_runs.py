@@ -163,29 +163,23 @@ class RunQueue:
         Raises:
             InvalidArgumentError: the run has been evicted. Nothing has changed.
         """
-        if run.number == 0:
-            raise InvalidArgumentError("the run has been evicted; it cannot be in a queue")
-        before = self.end.before
-        assert before is not None
-        if before is not run:
-            unlink(run)
-            before = self.end.before
-            assert before is not None
-            link_between(run, before, self.end)
-        self.note_queue(run)
+        self._insert(run, self.end)
 
     def prepend(self, run: CachedRun) -> None:
         """Move a run to the front of this queue, from any queue. O(1). Raises as `append`."""
+        first = self.end.after
+        assert first is not None
+        self._insert(run, first)
+
+    def _insert(self, run: CachedRun, after: CachedRun) -> None:
+        """Link a run in front of an element of the list, and count it in this queue and in no other."""
         if run.number == 0:
             raise InvalidArgumentError("the run has been evicted; it cannot be in a queue")
-        unlink(run)
-        after = self.end.after
-        assert after is not None
-        link_between(run, self.end, after)
-        self.note_queue(run)
-
-    def note_queue(self, run: CachedRun) -> None:
-        """Count the run in this queue, and in no other. It is linked here."""
+        before = after.before
+        assert before is not None
+        if before is not run and after is not run:
+            unlink(run)
+            link_between(run, before, after)
         run.is_parked = False
         other = run.queue
         if other is not self:

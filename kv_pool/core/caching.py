@@ -107,13 +107,7 @@ def cache_full(
         )
     if pool._policy_host is not None:
         pool._policy_host.note_cached(
-            request,
-            blocks,
-            range_blocks if pool.lower_tiers is None else range_blocks.copy(),
-            num_cached_blocks,
-            kv_cache_group_id,
-            block_size,
-            num_skipped > 0,
+            request, blocks, range_blocks, num_cached_blocks, kv_cache_group_id, block_size
         )
     if pool._live_curve is not None:
         pool._live_curve.note_cached(

@@ -7,14 +7,15 @@ NUM_WAYS: Final = 4
 _MULTIPLIER: Final = 0x1E3779B97F4A7C15
 _MASK: Final = (1 << 61) - 1
 
+EvictedRun = tuple[int, float, int, int]
+"""The stamp, time and class of an evicted run, and its number of blocks."""
+
 
 class EvictedRuns:
     """The stamps, times and classes of evicted runs by key, in a table of fixed size.
 
     A key has four places. If none is empty, the run with the lowest stamp there is forgotten.
 
-    Attributes:
-        found_stamp, found_time, found_kind, found_blocks: of the run that `pop` or `add` has removed last.
     """
 
     def __init__(self, num_runs: int) -> None:
@@ -28,19 +29,9 @@ class EvictedRuns:
         self.times: Any = array("d", bytes(8 * num_places))
         self.sizes: Any = array("i", bytes(4 * num_places))
         self.kinds: bytearray = bytearray(num_places)
-        self.found_stamp: int = 0
-        self.found_time: float = 0.0
-        self.found_kind: int = 0
-        self.found_blocks: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the table."""
-        arrays = (self.keys, self.stamps, self.times, self.sizes)
-        return len(self.kinds) + sum([len(one) * int(one.itemsize) for one in arrays])
-
-    def add(self, key: Any, stamp: int, time: float, kind: int, num_blocks: int) -> bool:
-        """Remember an evicted run. Return True if another was removed for it. O(1)."""
+    def add(self, key: Any, stamp: int, time: float, kind: int, num_blocks: int) -> EvictedRun | None:
+        """Remember an evicted run. Return the one that is forgotten for it, if any. O(1)."""
         number = _number_key(key)
         first = self._find_set(number)
         place = first
@@ -50,32 +41,29 @@ class EvictedRuns:
                 break
             if self.stamps[other] < self.stamps[place]:
                 place = other
-        is_full: bool = self.sizes[place] != 0
-        if is_full:
-            self._remove(place)
+        forgotten = self._remove(place)
         self.keys[place] = number
         self.stamps[place] = stamp
         self.times[place] = time
         self.sizes[place] = num_blocks
         self.kinds[place] = kind
-        return is_full
+        return forgotten
 
-    def pop(self, key: Any) -> bool:
-        """Remove a run. Return False if it is not there. O(1)."""
+    def pop(self, key: Any) -> EvictedRun | None:
+        """Remove a run and return it; None if it is not there. O(1)."""
         number = _number_key(key)
         first = self._find_set(number)
         for place in range(first, first + NUM_WAYS):
             if self.keys[place] == number and self.sizes[place] != 0:
-                self._remove(place)
-                return True
-        return False
+                return self._remove(place)
+        return None
 
-    def _remove(self, place: int) -> None:
-        self.found_stamp = self.stamps[place]
-        self.found_time = self.times[place]
-        self.found_kind = self.kinds[place]
-        self.found_blocks = self.sizes[place]
+    def _remove(self, place: int) -> EvictedRun | None:
+        num_blocks = self.sizes[place]
+        if num_blocks == 0:
+            return None
         self.sizes[place] = 0
+        return self.stamps[place], self.times[place], self.kinds[place], num_blocks
 
     def _find_set(self, number: int) -> int:
         return (number * _MULTIPLIER >> 40) % self.num_sets * NUM_WAYS

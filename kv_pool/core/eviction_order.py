@@ -1,6 +1,5 @@
 """`EvictionOrder`: priority bands of the free queue. Blocks of lower bands are reused first."""
 
-from bisect import bisect_left
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -70,14 +69,12 @@ class EvictionOrder:
     def __init__(self, queue: FreeKVCacheBlockQueue) -> None:
         self._queue: FreeKVCacheBlockQueue = queue
         self.is_open: bool = False
-        self._bands: list[int] = []  # those that have markers, lowest first
-        self._ends: dict[int, KVCacheBlock] = {}
-        self._empty_end: KVCacheBlock | None = None  # that of the empty band
+        self._ends: dict[int, KVCacheBlock] = {}  # the markers that are in the list
 
     @property
     def has_retained(self) -> bool:
         """Whether a band above the default one exists. It may be empty."""
-        return len(self._bands) > 0 and self._bands[-1] > DEFAULT_BAND
+        return max(self._ends, default=DEFAULT_BAND) > DEFAULT_BAND
 
     def list_bands(self) -> list[tuple[int, list[KVCacheBlock]]]:
         """Return the bands above the empty one, lowest first, each with its blocks. O(free blocks)."""
@@ -103,32 +100,13 @@ class EvictionOrder:
 
     def _insert_ends(self) -> None:
         """Insert the end markers of the empty and the default band into a queue without markers."""
-        queue = self._queue
-        tail = queue.fake_free_list_tail
-        first = queue.fake_free_list_head.next_free_block
+        tail = self._queue.fake_free_list_tail
+        first = self._queue.fake_free_list_head.next_free_block
         while first is not None and first is not tail and first.key is None:
             first = first.next_free_block
         assert first is not None
-        empty_end = KVCacheBlock(SENTINEL_ID, BAND_END)
-        default_end = KVCacheBlock(SENTINEL_ID, BAND_END)
-        ends = {EMPTY_BAND: empty_end, DEFAULT_BAND: default_end}
-        bands = [EMPTY_BAND, DEFAULT_BAND]
-        before = first.prev_free_block
-        assert before is not None
-        empty_end.prev_free_block = before
-        empty_end.next_free_block = first
-        before.next_free_block = empty_end
-        first.prev_free_block = empty_end
-        before = tail.prev_free_block
-        assert before is not None
-        default_end.prev_free_block = before
-        default_end.next_free_block = tail
-        before.next_free_block = default_end
-        tail.prev_free_block = default_end
-        queue.append_before = default_end
-        self._ends = ends
-        self._empty_end = empty_end
-        self._bands = bands
+        self._ends = {EMPTY_BAND: _insert_end(first), DEFAULT_BAND: _insert_end(tail)}
+        self._queue.append_before = self._ends[DEFAULT_BAND]
 
     def check_movable(self, blocks: list[KVCacheBlock], band: int) -> None:
         """Raise unless these blocks are free, and the band exists."""
@@ -144,28 +122,13 @@ class EvictionOrder:
 
     def move(self, blocks: list[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band, in the given order. O(len(blocks))."""
-        previous: KVCacheBlock | None = None
-        is_chain = len(blocks) > 0
-        for block in blocks:
-            if previous is not None and block.prev_free_block is not previous:
-                is_chain = False
-            previous = block
         end = self._get_or_add_end(band)
-        if is_chain:
-            self._move_chain(blocks[0], blocks[-1], end)
-            return
         for block in blocks:
             self._move_chain(block, block, end)
 
     def move_chain(self, first: KVCacheBlock, last: KVCacheBlock, band: int) -> None:
         """Move the chain of adjacent free blocks from `first` to `last` to the back of a band. O(1)."""
         self._move_chain(first, last, self._get_or_add_end(band))
-
-    def move_chain_to_empty(self, first: KVCacheBlock, last: KVCacheBlock) -> None:
-        """Move a chain as `move_chain` does, to the back of the band of blocks without content."""
-        end = self._empty_end
-        assert end is not None
-        self._move_chain(first, last, end)
 
     def _move_chain(self, first: KVCacheBlock, last: KVCacheBlock, end: KVCacheBlock) -> None:
         """Move a chain of adjacent list elements in front of `end`. O(1)."""
@@ -198,7 +161,7 @@ class EvictionOrder:
 
     def merge(self) -> None:
         """Merge all bands but the empty one into the default band, in their current order. O(bands)."""
-        for band in self._bands.copy():
+        for band in list(self._ends):
             if band not in (EMPTY_BAND, DEFAULT_BAND):
                 self._drop(band)
         if self.is_open:
@@ -213,39 +176,27 @@ class EvictionOrder:
             self._move_chain(empty_end, empty_end, self._ends[DEFAULT_BAND])
 
     def _get_or_add_end(self, band: int) -> KVCacheBlock:
-        """Return the marker at the end of a band, and insert it if the band has none."""
+        """Return the marker at the end of a band. Insert it if the band has none: O(bands)."""
         end = self._ends.get(band)
         if end is not None:
             return end
-        for other in self._bands.copy():
-            self._drop_if_empty(other)
-        bands = self._bands.copy()
-        position = bisect_left(bands, band)
-        below = self._ends[bands[position - 1]]
-        end = KVCacheBlock(SENTINEL_ID, BAND_END)
-        bands.insert(position, band)
-        ends = {**self._ends, band: end}
-        after = below.next_free_block
+        below = EMPTY_BAND
+        for other in list(self._ends):
+            before = self._ends[other].prev_free_block
+            assert before is not None
+            if before.ref_cnt == BAND_END and other not in (EMPTY_BAND, DEFAULT_BAND):
+                self._drop(other)  # it has no blocks
+            elif below < other < band:
+                below = other
+        after = self._ends[below].next_free_block
         assert after is not None
-        end.prev_free_block = below
-        end.next_free_block = after
-        below.next_free_block = end
-        after.prev_free_block = end
-        self._bands = bands
-        self._ends = ends
+        end = _insert_end(after)
+        self._ends[band] = end
         return end
-
-    def _drop_if_empty(self, band: int) -> None:
-        """Remove the marker of a band if the band has no blocks."""
-        before = self._ends[band].prev_free_block
-        if band not in (EMPTY_BAND, DEFAULT_BAND) and before is not None and before.ref_cnt == BAND_END:
-            self._drop(band)
 
     def _drop(self, band: int) -> None:
         """Remove the marker of a band; its blocks become the front of the next band."""
-        end = self._ends[band]
-        ends = {other: marker for other, marker in self._ends.items() if other != band}
-        bands = [other for other in self._bands if other != band]
+        end = self._ends.pop(band)
         before = end.prev_free_block
         after = end.next_free_block
         assert before is not None
@@ -254,5 +205,15 @@ class EvictionOrder:
         after.prev_free_block = before
         end.prev_free_block = None
         end.next_free_block = None
-        self._ends = ends
-        self._bands = bands
+
+
+def _insert_end(after: KVCacheBlock) -> KVCacheBlock:
+    """Insert a marker in front of a list element, and return it."""
+    end = KVCacheBlock(SENTINEL_ID, BAND_END)
+    before = after.prev_free_block
+    assert before is not None
+    end.prev_free_block = before
+    end.next_free_block = after
+    before.next_free_block = end
+    after.prev_free_block = end
+    return end

@@ -1,41 +1,99 @@
 """`PolicyHost`: runs a cache policy in a pool: follows its calls, and evicts what the policy chooses."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Final, cast
 
-from mypy_extensions import i32, i64
+from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.cached_runs import CachedRun
-from kv_pool.core.policy_runner import PolicyRunner
-from kv_pool.errors import CachePolicyError
+from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
+from kv_pool.core.cached_runs import CachedRun, RunQueue, unlink
+from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy, EvictionOrder
+from kv_pool.core.run_table import RunTable
+from kv_pool.errors import CachePolicyError, InvalidArgumentError
 from kv_pool.ids import GroupId
+
+MAX_QUEUES: Final = 10_000
 
 # Compiled code would make and drop an AttributeError for each attribute that a request lacks.
 _read_attribute: Any = getattr
 
 
-class PolicyHost(PolicyRunner):
+@mypyc_attr(allow_interpreted_subclasses=False)
+class PolicyHost(BandPolicy):
     """The host of a pool's cache policy: it calls the hooks, and keeps the promises that a policy relies on.
 
     It hears of blocks through the calls of the pool only, so that a policy evicts the same blocks in every
     program that makes the same calls. Before blocks are taken, the blocks that the policy chooses move to the
     front of the free queue, behind those without content; otherwise the free queue stays in vLLM's order.
+
+    After an error of the policy (a hook raises, names a queue that it does not have, or loses a run) the host
+    does nothing any more, so that the pool evicts in the order of the free queue. The error is logged, and
+    kept as `failure`.
+
+    Attributes:
+        make_policy: returns a new policy.
+        policy: the policy in use.
+        name: the policy's name, for errors; "lru" after a failure.
+        is_flat: each block is a run of its own, without a parent.
+        failure: the error of the policy, or None.
+        reads_hints: the policy needs the sessions and hints of requests.
+        table: the runs.
+        num_ordered: number of free blocks that are in runs.
+        unchained: groups whose hits do not need all earlier blocks: their runs have no parents.
     """
+
+    def __init__(
+        self,
+        owner: Callable[[], Any],
+        order: EvictionOrder,
+        make_policy: Callable[[], CachePolicy],
+        name: str,
+        capacity: int,
+        clock: Callable[[], float],
+        is_flat: bool = False,
+    ) -> None:
+        self._owner: Callable[[], Any] = owner
+        self._order: EvictionOrder = order
+        self._clock: Callable[[], float] = clock
+        self.make_policy: Callable[[], Any] = make_policy
+        self.name: str = name
+        self.capacity: int = capacity
+        self.is_flat: bool = is_flat
+        self.failure: CachePolicyError | None = None
+        self.num_ordered: int = 0
+        self.unchained: dict[int, None] = {}
+        self.table: RunTable = RunTable()
+        self.reads_hints: bool = False
+        self._before: CachedRun | None = None  # the run that the current call has handled last
+        self._queues: list[RunQueue] = []
+        self._last_choice: int = 0
+        self.policy: CachePolicy = LRU()
+        self._start_policy()
+        if self.failure is not None:
+            raise self.failure
+        order.open()
+        for _, blocks in order.list_bands():
+            for block in blocks:
+                self._adopt(block)
+
+    def __repr__(self) -> str:
+        num_runs = len(self.table.list_runs())
+        return f"<PolicyHost of {self.name}: {num_runs} runs, {self.num_ordered} free blocks>"
 
     # ---- calls of the pool -------------------------------------------------------------------------
 
     def note_missed(self, key: Any) -> None:
         """Handle a lookup whose first missing block has this key."""
+        if self.failure is not None:
+            return
         pool = self._owner()
         was_changing = pool.is_changing
         pool.is_changing = True
-        if self.is_stale:
-            self.rebuild()
         try:
             self.policy.missed(key)
         except Exception as error:
-            self.fail("missed()", error)
-            self.rebuild()
+            self._fail("missed()", error)
         pool.is_changing = was_changing
 
     def note_cached(
@@ -46,128 +104,21 @@ class PolicyHost(PolicyRunner):
         num_before: int,
         group_id: i32,
         block_size: i32,
-        has_gaps: bool,
     ) -> None:
         """Handle blocks that a request has cached.
 
         Args:
             table: the request's blocks from the start.
             blocks: the blocks of the table from `num_before` on that were cached; null for others.
-            has_gaps: whether `blocks` has null blocks.
         """
-        if self.is_stale:
-            self.rebuild()
-        try:
-            self._note_cached(request, table, blocks, num_before, group_id, block_size, has_gaps)
-        except CachePolicyError:
-            self.rebuild()
-
-    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
-        """Handle blocks that have got a reference. `is_access`: a request has hit them."""
-        if self.is_stale:
-            self.rebuild()
+        if self.failure is not None:
             return
-        try:
-            self._note_touched(blocks, is_access)
-        except CachePolicyError:
-            self.rebuild()
-
-    def place(self, freed: list[KVCacheBlock]) -> None:
-        if self.is_stale:
-            self.rebuild()
-            return
-        try:
-            self._place_listed(freed)
-        except CachePolicyError:
-            self.rebuild()
-
-    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
-        """Handle blocks that `unpin_blocks` has freed. Those without a key are at the back, too."""
-        if self.is_stale:
-            self.rebuild()
-            return
-        try:
-            self._place_listed(freed)
-            for block in freed:
-                if block.key is None and block.ref_cnt == 0 and block.retention_id == 0:
-                    self._adopt(block)
-        except CachePolicyError:
-            self.rebuild()
-
-    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle free blocks that were taken by a caller's choice, not the policy's."""
-        if self.is_stale:
-            self.rebuild()
-            return
-        for block in blocks:
-            number = block.retention_id
-            if number > 0:
-                run = self.table.runs[number]
-                if run is not None and run.is_free:
-                    if run.blocks[-1] is not block:
-                        run = self.table.isolate(run, block)
-                    if run is not None:
-                        self._cut(run, 1)
-            block.retention_id = 0
-
-    def order_victims(self, num_blocks: int) -> None:
-        """Move the blocks that the policy evicts for an allocation to the front of the free queue.
-
-        They stay cached until they are taken. O(blocks moved).
-        """
-        if self.is_stale:
-            self.rebuild()
-        try:
-            self._order_victims(num_blocks)
-        except CachePolicyError:
-            self.rebuild()
-            self._order_victims(num_blocks)  # by LRU
-
-    def note_reset(self) -> None:
-        self.is_stale = True
-
-    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
-        self.note_resized()
-
-    def note_resized(self) -> None:
-        """Handle another number of blocks."""
-        self.capacity = self._owner().num_gpu_blocks - 1
-        self.policy.capacity = self.capacity
-
-    def unchain(self, group_id: GroupId) -> None:
-        """Note that hits of a group do not need all earlier blocks. O(runs)."""
-        if self.is_stale:
-            self.rebuild()
-        self.unchained[group_id] = None
-        for run in self.table.list_runs():
-            if run.group_id == group_id:
-                run.is_chained = False
-                run.parent = None
-                run.num_children = 0
-                self._unpark(run)
-
-    # ---- steps of these calls ----------------------------------------------------------------------
-
-    def _note_cached(
-        self,
-        request: Any,
-        table: Any,
-        blocks: list[KVCacheBlock],
-        num_before: int,
-        group_id: i32,
-        block_size: i32,
-        has_gaps: bool,
-    ) -> None:
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
         if is_chained and num_before > 0:
             first: KVCacheBlock = table[0]
             if first.is_null:
                 self.unchain(cast(GroupId, group_id))
                 is_chained = False
-        if not has_gaps and not self.is_flat:
-            last = self.table.find_ending(table[num_before - 1]) if is_chained and num_before > 0 else None
-            self._add_cached(request, blocks, last, group_id, block_size)
-            return
         start: i64 = 0
         num_blocks: i64 = len(blocks)
         while start < num_blocks:
@@ -185,7 +136,10 @@ class PolicyHost(PolicyRunner):
             self._add_cached(request, blocks[start:end], parent, group_id, block_size)
             start = end
 
-    def _note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
+    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
+        """Handle blocks that have got a reference. `is_access`: a request has hit them."""
+        if self.failure is not None:
+            return
         self._before = None
         # Blocks of one number with increasing token counts are different blocks of one run.
         number: i32 = 0
@@ -203,78 +157,10 @@ class PolicyHost(PolicyRunner):
         if number > 0:
             self._note_stretch(blocks, start, index, is_access)
 
-    def _order_victims(self, num_blocks: int) -> None:
-        missing: i64 = num_blocks - self._count_free() + self.num_ordered
-        while missing > 0:
-            run = self._choose()
-            num_cut: i64 = min(missing, len(run.blocks))
-            try:
-                self.policy.evicted(run, num_cut)
-            except Exception as error:
-                self._replace("evicted()", error)
-            self._move_to_front(run, num_cut)
-            self._cut(run, num_cut)
-            missing -= num_cut
-
-    def _note_stretch(self, blocks: list[KVCacheBlock], start: i64, end: i64, is_access: bool) -> None:
-        """Handle the blocks of one run, from list index `start` to `end`, that have got a reference."""
-        run = self.table.runs[blocks[start].retention_id]
-        assert run is not None
-        listed = run.blocks
-        if len(listed) == end - start:
-            self._note_use(run, is_access)
-            return
-        while start < end:
-            run = self.table.runs[blocks[start].retention_id]
-            assert run is not None
-            listed = run.blocks
-            first = self.table.find_position(run, blocks[start])
-            start += 1
-            if first < 0:
-                continue
-            last = first + 1
-            while start < end and last < len(listed) and listed[last] is blocks[start]:
-                last += 1
-                start += 1
-            part = self.table.split(run, last) if last < len(listed) else run
-            if first > 0:
-                self.table.split(part, first)
-            self._note_use(part, is_access)
-
-    def _note_use(self, run: CachedRun, is_access: bool) -> None:
-        """Mark a run as in use, and tell the policy of a hit.
-
-        A request may continue one chain's blocks with the equal copy of another chain's: then the run that it
-        hits before this one becomes the parent, since lookups find the latter behind it.
-        """
-        before = self._before
-        if is_access and before is not None and run.parent is not before and self._follows(run, before):
-            parent = run.parent
-            run.parent = before
-            before.num_children += 1
-            if parent is not None:
-                parent.num_children -= 1
-                self._unpark(parent)
-        self._before = run
-        if run.is_free:
-            run.is_free = False
-            self.num_ordered -= len(run.blocks)
-        run.is_open = False
-        if is_access:
-            run.num_hits += 1
-            try:
-                self.policy.hit(run)
-            except Exception as error:
-                self._replace("hit()", error)
-
-    def _follows(self, run: CachedRun, before: CachedRun) -> bool:
-        """Return True if a run's positions are directly after those of another, in a group with parents."""
-        if self.is_flat or run.group_id != before.group_id or not run.is_chained:
-            return False
-        return before.blocks[-1].num_key_tokens + run.block_size == run.blocks[0].num_key_tokens
-
-    def _place_listed(self, freed: list[KVCacheBlock]) -> None:
+    def place(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the blocks in this list that are free into queues; split runs where necessary."""
+        if self.failure is not None:
+            return
         index: i64 = 0
         num_blocks: i64 = len(freed)
         runs = self.table.runs
@@ -325,6 +211,139 @@ class PolicyHost(PolicyRunner):
             if first > 0:
                 self.table.split(run, first)
             self._free(run)
+
+    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
+        """Handle blocks that `unpin_blocks` has freed. Those without a key are at the back, too."""
+        self.place(freed)
+        if self.failure is not None:
+            return
+        for block in freed:
+            if block.key is None and block.ref_cnt == 0 and block.retention_id == 0:
+                self._adopt(block)
+
+    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle free blocks that were taken by a caller's choice, not the policy's."""
+        if self.failure is not None:
+            return
+        for block in blocks:
+            number = block.retention_id
+            if number > 0:
+                run = self.table.runs[number]
+                if run is not None and run.is_free:
+                    if run.blocks[-1] is not block:
+                        run = self.table.isolate(run, block)
+                    if run is not None:
+                        self._cut(run, 1)
+            block.retention_id = 0
+
+    def order_victims(self, num_blocks: int) -> None:
+        """Move the blocks that the policy evicts for an allocation to the front of the free queue.
+
+        They stay cached until they are taken. O(blocks moved).
+        """
+        if self.failure is not None:
+            return
+        missing: i64 = num_blocks - self._order._queue.num_free_blocks + self.num_ordered
+        while missing > 0:
+            run = self._choose()
+            if run is None:
+                return
+            num_cut: i64 = min(missing, len(run.blocks))
+            try:
+                self.policy.evicted(run, num_cut)
+            except Exception as error:
+                self._fail("evicted()", error)
+                return
+            self._move_to_front(run, num_cut)
+            self._cut(run, num_cut)
+            missing -= num_cut
+
+    def note_reset(self) -> None:
+        """Start the policy again, without runs: no block has content."""
+        if self.failure is not None:
+            return
+        for block in self._owner().blocks:
+            block.retention_id = 0
+        self.table = RunTable()
+        self.num_ordered = 0
+        self._start_policy()
+
+    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
+        self.note_taken(blocks)
+
+    def note_resized(self) -> None:
+        """Handle another number of blocks."""
+        self.capacity = self._owner().num_gpu_blocks - 1
+        self.policy.capacity = self.capacity
+
+    def unchain(self, group_id: GroupId) -> None:
+        """Note that hits of a group do not need all earlier blocks. O(runs)."""
+        self.unchained[group_id] = None
+        for run in self.table.list_runs():
+            if run.group_id == group_id:
+                run.is_chained = False
+                run.parent = None
+                run.num_children = 0
+                self._unpark(run)
+
+    # ---- steps of these calls ----------------------------------------------------------------------
+
+    def _note_stretch(self, blocks: list[KVCacheBlock], start: i64, end: i64, is_access: bool) -> None:
+        """Handle the blocks of one run, from list index `start` to `end`, that have got a reference."""
+        run = self.table.runs[blocks[start].retention_id]
+        assert run is not None
+        listed = run.blocks
+        if len(listed) == end - start:
+            self._note_use(run, is_access)
+            return
+        while start < end:
+            run = self.table.runs[blocks[start].retention_id]
+            assert run is not None
+            listed = run.blocks
+            first = self.table.find_position(run, blocks[start])
+            start += 1
+            if first < 0:
+                continue
+            last = first + 1
+            while start < end and last < len(listed) and listed[last] is blocks[start]:
+                last += 1
+                start += 1
+            part = self.table.split(run, last) if last < len(listed) else run
+            if first > 0:
+                self.table.split(part, first)
+            self._note_use(part, is_access)
+
+    def _note_use(self, run: CachedRun, is_access: bool) -> None:
+        """Mark a run as in use, and tell the policy of a hit.
+
+        A request may continue one chain's blocks with the equal copy of another chain's: then the run that it
+        hits before this one becomes the parent, since lookups find the latter behind it.
+        """
+        before = self._before
+        if is_access and before is not None and run.parent is not before and self._follows(run, before):
+            parent = run.parent
+            run.parent = before
+            before.num_children += 1
+            if parent is not None:
+                parent.num_children -= 1
+                self._unpark(parent)
+        self._before = run
+        if run.is_free:
+            run.is_free = False
+            self.num_ordered -= len(run.blocks)
+        run.is_open = False
+        if is_access:
+            run.num_hits += 1
+            try:
+                self.policy.hit(run)
+            except Exception as error:
+                self._fail("hit()", error)
+
+    def _follows(self, run: CachedRun, before: CachedRun) -> bool:
+        """Return True if a run's positions are directly after those of another, in a group with parents."""
+        if self.is_flat or run.group_id != before.group_id or not run.is_chained:
+            return False
+        return before.blocks[-1].num_key_tokens + run.block_size == run.blocks[0].num_key_tokens
 
     def _is_whole(self, freed: list[KVCacheBlock], start: i64, run: CachedRun) -> bool:
         """Return True if all blocks of a run are free, and are the next ones in this list, in any order."""
@@ -382,6 +401,62 @@ class PolicyHost(PolicyRunner):
                 parent = parent.parent
         self._call_cached(run)
 
+    def _free(self, run: CachedRun) -> None:
+        """Put a run whose blocks have become free into the queue that the policy names."""
+        run.is_free = True
+        run.is_open = False
+        self.num_ordered += len(run.blocks)
+        try:
+            index = self.policy.freed(run)
+            if not isinstance(index, int):
+                raise TypeError(f"it returned {index!r}")
+        except Exception as error:
+            self._fail("freed()", error)
+            return
+        if index == STAY:
+            if run.queue is None:
+                self._fail("freed() returned STAY for a run that is in no queue", None)
+            self._unpark(run)
+        elif 0 <= index < len(self._queues):
+            self._queues[index].append(run)
+        else:
+            self._fail(f"freed() returned queue {index}; {self._describe_queues()}", None)
+
+    def _adopt(self, block: KVCacheBlock) -> None:
+        """Make a run of a free block that is in none: it was cached by a call without a sequence."""
+        num_tokens: i32 = self._owner().hash_block_size
+        run = self.table.add([block], 0, num_tokens)
+        self._call_cached(run)
+        self._free(run)
+
+    def _call_cached(self, run: CachedRun) -> None:
+        try:
+            self.policy.cached(run)
+        except Exception as error:
+            self._fail("cached()", error)
+
+    def _unpark(self, run: CachedRun) -> None:
+        """Return a run to the front of its queue if it can be evicted now."""
+        if run.is_parked and run.is_free and run.num_children == 0 and run.queue is not None:
+            run.queue.prepend(run)
+
+    def _cut(self, run: CachedRun, num_blocks: i64) -> None:
+        """Remove the last blocks of a free run, whose blocks are no longer ordered."""
+        queue = run.queue
+        if queue is not None:
+            queue.num_blocks -= num_blocks
+        self.num_ordered -= num_blocks
+        blocks = run.blocks
+        while num_blocks > 0:  # faster than a slice
+            blocks.pop()
+            num_blocks -= 1
+        if blocks:
+            return
+        parent = run.parent
+        self.table.end(run)
+        if parent is not None:
+            self._unpark(parent)
+
     def _move_to_front(self, run: CachedRun, num_blocks: i64) -> None:
         """Move the last blocks of a run behind the free blocks without content, last one first."""
         blocks = run.blocks
@@ -395,12 +470,128 @@ class PolicyHost(PolicyRunner):
             block = blocks[position]
             block.retention_id = 0
             if last.next_free_block is not block:
-                self._order.move_chain_to_empty(first, last)
+                self._order.move_chain(first, last, EMPTY_BAND)
                 first = block
             last = block
             position -= 1
-        self._order.move_chain_to_empty(first, last)
+        self._order.move_chain(first, last, EMPTY_BAND)
 
-    def _count_free(self) -> i64:
-        queue = self._order._queue
-        return cast(i64, queue.num_free_blocks)
+    # ---- the policy --------------------------------------------------------------------------------
+
+    def _start_policy(self) -> None:
+        """Make a new policy with empty queues."""
+        try:
+            unchecked: Any = self.make_policy()
+        except Exception as error:
+            self._fail("its constructor", error)
+            return
+        made: Any = unchecked  # compiled code would read the class attributes of CachePolicy itself
+        if not isinstance(made, CachePolicy):
+            raise InvalidArgumentError(
+                f"the cache policy {self.name} is a {type(made).__name__}; derive it from CachePolicy"
+            )
+        policy: CachePolicy = made
+        num_queues = unchecked.num_queues
+        if not isinstance(num_queues, int) or not 1 <= num_queues <= MAX_QUEUES:
+            raise InvalidArgumentError(
+                f"num_queues of the cache policy {self.name} is {num_queues!r}; it is 1 to {MAX_QUEUES}"
+            )
+        self.reads_hints = unchecked.needs != ""
+        self._queues = [RunQueue(index) for index in range(num_queues)]
+        self._last_choice = 0
+        policy.queues = self._queues.copy()
+        policy.capacity = self.capacity
+        policy.clock = self._clock
+        self.policy = policy
+        try:
+            policy.start()
+        except Exception as error:
+            self._fail("start()", error)
+
+    def _choose(self) -> CachedRun | None:
+        """Return the run that the policy evicts from; None if the policy fails. A free run exists."""
+        queues = self._queues
+        while True:
+            queue = queues[self._last_choice]
+            if queue.end.after is queue.end and not self._has_front():
+                return self._find_parked()
+            try:
+                index = self.policy.choose()
+                if not isinstance(index, int):
+                    raise TypeError(f"it returned {index!r}")
+            except Exception as error:
+                self._fail("choose()", error)
+                return None
+            if index < 0 or index >= len(queues):
+                self._fail(f"choose() returned queue {index}; {self._describe_queues()}", None)
+                return None
+            self._last_choice = index
+            run = queues[index].first
+            if run is None:
+                self._fail(f"choose() returned queue {index}, which is empty", None)
+                return None
+            if run.is_free and (run.num_children == 0 or self._hand_over(run)):
+                return run
+            unlink(run)  # it stays counted in its queue
+            run.is_parked = True
+
+    def _has_front(self) -> bool:
+        """Return whether a queue's list has a run. O(queues)."""
+        for queue in self._queues:  # noqa: SIM110 (a loop compiles to C, a generator does not)
+            if queue.end.after is not queue.end:
+                return True
+        return False
+
+    def _hand_over(self, run: CachedRun) -> bool:
+        """Make a copy of a run's last block the parent of its children. Return False if none is cached.
+
+        Lookups find the children behind either copy, so the run may be evicted before them. O(runs) if there
+        is a copy, else O(1).
+        """
+        last = run.blocks[-1]
+        found: Any = self._owner().cached_block_hash_to_block._cache.get(last.key)
+        if not isinstance(found, dict):
+            return False
+        copies: list[KVCacheBlock] = list(found.values())
+        for block in copies:
+            if block is last:
+                continue
+            other = self.table.find_ending(block)
+            if other is None or not other.is_chained:
+                continue
+            for child in self.table.list_runs():
+                if child.parent is run:
+                    child.parent = other
+            other.num_children += run.num_children
+            run.num_children = 0
+            return True
+        return False
+
+    def _find_parked(self) -> CachedRun | None:
+        """Return a free run although it has children: all others are in use. O(runs)."""
+        for run in self.table.list_runs():
+            if run.is_free and run.queue is not None:
+                return run
+        self._fail("a free run is in no queue, so it is lost", None)
+        return None
+
+    def _describe_queues(self) -> str:
+        num_queues = len(self._queues)
+        return f"the policy has {num_queues} queue{'' if num_queues == 1 else 's'}, 0 to {num_queues - 1}"
+
+    def _fail(self, what: str, error: Exception | None) -> None:
+        """Stop using a broken policy, log its error, and keep it. A MemoryError is raised as it is."""
+        if isinstance(error, MemoryError):
+            raise error
+        if error is not None:
+            what = f"{what} raised {type(error).__name__}: {error}"
+        failure = CachePolicyError(
+            f"the cache policy {self.name} is broken: {what}. The pool is intact and goes on with LRU."
+        )
+        failure.__cause__ = error
+        import logging
+
+        logging.getLogger(__name__).error("%s", failure, exc_info=failure)
+        self.failure = failure
+        self.name = "lru"
+        self.policy = LRU()  # for the rest of this call

@@ -65,8 +65,9 @@ def find_policy(policy: Any) -> PolicyChoice:
         return PolicyChoice(policy, LRU, False)
     place, separator, name = policy.rpartition(":")
     if separator:
-        module = load_file(place, policy) if place.endswith(".py") else load_module(place, policy)
-        return PolicyChoice(policy, find_class(module, name, policy), False)
+        if place.endswith(".py"):
+            return read_policy_text(policy, read_file(place, policy))
+        return PolicyChoice(policy, find_class(load_module(place, policy), name, policy), False)
     if policy in list_policies():
         module = load_module(f"{POLICY_FOLDER}.{policy}", policy)
         for made in vars(module).values():
@@ -115,11 +116,6 @@ def load_module(name: str, policy: str) -> Any:
         return importlib.import_module(name)
     except Exception as error:
         refuse(policy, f"importing {name} raised {type(error).__name__}: {error}", error)
-
-
-def load_file(path: str, policy: str) -> Any:
-    """Run a file as a module, or raise InvalidArgumentError."""
-    return load_text(read_file(path, policy), path, policy)
 
 
 def read_file(path: str, policy: str) -> str:

@@ -797,8 +797,6 @@ class BlockPoolCore(PoolState):
             self.holds.clock,
             choice.is_flat,
         )
-        host.is_stale = True
-        self.eviction_order.open()
         self._band_policy = host
         self._policy_host = host
 

@@ -31,8 +31,6 @@ def repair_pool(pool: PoolState, referenced: list[KVCacheBlock]) -> None:
         block.next_free_block = None
     pool.eviction_order.relink(free)
     set_blocks(pool, pool.blocks)
-    if pool._policy_host is not None:
-        pool._policy_host.note_resized()
     forget_all(pool)
     if pool.free_index is not None:
         pool.free_index.rebuild_from(pool)

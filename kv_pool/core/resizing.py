@@ -23,8 +23,6 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
         block.owner = pool.block_owner
     pool.free_block_queue.prepend_n(added)
     set_blocks(pool, pool.blocks + tuple(added))
-    if pool._policy_host is not None:
-        pool._policy_host.note_resized()
     pool.is_changing = False
 
 
@@ -53,8 +51,6 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
         evict(pool, block)
         pool.free_block_queue.remove(block)
         block.generation += 1
-    if pool._policy_host is not None:
-        pool._policy_host.note_taken(removed)
     pool._last_found = pool.null_block
     set_blocks(pool, pool.blocks[:num_left])
     if pool._band_policy is not None:
@@ -73,3 +69,5 @@ def set_blocks(pool: PoolState, blocks: tuple[KVCacheBlock, ...]) -> None:
         pool.free_index.resize(num_blocks)
     if pool._live_curve is not None:
         pool._live_curve.note_resized(num_blocks - 1)
+    if pool._policy_host is not None:
+        pool._policy_host.note_resized()

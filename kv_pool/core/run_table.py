@@ -142,20 +142,15 @@ class RunTable:
             blocks.pop()
 
     def end(self, run: CachedRun) -> None:
-        """Remove a run without blocks. Its parent, if any, has one child less."""
-        parent = run.parent
-        if parent is not None:
-            parent.num_children -= 1
-        self.forget(run)
-
-    def forget(self, run: CachedRun) -> None:
-        """Remove a run without blocks from its queue and from the table."""
-        number: int = run.number
+        """Remove a run without blocks from its queue and from the table. Its parent has one child less."""
+        if run.parent is not None:
+            run.parent.num_children -= 1
         unlink(run)
         run.queue = None
         run.is_parked = False
-        run.number = 0
         run.parent = None
+        number: int = run.number
+        run.number = 0
         self.runs[number] = None
         self._unused.append(number)
 

@@ -744,8 +744,6 @@ class KVCacheManager(ManagerState):
                         (place for place, block in enumerate(table.blocks) if not block.is_null), num_blocks
                     )
         self._caching.begin_step()
-        if self.retention is not None:
-            self.retention.recount()
         for host in self.list_hosts():
             host.repair_host()
         # Last, since it clears the flag.

@@ -74,13 +74,13 @@ class ReturnRate(CachePolicy):
         """Note the returns of evicted runs whose blocks a new run has. One lookup for each, and one more."""
         evicted = self.evictions
         position = 0
-        while position < run.num_blocks and evicted.pop(run.blocks[position].key):
-            stamp, kind = evicted.found_stamp, evicted.found_kind
-            num_back = min(evicted.found_blocks, run.num_blocks - position)
-            self.returns.leave(stamp, kind, evicted.found_blocks - num_back, True)
-            count = self.note_return(stamp, kind, run.value - evicted.found_time, num_back, False)
+        while position < run.num_blocks and (found := evicted.pop(run.blocks[position].key)) is not None:
+            stamp, time, kind, num_blocks = found
+            num_back = min(num_blocks, run.num_blocks - position)
+            self.returns.leave(stamp, kind, num_blocks - num_back, True)
+            count = self.note_return(stamp, kind, run.value - time, num_back, False)
             if stamp > self.early_stamp:
-                self.num_early -= evicted.found_blocks
+                self.num_early -= num_blocks
             run.count = count if position == 0 else run.count
             position += num_back
 
@@ -142,12 +142,13 @@ class ReturnRate(CachePolicy):
 
     def evicted(self, run: CachedRun, num_blocks: int) -> None:
         key, evicted, num_new = run.get_tail_key(num_blocks), self.evictions, num_blocks
-        is_same = run is self.cut_run and evicted.pop(self.cut_key)
+        cut = evicted.pop(self.cut_key) if run is self.cut_run else None
         self.cut_run, self.cut_key = run, key
-        num_blocks += evicted.found_blocks if is_same else 0
+        num_blocks += 0 if cut is None else cut[3]
         self.returns.note_evicted(run.stamp, num_new)
         if run.stamp > self.early_stamp:
             self.num_early += num_new
             self.sum_early += num_new
-        if evicted.add(key, run.stamp, run.value, run.count, num_blocks):
-            self.returns.leave(evicted.found_stamp, evicted.found_kind, evicted.found_blocks, True)
+        forgotten = evicted.add(key, run.stamp, run.value, run.count, num_blocks)
+        if forgotten is not None:
+            self.returns.leave(forgotten[0], forgotten[2], forgotten[3], True)

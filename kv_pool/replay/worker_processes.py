@@ -194,7 +194,7 @@ def work(pipe: Connection) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
-    logging.getLogger("kv_pool.core.policy_runner").setLevel(logging.CRITICAL)  # the replay raises the error
+    logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
     calls: SimpleQueue[_Call] = SimpleQueue()
     try:
         start_thread(_NAME, _receive, pipe, calls)

@@ -11,10 +11,6 @@ def make_key(number):
     return number.to_bytes(16, "big") + bytes(4)
 
 
-def read_found(runs):
-    return runs.found_stamp, runs.found_time, runs.found_kind, runs.found_blocks
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_are_found_until_they_are_removed(seed):
     rng = random.Random(seed)
@@ -25,15 +21,15 @@ def test_runs_are_found_until_they_are_removed(seed):
         key = make_key(rng.randrange(80))
         if rng.random() < 0.5:
             expected = model.pop(key, None)
-            assert runs.pop(key) == (expected is not None)
-            assert expected is None or read_found(runs) == expected
+            assert runs.pop(key) == expected
             continue
         if key in model:
             continue
         value = (stamp, stamp / 2, stamp % 8, rng.randrange(1, 9))
-        if runs.add(key, *value):
+        forgotten = runs.add(key, *value)
+        if forgotten is not None:
             num_removed += 1
-            removed = [other for other, known in model.items() if known == read_found(runs)]
+            removed = [other for other, known in model.items() if known == forgotten]
             assert len(removed) == 1
             del model[removed[0]]
         model[key] = value
@@ -45,8 +41,7 @@ def test_a_full_set_forgets_the_run_that_was_freed_first():
     runs = EvictedRuns(NUM_WAYS)
     for stamp in (3, 1, 4, 2):
         assert not runs.add(make_key(stamp), stamp, 0.0, 0, 1)
-    assert runs.add(make_key(5), 5, 0.0, 0, 1)
-    assert runs.found_stamp == 1
+    assert runs.add(make_key(5), 5, 0.0, 0, 1) == (1, 0.0, 0, 1)
 
 
 @pytest.mark.parametrize("num_runs", [3_000, 10_000, 30_000])
@@ -54,4 +49,6 @@ def test_an_evicted_run_takes_at_most_32_bytes(num_runs):
     runs = EvictedRuns(num_runs)
     num_places = runs.num_sets * NUM_WAYS
     assert num_runs <= num_places < 2 * num_runs
-    assert runs.num_bytes / num_places <= 32
+    tables = (runs.keys, runs.stamps, runs.times, runs.sizes)
+    num_bytes = len(runs.kinds) + sum(len(one) * one.itemsize for one in tables)
+    assert num_bytes / num_places <= 32

@@ -51,12 +51,3 @@ def test_ghosts_equal_a_slow_model(seed):
         assert getattr(ghosts, call)(*arguments) == getattr(slow, call)(*arguments)
         assert (key in ghosts) == (key in slow.sizes)
         assert (len(ghosts), ghosts.num_blocks) == (len(slow.sizes), sum(slow.sizes.values()))
-
-
-def test_removed_ghosts_take_no_memory():
-    ghosts = Ghosts(100)
-    for number in range(10_000):
-        ghosts.add(number, 1)
-        if number % 3:
-            ghosts.pop(number)
-    assert len(ghosts._keys) <= 2 * 100 + 64

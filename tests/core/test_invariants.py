@@ -156,10 +156,6 @@ def mix_up_two_bands(pool):
     ends[1], ends[EMPTY_BAND] = ends[EMPTY_BAND], ends[1]
 
 
-def list_a_band_without_an_end(pool):
-    open_two_bands(pool)._bands.append(2)
-
-
 def carry_an_unmapped_secondary_key(pool):
     pool.cached_block_hashes_by_block[1] = {b"x": None}
 
@@ -194,7 +190,6 @@ def carry_an_unmapped_secondary_key(pool):
         (lose_the_end_of_a_band, "P8"),
         (forget_the_end_of_a_band, "P8"),
         (mix_up_two_bands, "P8"),
-        (list_a_band_without_an_end, "P8"),
         (carry_an_unmapped_secondary_key, "P2"),
         (leave_an_empty_entry, "H1"),
         (map_under_a_wrong_id, "H1"),

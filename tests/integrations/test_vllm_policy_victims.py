@@ -81,7 +81,6 @@ def watch_scheduler(settings, requests, level, folder):
     with rebound(LEVELS[level]()):
         scheduler = make_scheduler(config, [group], num_blocks=NUM_BLOCKS + 1, block_size=BLOCK_SIZE)
     pool = scheduler.kv_cache_manager.block_pool
-    pool.policy_host.rebuild()  # starts the policy now, not in the first call
     pool.policy_host.policy.clock = now.read
     for request in requests:
         now.move(request)

@@ -137,7 +137,7 @@ def check_pinned(node):
         for key in node.pinned_keys:
             if cached.get_one_block(key) is None:
                 raise AssertionError(f"{node.name}: a pinned block was evicted by {node.last_operation}")
-    pinned = node.retention._pins.blocks
+    pinned = node.retention._placed.pinned
     node.pinned_keys = [block.block_hash for block in pinned if block.block_hash is not None]
 
 

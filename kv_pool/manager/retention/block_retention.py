@@ -6,20 +6,36 @@ from typing import NoReturn, SupportsIndex
 from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_copy, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
-from kv_pool.core.deadlines import NEVER, Deadlines
+from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
-from kv_pool.manager.retention.claim_records import ClaimRecords, Record
+from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.placed_claims import PinLedger, PlacedClaims
+from kv_pool.manager.retention.placed_claims import PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
 from kv_pool.manager.retention.segments import cut_into_segments, find_cached, find_in_tables
-from kv_pool.manager.retention.sessions import Session, Sessions
+
+
+class Session(TimedItem):
+    """A conversation between two turns, and the blocks that are kept for the next turn.
+
+    Attributes:
+        claim: the session's claim on each of the blocks.
+        changes_at: when the session ends.
+    """
+
+    __slots__ = ("blocks", "claim", "session_id")
+
+    def __init__(self, session_id: str, until: float, priority: int, blocks: list[KVCacheBlock]) -> None:
+        super().__init__(until)
+        self.session_id: str = session_id
+        self.claim: Claim = Claim(priority, NEVER, until, True)
+        self.blocks: list[KVCacheBlock] = blocks
 
 
 class BlockRetention:
@@ -54,6 +70,9 @@ class BlockRetention:
             requests may still pin.
         max_sessions: maximum number of sessions; one more ends the session with the earliest deadline.
 
+    Attributes:
+        max_pinned_blocks, max_sessions: as the arguments.
+
     Memory is bounded by the number of blocks, of sessions, and of requests with directives that hold blocks
     or wait. Not thread-safe: use it from the thread that uses the pool.
     """
@@ -79,19 +98,20 @@ class BlockRetention:
             )
         self.block_pool: BlockPoolCore = block_pool
         self._clock: Callable[[], float] = clock
-        self._sessions: Sessions = Sessions(max_sessions)
-        self._placed: PlacedClaims = PlacedClaims(block_pool, clock, max_pinned_blocks)
+        self.max_pinned_blocks: int = max_pinned_blocks
+        self.max_sessions: int = max_sessions
+        self._sessions: dict[str, Session] = {}
+        self._placed: PlacedClaims = PlacedClaims(block_pool, clock)
         self._records: ClaimRecords = self._placed.records
         self._deadlines: Deadlines = self._placed.deadlines
-        self._pins: PinLedger = self._placed.pins
-        self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size, self._pins)
+        self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size)
         self._tables: dict[RequestId, list[BlockTable]] = {}
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
         return (
-            f"<BlockRetention: {self.num_retained} blocks retained, {self._pins.count()} of "
-            f"{self._pins.max_pinned_blocks} pins, {len(self._sessions.by_id)} sessions>"
+            f"<BlockRetention: {self.num_retained} blocks retained, {self._count_pins()} of "
+            f"{self.max_pinned_blocks} pins, {len(self._sessions)} sessions>"
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -102,11 +122,7 @@ class BlockRetention:
     @property
     def is_active(self) -> bool:
         """True if there are claims, directives or sessions."""
-        return (
-            self._records.num_blocks > 0
-            or len(self._directives.by_request) > 0
-            or len(self._sessions.by_id) > 0
-        )
+        return not self._records.is_empty or len(self._directives.by_request) > 0 or len(self._sessions) > 0
 
     @property
     def holds_blocks(self) -> bool:
@@ -127,26 +143,16 @@ class BlockRetention:
         return self._placed.count_held()
 
     @property
-    def max_pinned_blocks(self) -> int:
-        """Maximum number of pins."""
-        return self._pins.max_pinned_blocks
-
-    @property
     def num_pins(self) -> int:
         """Pins that count against `max_pinned_blocks`: pinned blocks, free or in use, and promised ones."""
         self.expire()
-        return self._pins.count()
-
-    @property
-    def max_sessions(self) -> int:
-        """Maximum number of sessions."""
-        return self._sessions.max_sessions
+        return self._count_pins()
 
     @property
     def num_sessions(self) -> int:
         """Number of sessions that are kept."""
         self.expire()
-        return len(self._sessions.by_id)
+        return len(self._sessions)
 
     def set_directives(self, request_id: RequestId, directives: Sequence[RetentionDirective]) -> None:
         """Set the directives for the blocks of this request, replacing any earlier ones.
@@ -168,7 +174,7 @@ class BlockRetention:
         if pins:
             self.expire()
             num_pins = sum([high - low for _, low, high in pins])
-            self._placed.check_pins(num_pins, self._directives.count_promised(request_id))
+            self._check_pins(num_pins, len(self._directives.promised.get(request_id, ())))
         self.block_pool.is_changing = True
         self._directives.set(request_id, ranges, pins)
         self.block_pool.is_changing = False
@@ -199,8 +205,9 @@ class BlockRetention:
         ]
         pool = self.block_pool
         num_hashed = len(request.block_hashes) * pool.hash_block_size
-        changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
-        pinned: set[KVCacheBlock] = set()
+        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        changed: dict[KVCacheBlock, None] = {}  # a block may be found under several keys
+        num_pinned = 0
         for group_id, block_size in enumerate(self._directives.block_sizes):
             if block_size == 0:
                 continue
@@ -209,15 +216,21 @@ class BlockRetention:
                     continue
                 start, end = low * block_size, high * block_size
                 found = find_cached(pool, request, GroupId(group_id), block_size, start, end)
-                self._list_changes(found, NO_CLAIMS if claims is NOTHING.alone else claims, changes)
+                found = [block for block in found if block not in changed]
+                changed.update(dict.fromkeys(found))
                 if is_pin(claims):
-                    pinned.update(found)
-        if pinned:
-            self._placed.check_pins(len(pinned), sum([self._records.is_pinned(block) for block in changes]))
+                    num_pinned += len(found)
+                directed = NO_CLAIMS if claims is NOTHING.alone else claims
+                for stretch in cut_by_number(found):
+                    old = self._records.get_claims(stretch[0])
+                    sessions = [claim for claim in old if claim.is_session]
+                    changes.append((stretch, (*sessions, *directed) if sessions else directed))
+        if num_pinned:
+            self._check_pins(num_pinned, sum([self._records.is_pinned(block) for block in changed]))
         pool.is_changing = True
-        self._placed.change(list(changes), list(changes.values()), True)
+        self._placed.change(changes, True)
         pool.is_changing = False
-        return len(changes)
+        return len(changed)
 
     def keep_session(
         self, session_id: str, request: SchedulableRequest, until: float, priority: int = MAX_PRIORITY
@@ -263,13 +276,18 @@ class BlockRetention:
         if is_in_use:
             self._placed.add(blocks, session.claim.alone, now)
         else:
-            self._placed.change(blocks, session.list_claims(self._records, now), False)
-        if blocks or session_id in self._sessions.by_id:
-            one_too_many = self._sessions.find_one_to_end(session_id)
-            if one_too_many is not None:
-                self._end_session(one_too_many)
+            changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+            for stretch in cut_by_number(blocks):
+                claims = self._records.get_claims(stretch[0])
+                left = [claim for claim in claims if claim.until > now]
+                changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
+            self._placed.change(changes, False)
+        if session_id in self._sessions:
+            self._end_session(session_id)
+        elif blocks and len(self._sessions) >= self.max_sessions:
+            self._end_session(self._find_next_to_end())
         if blocks:
-            self._sessions.by_id[session_id] = session
+            self._sessions[session_id] = session
             self._deadlines.push(session)
         self.block_pool.is_changing = False
         return len(blocks)
@@ -284,7 +302,7 @@ class BlockRetention:
             refuse_type("session_id", session_id, "str")
         self._check_whole()
         self.expire()
-        if session_id not in self._sessions.by_id:
+        if session_id not in self._sessions:
             return False
         self.block_pool.is_changing = True
         self._end_session(session_id)
@@ -294,14 +312,15 @@ class BlockRetention:
     def list_sessions(self) -> list[tuple[str, float]]:
         """Return the sessions with their deadlines; the next to end comes first."""
         self.expire()
-        return self._sessions.list_deadlines()
+        sessions = [(one.changes_at, place, one) for place, one in enumerate(self._sessions.values())]
+        return [(session.session_id, until) for until, _, session in sorted(sessions)]
 
     def set_priority(self, blocks: list[KVCacheBlock], priority: int) -> None:
         """Set the priority that cached blocks in use get when they become free; skips other blocks.
 
         A block with a higher priority keeps it. O(len(blocks)).
         """
-        blocks = as_list_of("blocks", blocks, KVCacheBlock)
+        blocks = list(dict.fromkeys(as_list_of("blocks", blocks, KVCacheBlock)))
         if not isinstance(priority, int):
             priority = as_int("priority", priority)
         claim = self._directives.make_claim(RetentionDirective(priority=priority))
@@ -325,9 +344,9 @@ class BlockRetention:
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """End the session of a request that has just got its first blocks, hits included."""
-        if self._sessions.by_id:
+        if self._sessions:
             session_id: str | None = getattr(request, "session_id", None)
-            if session_id is not None and session_id in self._sessions.by_id:
+            if session_id is not None and session_id in self._sessions:
                 self._end_session(session_id)
 
     def expire(self) -> None:
@@ -340,7 +359,7 @@ class BlockRetention:
         pool.is_changing = True
         while ending is not None:
             if isinstance(ending, Session):
-                self._sessions.pop(ending.session_id)
+                self._sessions.pop(ending.session_id, None)
                 ending.changes_at = NEVER
             else:
                 assert isinstance(ending, Record)
@@ -350,7 +369,7 @@ class BlockRetention:
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Release pins of these blocks, to which a request has just taken references; their claims stay."""
-        self._placed.note_taken(blocks)
+        self._placed.release(blocks)
 
     def label_table(
         self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
@@ -369,9 +388,8 @@ class BlockRetention:
             if not is_pin(claims):
                 self._placed.add(labelled, claims)
                 continue
-            promised = self._directives.list_promised(request_id, group_id, first + low, labelled)
+            promised = self._directives.take_promised(request_id, group_id, first + low, labelled)
             self._placed.add(promised, claims)
-            self._directives.end_promises(request_id, group_id, first + low, labelled)
 
     def will_pin(self, request_id: RequestId, group_id: GroupId, index: int, block: KVCacheBlock) -> bool:
         """Return True if the block would be pinned, not free, if its last holder, this request, freed it now.
@@ -392,12 +410,12 @@ class BlockRetention:
         Cost: O(pins).
         """
         self.expire()
-        lasting = {block for block in self._pins.blocks if _is_lasting(self._records.get_claims(block))}
-        for other_id, directed in self._directives.by_request.items():
+        lasting = {block for block in self._placed.pinned if _is_lasting(self._records.get_claims(block))}
+        for other_id, promised in self._directives.promised.items():
             tables = self._tables.get(other_id)
             if tables is None or other_id == request_id:
                 continue
-            for group_id, index in directed.promised:
+            for group_id, index in promised:
                 blocks = tables[group_id].blocks
                 if index < len(blocks) and blocks[index].key is not None:
                     for _, _, claims in self._directives.cut(other_id, group_id, index, 1):
@@ -421,49 +439,50 @@ class BlockRetention:
         self._check_whole()
         self.expire()
         self.block_pool.is_changing = True
+        for session in self._sessions.values():
+            session.changes_at = NEVER
         self._sessions.clear()
         self._placed.drop_all()
         self.block_pool.is_changing = False
 
-    def recount(self) -> None:
-        """Count again the pins that directives promise, after a repair of the pool has ended all claims."""
-        self._directives.recount()
-
     # ---- claims ------------------------------------------------------------------------------------
-
-    def _list_changes(
-        self,
-        blocks: list[KVCacheBlock],
-        claims: tuple[Claim, ...],
-        changes: dict[KVCacheBlock, tuple[Claim, ...]],
-    ) -> None:
-        """Add the new claims of cached blocks: those of their sessions, and these of directives."""
-        by_number: dict[int, tuple[Claim, ...]] = {}
-        for block in blocks:
-            new_claims = by_number.get(block.retention_id)
-            if new_claims is None:
-                sessions = [claim for claim in self._records.get_claims(block) if claim.is_session]
-                new_claims = (*sessions, *claims) if sessions else claims
-                by_number[block.retention_id] = new_claims
-            changes[block] = new_claims
 
     def _end_session(self, session_id: str) -> None:
         """Implement `end_session`, as part of a larger call."""
         session = self._sessions.pop(session_id)
-        assert session is not None
-        blocks: list[KVCacheBlock] = []
-        new_claims: list[tuple[Claim, ...]] = []
-        before: tuple[Claim, ...] = NO_CLAIMS
-        after: tuple[Claim, ...] = NO_CLAIMS
-        for block in session.blocks:
-            claims = self._records.get_claims(block)
-            if claims is not before:
-                before = claims
-                after = tuple([claim for claim in claims if claim is not session.claim])
-            if len(after) < len(claims):
-                blocks.append(block)
-                new_claims.append(after)
-        self._placed.change(blocks, new_claims, False)
+        session.changes_at = NEVER
+        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        for stretch in cut_by_number(session.blocks, True):
+            claims = self._records.get_claims(stretch[0])
+            left = tuple([claim for claim in claims if claim is not session.claim])
+            if len(left) < len(claims):
+                changes.append((stretch, left))
+        self._placed.change(changes, False)
+
+    def _find_next_to_end(self) -> str:
+        """Return the session with the earliest deadline. O(sessions)."""
+        first: Session | None = None
+        for session in self._sessions.values():
+            if first is None or session.changes_at < first.changes_at:
+                first = session
+        assert first is not None
+        return first.session_id
+
+    def _count_pins(self) -> int:
+        """Return the number of pinned and promised blocks. O(requests with promised pins)."""
+        return len(self._placed.pinned) + self._directives.count_promised()
+
+    def _check_pins(self, num_new: int, num_replaced: int) -> None:
+        """Raise PinLimitError if `num_new` pins in place of `num_replaced` would exceed the limit."""
+        if self._count_pins() - num_replaced + num_new > self.max_pinned_blocks:
+            self._placed.drop_evicted()
+        num_others = self._count_pins() - num_replaced
+        if num_others + num_new > self.max_pinned_blocks:
+            raise PinLimitError(
+                f"{num_new} blocks would be pinned, and {num_others} others are or may become pinned; the "
+                f"limit is {self.max_pinned_blocks}. Pin less, remove pins with change_directives(), or "
+                "raise max_pinned_blocks."
+            )
 
     def _check_whole(self) -> None:
         if self.block_pool.is_changing:

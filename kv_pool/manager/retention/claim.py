@@ -102,3 +102,19 @@ def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[C
         if claim.find_end(freed_at) <= now:
             return tuple(claim for claim in claims if claim.find_end(freed_at) > now)
     return claims
+
+
+def is_lasting(claims: tuple[Claim, ...]) -> bool:
+    """Return True if no claim ends before the blocks lose their content."""
+    for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
+        if claim.is_session or claim.duration_s != inf:
+            return False
+    return True
+
+
+def find_strength(claims: tuple[Claim, ...]) -> int:
+    """Return the strength of the strongest claim, or EXPIRED."""
+    strength = EXPIRED
+    for claim in claims:
+        strength = max(strength, claim.strength)
+    return strength

@@ -4,7 +4,7 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, TimedItem
-from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claims
+from kv_pool.manager.retention.claim import NO_CLAIMS, PINNED, Claim, find_strength, is_lasting
 
 
 class Record(TimedItem):
@@ -34,15 +34,10 @@ class Record(TimedItem):
     )
 
     def __init__(self, claims: tuple[Claim, ...]) -> None:
-        strength = EXPIRED
-        is_lasting = True
-        for claim in claims:
-            strength = max(strength, claim.strength)
-            is_lasting = is_lasting and not claim.is_session and claim.duration_s == NEVER
         super().__init__(NEVER)
         self.claims: tuple[Claim, ...] = claims
-        self.strength: int = strength
-        self.is_lasting: bool = is_lasting
+        self.strength: int = find_strength(claims)
+        self.is_lasting: bool = is_lasting(claims)
         self.is_shared: bool = True
         self.freed_at: float = 0.0
         self.blocks: list[KVCacheBlock] = []
@@ -71,16 +66,17 @@ class ClaimRecords:
     A block stores its number in `retention_id`: a reference would make it part of a cycle, and a dict entry
     would be slower to read. 0: no claims. Below 0: the claims are void, because they were on the
     content that the block had before it got another hash.
-
-    Attributes:
-        num_blocks: number of blocks with a number, void or not.
     """
 
     def __init__(self) -> None:
         self._records: list[Record | None] = [None]
         self._unused: list[int] = []
         self._shared: dict[tuple[Claim, ...], Record] = {}
-        self.num_blocks: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block has a number."""
+        return len(self._records) == len(self._unused) + 1
 
     def list_records(self) -> list[Record]:
         """Return the records that blocks refer to."""
@@ -115,11 +111,10 @@ class ClaimRecords:
         return record
 
     def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
-        """Assign blocks that became free together at `freed_at` to a new record of their own."""
+        """Return a new record for blocks that became free together at `freed_at`, to be assigned next."""
         record = Record(claims)
         record.be_about(blocks, freed_at)
         self._add(record)
-        self.put_all(blocks, record)
         return record
 
     def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
@@ -134,56 +129,21 @@ class ClaimRecords:
         record.be_about(blocks, freed_at)
         return True
 
-    def put_all(self, blocks: list[KVCacheBlock], record: Record) -> None:
-        """Replace the claims on blocks; fast if consecutive blocks have equal claims."""
-        new_id: i32 = record.retention_id
-        last_id: i32 = 0
-        old: Record | None = None
-        num_put: i64 = 0
-        for block in blocks:
-            old_id = block.retention_id
-            if old_id == new_id:
+    def put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
+        """Replace the claims on distinct blocks, void or not, by those of a record; None removes them."""
+        new_id: i32 = 0 if record is None else record.retention_id
+        for stretch in cut_by_number(blocks):
+            if stretch[0].retention_id == new_id:
                 continue
-            if old_id != last_id:
-                if num_put > 0:
-                    self.note_put(record, old, num_put)
-                last_id = old_id
-                old = self.find(block)
-                num_put = 0
-            block.retention_id = new_id
-            num_put += 1
-        if num_put > 0:
-            self.note_put(record, old, num_put)
-
-    def note_put(self, record: Record, old: Record | None, num_blocks: i64) -> None:
-        """Count blocks that moved to this record from the old one, or from none."""
-        record.num_blocks += num_blocks
-        if old is None:
-            self.num_blocks += num_blocks
-        else:
-            self._drop_count(old, num_blocks)
-
-    def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Remove the claims from blocks, void or not; fast if consecutive blocks have equal claims."""
-        last_id: i32 = 0
-        old: Record | None = None
-        num_dropped: i64 = 0
-        for block in blocks:
-            old_id = block.retention_id
-            if old_id == 0:
-                continue
-            if old_id != last_id:
-                if old is not None:
-                    self._drop_count(old, num_dropped)
-                    self.num_blocks -= num_dropped
-                last_id = old_id
-                old = self.find(block)
-                num_dropped = 0
-            num_dropped += 1
-            block.retention_id = 0
-        if old is not None:
-            self._drop_count(old, num_dropped)
-            self.num_blocks -= num_dropped
+            old = self.find(stretch[0])
+            for block in stretch:
+                block.retention_id = new_id
+            if record is not None:
+                record.num_blocks += len(stretch)
+            if old is not None:
+                old.num_blocks -= len(stretch)
+                if old.num_blocks == 0:
+                    self._remove(old)
 
     def drop_all(self, blocks: tuple[KVCacheBlock, ...]) -> None:
         """Remove all claims. `blocks` must be all blocks of the pool."""
@@ -194,7 +154,6 @@ class ClaimRecords:
         self._records = [None]
         self._unused = []
         self._shared = {}
-        self.num_blocks = 0
 
     def _add(self, record: Record) -> None:
         if self._unused:
@@ -204,60 +163,34 @@ class ClaimRecords:
             record.retention_id = len(self._records)
             self._records.append(record)
 
-    def _drop_count(self, record: Record, num_blocks: i64) -> None:
-        record.num_blocks -= num_blocks
-        if record.num_blocks == 0:
-            if record.is_shared:
-                del self._shared[record.claims]
-            record.changes_at = NEVER
-            record.blocks = []
-            self._records[record.retention_id] = None
-            self._unused.append(record.retention_id)
+    def _remove(self, record: Record) -> None:
+        if record.is_shared:
+            del self._shared[record.claims]
+        record.changes_at = NEVER
+        record.blocks = []
+        self._records[record.retention_id] = None
+        self._unused.append(record.retention_id)
 
 
-class AddedClaims:
-    """A session's claim, or directives' claims, to add to blocks in use.
+def cut_by_number(blocks: list[KVCacheBlock], skips_empty: bool = False) -> list[list[KVCacheBlock]]:
+    """Return the stretches of consecutive blocks that have the same number.
 
-    Fast if consecutive blocks have equal claims. Separate from the loop over the blocks, to keep that loop
-    short and fast.
-
-    Attributes:
-        any_pins: True if a block got a pin, or a record with one.
+    Args:
+        skips_empty: leave out the blocks without content.
     """
-
-    def __init__(self, records: ClaimRecords, claims: tuple[Claim, ...], now: float) -> None:
-        self._records: ClaimRecords = records
-        self._claims: tuple[Claim, ...] = claims
-        self._now: float = now
-        self._old: Record | None = None
-        self._record: Record | None = None
-        self.any_pins: bool = False
-
-    def begin(self, block: KVCacheBlock) -> i32:
-        """Return the new number for this block and the following blocks with its number."""
-        records = self._records
-        self._old = records.find(block)
-        claims_before = records.get_claims(block)
-        claims = claims_before
-        for old in claims_before:
-            if old.until <= self._now:
-                claims = tuple([claim for claim in claims_before if claim.until > self._now])
-                break
-        first = self._claims[0]
-        if first.is_session:
-            claims = (*claims, first) if claims else first.alone
-        else:
-            claims = add_claims(claims, self._claims)
-        if claims is claims_before:
-            self._record = None
-            return block.retention_id
-        record = records.share(claims)
-        self._record = record
-        self.any_pins = self.any_pins or record.strength == PINNED
-        return record.retention_id
-
-    def end(self, num_put: i64) -> None:
-        """Count the blocks of a stretch that have got the new number."""
-        if self._record is not None:
-            self._records.note_put(self._record, self._old, num_put)
-            self._record = None
+    stretches: list[list[KVCacheBlock]] = []
+    number: i32 = 0
+    start: i64 = -1  # of the open stretch; -1 if none is open
+    for index, block in enumerate(blocks):
+        is_skipped = skips_empty and block.key is None
+        if start >= 0 and (is_skipped or block.retention_id != number):
+            stretches.append(blocks[start:index])
+            start = -1
+        if start < 0 and not is_skipped:
+            start = index
+            number = block.retention_id
+    if start == 0:
+        stretches.append(blocks)
+    elif start > 0:
+        stretches.append(blocks[start:])
+    return stretches

@@ -2,7 +2,7 @@
 
     R1  a free block that carries a hash and claims is in the band of its strongest claim
     R2  a block's number is that of a record, negative if the claims are void;  a record counts the blocks
-        with its number, and has claims;  |blocks with a number| is the sum of the records' counts
+        with its number, and has claims
     R3  a block has a pin among its claims  <=>  it is among the pinned blocks;  a pinned block is not free
     R4  a block is held as pinned  =>  it has a pin among its claims
     R5  num_pins <= max_pinned_blocks
@@ -19,9 +19,9 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.retention.claim import is_pin
+from kv_pool.manager.retention.claim import find_strength, is_pin
 from kv_pool.manager.retention.claim_records import Record
-from kv_pool.manager.retention.placed_claims import find_band, find_strength
+from kv_pool.manager.retention.placed_claims import find_band
 
 
 def check_retention(retention: BlockRetention) -> None:
@@ -32,7 +32,7 @@ def check_retention(retention: BlockRetention) -> None:
     counts = _check_records(retention)
     _check_pins(retention)
     _check_deadlines(retention, list(counts), now)
-    if len(retention._sessions.by_id) > retention.max_sessions:
+    if len(retention._sessions) > retention.max_sessions:
         raise CorruptedPoolError(f"R7: {retention.num_sessions} sessions, limit {retention.max_sessions}")
 
 
@@ -59,10 +59,6 @@ def _check_records(retention: BlockRetention) -> Counter[Record]:
                     f"R2: block {block.block_id} has number {block.retention_id}, which belongs to {record!r}"
                 )
             counts[record] += 1
-    if counts.total() != retention._records.num_blocks:
-        raise CorruptedPoolError(
-            f"R2: {counts.total()} blocks have claims, but {retention._records.num_blocks} are counted"
-        )
     for record in retention._records.list_records():
         if record.num_blocks != counts[record]:
             raise CorruptedPoolError(f"R2: a record of {counts[record]} blocks counts {record.num_blocks}")
@@ -71,9 +67,8 @@ def _check_records(retention: BlockRetention) -> Counter[Record]:
 
 def _check_pins(retention: BlockRetention) -> None:
     """Verify R3, R4 and R5."""
-    pins = retention._pins
     pinned = {block for block in retention.block_pool.blocks if is_pin(retention._records.get_claims(block))}
-    noted = {block for block in pins.blocks if _is_valid(retention, block)}
+    noted = {block for block in retention._placed.pinned if _is_valid(retention, block)}
     if pinned != noted:
         raise CorruptedPoolError(f"R3: {len(pinned)} blocks are pinned, but {len(noted)} are counted")
     for block in pinned:
@@ -82,9 +77,6 @@ def _check_pins(retention: BlockRetention) -> None:
     for block in retention._placed.held.blocks:
         if block not in pinned and _is_valid(retention, block):
             raise CorruptedPoolError(f"R4: block {block.block_id} is held, but not pinned")
-    num_promised = sum(len(request.promised) for request in retention._directives.by_request.values())
-    if num_promised != pins.num_promised:
-        raise CorruptedPoolError(f"R5: {num_promised} pins are promised, but {pins.num_promised} are counted")
     if retention.num_pins > retention.max_pinned_blocks:
         raise CorruptedPoolError(f"R5: {retention.num_pins} pins, limit {retention.max_pinned_blocks}")
 
@@ -101,7 +93,7 @@ def _check_deadlines(retention: BlockRetention, records: list[Record], now: floa
         now: the time at which deadlines were expired, or earlier.
     """
     entries = {(entry[0], id(entry[2])) for entry in retention._deadlines.entries}
-    for session in retention._sessions.by_id.values():
+    for session in retention._sessions.values():
         ends_at = session.changes_at
         if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
             raise CorruptedPoolError(f"R6: no deadline ends session {session.session_id!r}")

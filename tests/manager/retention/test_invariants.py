@@ -48,10 +48,6 @@ def empty_a_record(bench):
     bench.retention._records.find(find_block(bench, 0)).claims = ()
 
 
-def count_a_block_too_many(bench):
-    bench.retention._records.num_blocks += 1
-
-
 def keep_a_record_of_no_block(bench):
     records = bench.retention._records
     record = Record(records.get_claims(find_block(bench, 0)))
@@ -60,11 +56,11 @@ def keep_a_record_of_no_block(bench):
 
 
 def leave_a_pinned_block_out(bench):
-    bench.retention._pins.blocks.remove(find_block(bench, 100))
+    bench.retention._placed.pinned.remove(find_block(bench, 100))
 
 
 def count_a_kept_block_as_pinned(bench):
-    bench.retention._pins.blocks.add(find_block(bench, 0))
+    bench.retention._placed.pinned.add(find_block(bench, 0))
 
 
 def free_a_pinned_block(bench):
@@ -80,16 +76,12 @@ def hold_a_kept_block_as_pinned(bench):
     bench.retention._placed.held._blocks[find_block(bench, 0)] = None
 
 
-def promise_a_pin_uncounted(bench):
-    bench.retention._directives.by_request["running"].promised.add((0, 7))
-
-
 def lower_the_limit_of_pins(bench):
-    bench.retention._pins.max_pinned_blocks = 2
+    bench.retention.max_pinned_blocks = 2
 
 
 def lose_the_end_of_a_session(bench):
-    bench.retention._sessions.by_id["chat"].changes_at = NEVER
+    bench.retention._sessions["chat"].changes_at = NEVER
 
 
 def lose_the_end_of_claims(bench):
@@ -102,7 +94,7 @@ def lose_the_deadlines(bench):
 
 
 def lower_the_limit_of_sessions(bench):
-    bench.retention._sessions.max_sessions = 0
+    bench.retention.max_sessions = 0
 
 
 @pytest.mark.parametrize(
@@ -111,13 +103,11 @@ def lower_the_limit_of_sessions(bench):
         (put_a_kept_block_into_another_band, "R1"),
         (number_a_block_without_a_record, "R2"),
         (empty_a_record, "R2"),
-        (count_a_block_too_many, "R2"),
         (keep_a_record_of_no_block, "R2"),
         (leave_a_pinned_block_out, "R3"),
         (count_a_kept_block_as_pinned, "R3"),
         (free_a_pinned_block, "R3"),
         (hold_a_kept_block_as_pinned, "R4"),
-        (promise_a_pin_uncounted, "R5"),
         (lower_the_limit_of_pins, "R5"),
         (lose_the_end_of_a_session, "R6"),
         (lose_the_end_of_claims, "R6"),

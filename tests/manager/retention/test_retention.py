@@ -556,8 +556,8 @@ def test_a_block_freed_before_it_was_full_is_pinned_when_full():
     manager.allocate_slots(request, 6)
     request.num_computed_tokens = 6
     retention.label_table("a", 0, 0, manager.get_table("b").blocks)  # as when "a" is swapped out
-    assert (len(retention._pins.blocks), retention.num_pins) == (1, 2)
+    assert (len(retention._placed.pinned), retention.num_pins) == (1, 2)
     manager.allocate_slots(request, 2)
     retention.label_table("a", 0, 0, manager.get_table("b").blocks)
-    assert (len(retention._pins.blocks), retention.num_pins) == (2, 2)
+    assert (len(retention._placed.pinned), retention.num_pins) == (2, 2)
     check_retention(retention)
