@@ -13,10 +13,10 @@ from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, S
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
+from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
-from kv_pool.manager.rule_lookup import EqualGroups, RuleLookup
 from kv_pool.manager.step import Step
 
 
@@ -85,11 +85,10 @@ class AppliedRules:
                     f"group {group.group_id} is in eagle_groups; local attention in chunks cannot drop the "
                     "last block of a hit"
                 )
-        parts.sort(key=_comes_later)
+        self.lookup: PrefixLookup = PrefixLookup(parts, len(groups), unit, details.looks_past_limit)
         self.full_group_beside_states: int = -1
-        if parts and parts[0].is_full and any(part.is_state for part in parts):
-            self.full_group_beside_states = parts[0].group_ids[0]
-        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit, details.looks_past_limit)
+        if self.has_states and self.lookup.full is not None:
+            self.full_group_beside_states = self.lookup.full.group_ids[0]
         self.caches_junctions: bool = (
             rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
         )
@@ -237,7 +236,3 @@ def list_equal_groups(rules: PrefixRules, specs: tuple[KVCacheSpec, ...]) -> lis
         if spec.is_cacheable:
             equal.setdefault(spec, []).append(GroupId(number))
     return list(equal.values())
-
-
-def _comes_later(part: EqualGroups) -> bool:
-    return not part.is_full

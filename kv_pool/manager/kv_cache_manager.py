@@ -26,7 +26,7 @@ from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kv_pool.manager.cached_prefix import CachedPrefix, find_common_hit
+from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
@@ -167,11 +167,11 @@ class KVCacheManager(ManagerState):
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             if len(hashes) * self.block_pool.hash_block_size > num_known:
                 self._caching.raise_wrong_block_size(request, len(hashes))
+            listed = hashes if isinstance(hashes, list) else list(hashes)
             if self._rules is not None:
-                listed = hashes if isinstance(hashes, list) else list(hashes)
                 blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
             else:
-                blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
+                blocks, num_tokens, _ = self._lookup.find(listed, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:

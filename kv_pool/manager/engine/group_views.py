@@ -143,7 +143,8 @@ class GroupsView:
         self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
         self.num_reprefillable_tokens: int = rules.num_reprefillable
         self.enable_partial_hash_hits: bool = rules.is_partial
-        self.full_attention_group_id: GroupId | None = rules.lookup.find_full_group()
+        full = rules.lookup.full
+        self.full_attention_group_id: GroupId | None = None if full is None else full.group_ids[0]
         self.single_type_managers = tuple(
             [
                 view_class(engine, GroupId(group_id), spec)
