@@ -22,7 +22,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, match_tables
 from kv_pool.manager.swap.open_plans import OpenPlans
 from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
-from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide, list_tail_first
+from kv_pool.manager.swap.sides import SwapSide, list_tail_first
 
 
 class BlockSwapper:
@@ -70,8 +70,8 @@ class BlockSwapper:
         self.manager = manager
         self.host_pool = host_pool
         manager.add_host(weakref.ref(self))
-        self._device = DeviceSide(manager)
-        self._host = HostSide(host_pool)
+        self._device = SwapSide(device_pool, manager)
+        self._host = SwapSide(host_pool)
         self._groups: list[BlockGroup] = [
             make_group(spec, host_pool, GroupId(group_id), manager.alignment)
             for group_id, spec in enumerate(manager.groups)
@@ -289,7 +289,7 @@ class BlockSwapper:
         Args:
             num_more: blocks that must be free on the device after a swap in.
         """
-        side: SwapSide = self._host if direction is SwapDirection.OUT else self._device
+        side = self._host if direction is SwapDirection.OUT else self._device
         match = match_tables(request, self._groups, tables, side.pool)
         num_usable = side.pool.num_gpu_blocks - 1
         num_to_leave = 0
