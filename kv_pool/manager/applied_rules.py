@@ -33,7 +33,6 @@ class AppliedRules:
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         choice: the `CheckpointChoice`, which selects the blocks to cache.
         chains: the cached states as turns of conversations; None without `bounded_states`.
-        caches_junctions: whether states at junctions within a block are cached.
         plans_checkpoints: whether a group saves states in the middle of a step.
     Raises:
         InvalidArgumentError: the rules do not fit the groups.
@@ -51,16 +50,14 @@ class AppliedRules:
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
         hit_alignment = unit if self.is_partial else alignment
-        self.alignment: int = alignment
         self._groups: list[BlockGroup] = groups
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
-        self.interval: int | None = rules.retention_interval
         self.num_reprefillable: int = rules.num_reprefillable_tokens
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
         details = rules.details
         self.choice: CheckpointChoice = CheckpointChoice(
-            self.interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
+            rules.retention_interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
         )
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
@@ -69,9 +66,7 @@ class AppliedRules:
             drops_hits = not eagle_groups.isdisjoint(together)
             for group_id in together:
                 groups[group_id].drops_hits = drops_hits
-            parts.append(
-                EqualGroups(pool, [groups[number] for number in together], hit_alignment, unit, drops_hits)
-            )
+            parts.append(EqualGroups([groups[number] for number in together], hit_alignment, drops_hits))
         for group in groups:
             if isinstance(group, MambaGroup):
                 group.has_drafter = group.drops_hits if details.own_drafter_only else has_drafter
@@ -89,19 +84,8 @@ class AppliedRules:
         self.full_group_beside_states: int = -1
         if self.has_states and self.lookup.full is not None:
             self.full_group_beside_states = self.lookup.full.group_ids[0]
-        self.caches_junctions: bool = (
-            rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
-        )
         self.caching: RuleCaching = RuleCaching(
-            pool,
-            groups,
-            alignment,
-            self.choice,
-            rules.num_reprefillable_tokens,
-            self.is_partial,
-            self.caches_junctions,
-            self.chains,
-            details,
+            pool, groups, alignment, rules, self.choice, self.is_partial, self.chains
         )
 
     def set_interval(self, interval: int | None) -> None:
@@ -110,10 +94,9 @@ class AppliedRules:
         Raises:
             InvalidArgumentError: it is no multiple of the alignment, or not 0 with `bounded_states`.
         """
-        check_interval(interval, self.alignment)
+        check_interval(interval, self.choice.alignment)
         if self.chains is not None and interval != 0:
             raise InvalidArgumentError(f"retention_interval is {interval}; bounded_states needs 0")
-        self.interval = interval
         self.choice.interval = interval
 
     def find_prefix(
@@ -160,16 +143,16 @@ class AppliedRules:
             return []
         num_prompt = get_num_prompt_tokens(request)
         end = self.choice.find_end(num_prompt)
-        ends = {end, junction // self.alignment * self.alignment}
-        if self.interval is None:
-            ends.update(range(self.alignment, end, self.alignment))
-        elif self.interval:
-            ends.update(range(self.interval, end, self.interval))
+        alignment = self.choice.alignment
+        ends = {end, junction // alignment * alignment}
+        interval = alignment if self.choice.interval is None else self.choice.interval
+        if interval:
+            ends.update(range(interval, end, interval))
         return [position for position in sorted(ends) if num_hit < position <= num_prompt]
 
     def find_prefill_end(self, request: SchedulableRequest) -> int:
         """Return the tokens that a step must reach to save a state on its way; 0 for any step."""
-        if self.interval != 0:
+        if self.choice.interval != 0:
             return 0
         return max(get_num_prompt_tokens(request), request.num_tokens - 1)
 

@@ -75,11 +75,7 @@ class ManagerState:
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
-        parts = [
-            EqualGroups(block_pool, [group], self.alignment, block_pool.hash_block_size, False)
-            for group in self._groups
-            if group.is_cacheable
-        ]
+        parts = [EqualGroups([one], self.alignment, False) for one in self._groups if one.is_cacheable]
         self._lookup: PrefixLookup = PrefixLookup(parts, len(specs), block_pool.hash_block_size, False)
         self.prefix_rules: PrefixRules | None = prefix_rules
         self._rules: AppliedRules | None = None

@@ -17,14 +17,13 @@ class EqualGroups:
 
     Args:
         alignment: tokens; each hit is a multiple of it.
-        unit: tokens per hash.
+        drops_hits: whether hits drop their last block, for a drafter.
     """
 
-    def __init__(
-        self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int, unit: int, drops_hits: bool
-    ) -> None:
+    def __init__(self, groups: list[BlockGroup], alignment: int, drops_hits: bool) -> None:
         first = groups[0]
-        self.pool: BlockPoolCore = pool
+        unit = first.pool.hash_block_size
+        self.pool: BlockPoolCore = first.pool
         self.first: BlockGroup = first
         self.group_ids: list[GroupId] = [group.group_id for group in groups]
         self.alignment: int = alignment
