@@ -174,8 +174,7 @@ def plan_gather(
     import numpy as np
 
     _check_limits(max_moves, max_evictions)
-    if run_length < 1:
-        raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
+    run_length = as_count("run_length", run_length, 1)
     if pool.get_unusable_share(run_length) <= goal:
         return []
     blocks = _Map(pool)
@@ -257,8 +256,7 @@ def plan_clear_run(
     import numpy as np
 
     _check_limits(max_moves, 0)
-    if num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {num_blocks}; a run has at least 1 block")
+    num_blocks = as_count("num_blocks", num_blocks, 1)
     blocks = _Map(pool)
     if num_blocks > len(blocks.free):
         return None

@@ -141,7 +141,7 @@ class RunPoolCore(BlockPoolCore):
 
         Counts runs of `run_length`, or shorter ones if fewer blocks are free, see `fragmentation`.
         """
-        return fragmentation.get_fragmentation_rate(self.list_free_runs(), as_int("run_length", run_length))
+        return fragmentation.get_fragmentation_rate(self.list_free_runs(), run_length)
 
     def track_fragmentation_rate(self, run_length: int) -> float:
         """Return `get_fragmentation_rate(run_length)` from counters that are kept from the first call on.
@@ -173,7 +173,7 @@ class RunPoolCore(BlockPoolCore):
 
     def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
         """Return U(run_length), the share of free blocks unusable for runs of it, 0 to 1. O(all blocks)."""
-        return fragmentation.get_unusable_share(self.list_free_runs(), as_int("run_length", run_length))
+        return fragmentation.get_unusable_share(self.list_free_runs(), run_length)
 
     def count_runs(self, run_length: int) -> int:
         """Return how many disjoint runs of `run_length` the free blocks form. O(number of blocks)."""

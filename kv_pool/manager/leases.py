@@ -37,14 +37,6 @@ class LeaseState(Enum):
     EXPIRED = "expired"
 
 
-_STATES = {
-    HoldState.OPEN: LeaseState.ACTIVE,
-    HoldState.QUARANTINED: LeaseState.QUARANTINED,
-    HoldState.RELEASED: LeaseState.RELEASED,
-    HoldState.EXPIRED: LeaseState.EXPIRED,
-}
-
-
 class Lease:
     """A lease on the blocks of one transfer. Created by `BlockLeases.acquire`.
 
@@ -82,7 +74,9 @@ class Lease:
     @property
     def state(self) -> LeaseState:
         """The state of the lease, derived from its hold."""
-        return _STATES[self.hold.state]
+        if self.hold.state is HoldState.OPEN:
+            return LeaseState.ACTIVE
+        return LeaseState[self.hold.state.name]
 
     def release(self) -> None:
         """See `BlockLeases.release`."""

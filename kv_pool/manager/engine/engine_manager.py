@@ -16,7 +16,6 @@ from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
-from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.event_labels import label_events
@@ -484,8 +483,20 @@ class EngineManager:
             caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
-        """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
-        return finish_tails(self.manager, request) if self._offers_states else []
+        """Return the states within a block that a finished request leaves: (group, block, tokens).
+
+        Only those that no later token has overwritten. A second call returns [].
+        """
+        request_id: RequestId = request.request_id
+        tables: list[BlockTable] = self.manager._tables.get(request_id, []) if self._offers_states else []
+        finished: list[tuple[int, BlockId, int]] = []
+        for group, table in zip(self._groups, tables, strict=False):
+            num_tokens = table.tail_tokens
+            table.tail_tokens = 0
+            if num_tokens and not request.num_in_flight_tokens and request.num_computed_tokens == num_tokens:
+                block = table.blocks[-(-num_tokens // group.block_size) - 1]
+                finished.append((group.group_id, block.block_id, num_tokens))
+        return finished
 
 
 def list_hashes(request: Any) -> list[BlockHash]:
@@ -529,21 +540,3 @@ def is_quiet(
                 if num_skipped >= (table.num_null_blocks + 1) * block_size:
                     return False
     return True
-
-
-def finish_tails(manager: KVCacheManager, request: Any) -> list[tuple[int, BlockId, int]]:
-    """Return the states within a block that a finished request leaves: (group, block, tokens).
-
-    Only those that no later token has overwritten. A second call returns [].
-    """
-    request_id: RequestId = request.request_id
-    tables: list[BlockTable] = manager._tables.get(request_id, [])
-    finished: list[tuple[int, BlockId, int]] = []
-    for group, table in zip(manager._groups, tables, strict=False):
-        num_tokens = table.tail_tokens
-        table.tail_tokens = 0
-        if num_tokens and not request.num_in_flight_tokens and request.num_computed_tokens == num_tokens:
-            assert isinstance(group, MambaGroup)
-            block = table.blocks[-(-num_tokens // group.block_size) - 1]
-            finished.append((group.group_id, block.block_id, num_tokens))
-    return finished

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
@@ -314,12 +315,8 @@ class BlockSwapper:
         """Count the blocks that the next `allocate_slots` takes after a swap in."""
         if num_new_tokens is None:
             num_new_tokens = request.num_tokens - request.num_computed_tokens
-        if num_new_tokens < 0 or num_lookahead_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}; they "
-                "count tokens, 0 or more"
-            )
-        num_scheduled = request.num_computed_tokens + num_new_tokens
+        num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
+        num_scheduled = request.num_computed_tokens + as_count("num_new_tokens", num_new_tokens)
         if self.manager.max_model_len:
             num_scheduled = min(num_scheduled, self.manager.max_model_len)
             num_lookahead_tokens = min(num_lookahead_tokens, self.manager.max_model_len - num_scheduled)
