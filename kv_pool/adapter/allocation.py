@@ -8,8 +8,7 @@ from kv_pool.adapter.holdings import as_new_id
 from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.ages import EMPTY
-from kv_pool.contiguous.block_copying import CopyBlocks
-from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock

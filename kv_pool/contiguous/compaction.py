@@ -6,9 +6,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
-from kv_pool.contiguous.block_copying import BlockCopying, CopyBlocks
 from kv_pool.contiguous.fragmentation import find_run_length
-from kv_pool.contiguous.move_check import check_moves
+from kv_pool.contiguous.move_check import CheckedMoves, check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
 from kv_pool.core.block import KVCacheBlock
@@ -22,6 +21,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_ROUNDS = 64
+
+CopyBlocks = Callable[[Sequence[BlockMove]], object]
+"""Copies each source's bytes to its target, or queues the copy; raises if that fails.
+
+The moves of one call may be copied in any order: no id is the target of one and part of another. The moves of
+a later call are copied after them.
+"""
 
 NULL_BLOCK_SLOT = (BlockId(0),)
 """The default scratch slot: no request stores tokens in the null block. Attention masks what it reads there,
@@ -74,7 +80,7 @@ def apply_moves(
     exchange: both blocks keep their bytes, at the cost of three copies through a scratch slot.
 
     Args:
-        copy: called with all moves except exchanges, then with the copies of exchanges, see `BlockCopying`.
+        copy: called with all moves except exchanges, then with the copies of exchanges, see `copy_bytes`.
         on_moved: called with the relocation if a block moved.
         scratch_ids: ids that `copy` accepts as sources and targets and whose content is not needed between
             calls; as many exchanges are copied at a time. For a storage pass `BlockStorage.scratch_ids`; the
@@ -102,19 +108,64 @@ def apply_moves(
         raise InvalidArgumentError(
             f"{len(checked.exchanges)} exchanges need a scratch slot; pass one in scratch_ids"
         )
-    copying = BlockCopying(pool, checked, copy, scratch_ids)
+    done: list[tuple[BlockId, BlockId]] = []
+    endangered: list[KVCacheBlock] = []
     pool.is_changing = True
-    pool.copied = copying.done
+    pool.copied = done
     pool.copied_at = pool.epoch
     evict_invalid(pool, [pool.blocks[block_id] for block_id in checked.overwritten])
     try:
-        copying.run()
+        copy_bytes(pool, checked, copy, scratch_ids, done, endangered)
     except Exception:
-        evict_invalid(pool, copying.endangered)
-        moved = set(chain.from_iterable(copying.done))
-        _change_ids(pool, copying.done, [move for move in moves if move[0] in moved], on_moved)
+        evict_invalid(pool, endangered)
+        moved = set(chain.from_iterable(done))
+        _change_ids(pool, done, [move for move in moves if move[0] in moved], on_moved)
         raise
-    return _change_ids(pool, copying.done, list(moves), on_moved)
+    return _change_ids(pool, done, list(moves), on_moved)
+
+
+def copy_bytes(
+    pool: RunBlockPool,
+    checked: CheckedMoves,
+    copy: CopyBlocks,
+    scratch_ids: Sequence[BlockId],
+    done: list[tuple[BlockId, BlockId]],
+    endangered: list[KVCacheBlock],
+) -> None:
+    """Copy the bytes of checked moves: one-way moves first, then exchanges in batches.
+
+        slot              scratch   target   source
+        before            -         cached   used
+        1st call of copy  cached    cached   used
+        2nd call          cached    used     used         `done` from here on
+        3rd call          cached    used     cached
+
+    A block in use always has its bytes at one of its two ids, so a failure needs no copy back. A cached block
+    may lose its bytes if the second or third call fails.
+
+    Args:
+        scratch_ids: scratch slots; as many exchanges are copied at a time.
+        done: gets the moves whose bytes have arrived at the target; of an exchange, the checked move.
+        endangered: has the cached blocks whose bytes are lost if a call fails now.
+    Raises:
+        Any exception of `copy`. Both lists are correct then.
+    """
+    if checked.one_way:
+        copy(checked.one_way)
+        done.extend(checked.one_way)
+    step = len(scratch_ids)
+    for start in range(0, len(checked.exchanges), step or 1):
+        batch = checked.exchanges[start : start + step]
+        slots = list(zip(batch, scratch_ids, strict=False))
+        to_scratch = [BlockMove(target, slot) for (_, target), slot in slots]
+        from_scratch = [BlockMove(slot, source) for (source, _), slot in slots]
+        overwritten = [pool.blocks[target] for _, target in batch]
+        copy(to_scratch)
+        endangered[:] = overwritten
+        copy(batch)
+        done.extend(batch)
+        copy(from_scratch)
+        endangered.clear()
 
 
 def _change_ids(

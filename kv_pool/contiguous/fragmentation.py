@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.core.arguments import as_count
 
 
 def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
@@ -13,7 +13,7 @@ def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     """
-    _check(run_length)
+    run_length = as_count("run_length", run_length, 1)
     num_free = sum(run_lengths)
     if not num_free:
         return 0.0
@@ -44,7 +44,7 @@ def find_run_length(num_free: int, run_length: int) -> int:
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     """
-    _check(run_length)
+    run_length = as_count("run_length", run_length, 1)
     return run_length if num_free >= run_length else 1 << max(0, num_free.bit_length() - 1)
 
 
@@ -55,8 +55,3 @@ def get_largest_run_loss(run_lengths: Sequence[int]) -> float:
     """
     num_free = sum(run_lengths)
     return 1.0 - max(run_lengths) / num_free if num_free else 0.0
-
-
-def _check(run_length: int) -> None:
-    if run_length < 1:
-        raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")

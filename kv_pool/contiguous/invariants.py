@@ -132,8 +132,6 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
             raise CorruptedPoolError(f"C6: the block list has another block at {block.block_id}")
         if after.states[id(block)] != before.states[id(block)]:
             raise CorruptedPoolError(f"C5: block {old_id}, now {block.block_id}, has changed otherwise")
-    if after.queue != before.queue:
-        raise CorruptedPoolError("C5: the order of the free queue has changed")
     for entry in pool.cached_block_hash_to_block.entries.values():
         if isinstance(entry, dict):
             for block_id, block in entry.items():
@@ -141,14 +139,16 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
                     raise CorruptedPoolError(
                         f"C6: the map has block {block.block_id} under the id {block_id}"
                     )
-    if after.secondary != before.secondary:
-        raise CorruptedPoolError("C6: secondary keys are stored under another id than their block's")
-    if after.watchers != before.watchers:
-        raise CorruptedPoolError("C6: a watcher waits for another block")
-    if after.entries != before.entries:
-        raise CorruptedPoolError("C7: the prefix map finds other blocks")
-    if (after.num_events, after.num_evictions) != (before.num_events, before.num_evictions):
-        raise CorruptedPoolError("C7: an event was sent, or a key was lost")
+    for name, broken in (
+        ("queue", "C5: the order of the free queue has changed"),
+        ("secondary", "C6: secondary keys are stored under another id than their block's"),
+        ("watchers", "C6: a watcher waits for another block"),
+        ("entries", "C7: the prefix map finds other blocks"),
+        ("num_events", "C7: an event was sent"),
+        ("num_evictions", "C7: a key was lost"),
+    ):
+        if getattr(after, name) != getattr(before, name):
+            raise CorruptedPoolError(broken)
     if relocation.moves and not before.epoch < relocation.epoch == pool.epoch:
         raise CorruptedPoolError(
             f"C8: epoch {relocation.epoch} follows {before.epoch}, but the pool's is {pool.epoch}"

@@ -5,7 +5,7 @@ hold their blocks in place.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -105,7 +105,9 @@ def plan_pack(
 
     _check_limits(max_moves, max_evictions)
     blocks = _Map(pool)
-    _overwrite(pool, blocks, max_evictions)
+    overwritten = _find_next_evicted(pool, blocks.cached & ~blocks.retained, max_evictions)
+    blocks.empty |= overwritten
+    blocks.cached &= ~overwritten
     # Below the bar there are exactly as many slots that are not immovable as there are blocks in use.
     num_in_use = int(np.count_nonzero(blocks.movable))
     bar = int(np.flatnonzero(~blocks.immovable)[num_in_use - 1]) + 1 if num_in_use else 0
@@ -172,8 +174,7 @@ def plan_gather(
     import numpy as np
 
     _check_limits(max_moves, max_evictions)
-    if run_length < 1:
-        raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
+    run_length = as_count("run_length", run_length, 1)
     if pool.get_unusable_share(run_length) <= goal:
         return []
     blocks = _Map(pool)
@@ -255,8 +256,7 @@ def plan_clear_run(
     import numpy as np
 
     _check_limits(max_moves, 0)
-    if num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {num_blocks}; a run has at least 1 block")
+    num_blocks = as_count("num_blocks", num_blocks, 1)
     blocks = _Map(pool)
     if num_blocks > len(blocks.free):
         return None
@@ -272,7 +272,8 @@ def plan_clear_run(
         windows: NDArray[np.int64] = sums[num_blocks:] - sums[:-num_blocks]
         return windows
 
-    next_evicted = _find_next_evicted(pool, blocks, num_blocks)
+    # What taking the run evicts once empty blocks are used up.
+    next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
     staying = blocks.cached & ~next_evicted
     num_used = count(blocks.movable)
     num_room = int(blocks.free.sum()) - count(blocks.free)
@@ -322,7 +323,7 @@ def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
             f"{num_in_use} blocks are in use among the highest {num_blocks}, "
             f"{num_room} are free below. Free a request, or drain fewer."
         )
-    next_evicted = _find_next_evicted(pool, blocks, num_blocks)
+    next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
     sources = blocks.ids(blocks.movable | (blocks.cached & ~next_evicted), bar)
     return _pair(sources, blocks.ids(blocks.empty | next_evicted, 0, bar))
 
@@ -340,26 +341,14 @@ def _pair_both_ways(sources: list[BlockId], targets: list[BlockId]) -> list[Bloc
     return exchanged
 
 
-def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[BlockId]:
-    """Yield the ids of cached free blocks that may be evicted, in eviction order."""
-    for block in pool.free_block_queue.iter_blocks_after(None):
-        if blocks.cached[block.block_id]:
-            yield block.block_id
-
-
-def _find_next_evicted(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> "NDArray[np.bool_]":
-    """Return a mask of the cached blocks that taking `num_blocks` evicts once empty blocks are used up."""
+def _find_next_evicted(
+    pool: RunBlockPool, where: "NDArray[np.bool_]", num_blocks: int
+) -> "NDArray[np.bool_]":
+    """Return a mask of the first `num_blocks` ids in eviction order for which `where` is True."""
     import numpy as np
 
-    num_evicted = max(0, num_blocks - int(np.count_nonzero(blocks.empty)))
-    next_evicted = np.zeros(len(blocks.cached), dtype=bool)
-    next_evicted[list(islice(_list_evictable(pool, blocks), num_evicted))] = True
-    return next_evicted
-
-
-def _overwrite(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> None:
-    """Treat the next `num_blocks` cached blocks in eviction order as empty, except those of higher bands."""
-    evictable = (block_id for block_id in _list_evictable(pool, blocks) if not blocks.retained[block_id])
-    for block_id in islice(evictable, num_blocks):
-        blocks.empty[block_id] = True
-        blocks.cached[block_id] = False
+    queue = pool.free_block_queue.iter_blocks_after(None)
+    evictable = (block.block_id for block in queue if where[block.block_id])
+    found = np.zeros(len(where), dtype=bool)
+    found[list(islice(evictable, max(0, num_blocks)))] = True
+    return found

@@ -141,8 +141,6 @@ class RunPoolCore(BlockPoolCore):
 
         Counts runs of `run_length`, or shorter ones if fewer blocks are free, see `fragmentation`.
         """
-        if not isinstance(run_length, int):
-            run_length = as_int("run_length", run_length)
         return fragmentation.get_fragmentation_rate(self.list_free_runs(), run_length)
 
     def track_fragmentation_rate(self, run_length: int) -> float:
@@ -175,16 +173,11 @@ class RunPoolCore(BlockPoolCore):
 
     def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
         """Return U(run_length), the share of free blocks unusable for runs of it, 0 to 1. O(all blocks)."""
-        if not isinstance(run_length, int):
-            run_length = as_int("run_length", run_length)
         return fragmentation.get_unusable_share(self.list_free_runs(), run_length)
 
     def count_runs(self, run_length: int) -> int:
         """Return how many disjoint runs of `run_length` the free blocks form. O(number of blocks)."""
-        if not isinstance(run_length, int):
-            run_length = as_int("run_length", run_length)
-        if run_length < 1:
-            raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
+        run_length = as_count("run_length", run_length, 1)
         return sum(length // run_length for length in self.list_free_runs())
 
     def list_free_runs(self) -> list[int]:
@@ -201,11 +194,7 @@ class RunPoolCore(BlockPoolCore):
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
-        if num_blocks < 0:
-            raise InvalidArgumentError(f"the pool cannot grow by {num_blocks} blocks; see shrink()")
-        self.add_blocks(num_blocks)
+        self.add_blocks(as_count("num_blocks", num_blocks))
 
     def shrink(self, num_blocks: int) -> None:
         """Remove the `num_blocks` blocks with the highest ids, all of which must be free. O(blocks).
@@ -218,8 +207,7 @@ class RunPoolCore(BlockPoolCore):
             InvalidBlockError: one of them is in use: move it out of the range with `plan_drain`. Nothing has
                 changed.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
+        num_blocks = as_int("num_blocks", num_blocks)
         if not 0 <= num_blocks < self.num_gpu_blocks:
             raise InvalidArgumentError(
                 f"the pool has {self.num_gpu_blocks} blocks and cannot shrink by {num_blocks}"

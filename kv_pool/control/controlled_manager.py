@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kv_pool.contiguous import compaction
-from kv_pool.contiguous.block_copying import CopyBlocks
-from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock

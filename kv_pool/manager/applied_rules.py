@@ -13,10 +13,10 @@ from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, S
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
+from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
-from kv_pool.manager.rule_lookup import EqualGroups, RuleLookup
 from kv_pool.manager.step import Step
 
 
@@ -33,7 +33,6 @@ class AppliedRules:
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         choice: the `CheckpointChoice`, which selects the blocks to cache.
         chains: the cached states as turns of conversations; None without `bounded_states`.
-        caches_junctions: whether states at junctions within a block are cached.
         plans_checkpoints: whether a group saves states in the middle of a step.
     Raises:
         InvalidArgumentError: the rules do not fit the groups.
@@ -51,16 +50,14 @@ class AppliedRules:
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
         hit_alignment = unit if self.is_partial else alignment
-        self.alignment: int = alignment
         self._groups: list[BlockGroup] = groups
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
-        self.interval: int | None = rules.retention_interval
         self.num_reprefillable: int = rules.num_reprefillable_tokens
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
         details = rules.details
         self.choice: CheckpointChoice = CheckpointChoice(
-            self.interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
+            rules.retention_interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
         )
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
@@ -69,9 +66,7 @@ class AppliedRules:
             drops_hits = not eagle_groups.isdisjoint(together)
             for group_id in together:
                 groups[group_id].drops_hits = drops_hits
-            parts.append(
-                EqualGroups(pool, [groups[number] for number in together], hit_alignment, unit, drops_hits)
-            )
+            parts.append(EqualGroups([groups[number] for number in together], hit_alignment, drops_hits))
         for group in groups:
             if isinstance(group, MambaGroup):
                 group.has_drafter = group.drops_hits if details.own_drafter_only else has_drafter
@@ -85,24 +80,12 @@ class AppliedRules:
                     f"group {group.group_id} is in eagle_groups; local attention in chunks cannot drop the "
                     "last block of a hit"
                 )
-        parts.sort(key=_comes_later)
+        self.lookup: PrefixLookup = PrefixLookup(parts, len(groups), unit, details.looks_past_limit)
         self.full_group_beside_states: int = -1
-        if parts and parts[0].is_full and any(part.is_state for part in parts):
-            self.full_group_beside_states = parts[0].group_ids[0]
-        self.lookup: RuleLookup = RuleLookup(parts, len(groups), unit, details.looks_past_limit)
-        self.caches_junctions: bool = (
-            rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
-        )
+        if self.has_states and self.lookup.full is not None:
+            self.full_group_beside_states = self.lookup.full.group_ids[0]
         self.caching: RuleCaching = RuleCaching(
-            pool,
-            groups,
-            alignment,
-            self.choice,
-            rules.num_reprefillable_tokens,
-            self.is_partial,
-            self.caches_junctions,
-            self.chains,
-            details,
+            pool, groups, alignment, rules, self.choice, self.is_partial, self.chains
         )
 
     def set_interval(self, interval: int | None) -> None:
@@ -111,10 +94,9 @@ class AppliedRules:
         Raises:
             InvalidArgumentError: it is no multiple of the alignment, or not 0 with `bounded_states`.
         """
-        check_interval(interval, self.alignment)
+        check_interval(interval, self.choice.alignment)
         if self.chains is not None and interval != 0:
             raise InvalidArgumentError(f"retention_interval is {interval}; bounded_states needs 0")
-        self.interval = interval
         self.choice.interval = interval
 
     def find_prefix(
@@ -161,16 +143,16 @@ class AppliedRules:
             return []
         num_prompt = get_num_prompt_tokens(request)
         end = self.choice.find_end(num_prompt)
-        ends = {end, junction // self.alignment * self.alignment}
-        if self.interval is None:
-            ends.update(range(self.alignment, end, self.alignment))
-        elif self.interval:
-            ends.update(range(self.interval, end, self.interval))
+        alignment = self.choice.alignment
+        ends = {end, junction // alignment * alignment}
+        interval = alignment if self.choice.interval is None else self.choice.interval
+        if interval:
+            ends.update(range(interval, end, interval))
         return [position for position in sorted(ends) if num_hit < position <= num_prompt]
 
     def find_prefill_end(self, request: SchedulableRequest) -> int:
         """Return the tokens that a step must reach to save a state on its way; 0 for any step."""
-        if self.interval != 0:
+        if self.choice.interval != 0:
             return 0
         return max(get_num_prompt_tokens(request), request.num_tokens - 1)
 
@@ -237,7 +219,3 @@ def list_equal_groups(rules: PrefixRules, specs: tuple[KVCacheSpec, ...]) -> lis
         if spec.is_cacheable:
             equal.setdefault(spec, []).append(GroupId(number))
     return list(equal.values())
-
-
-def _comes_later(part: EqualGroups) -> bool:
-    return not part.is_full

@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.core.arguments import as_int, refuse_type
+from kv_pool.core.arguments import as_count, as_int, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -55,9 +55,11 @@ class BatchBlockTable:
         null_block_id: BlockId = BlockId(0),
         array: BlockIdArray | None = None,
     ) -> None:
-        self.max_num_requests = _to_count("max_num_requests", max_num_requests)
-        self.max_num_blocks_per_request = _to_count("max_num_blocks_per_request", max_num_blocks_per_request)
-        self.block_size = _to_count("block_size", block_size)
+        self.max_num_requests = as_count("max_num_requests", max_num_requests, 1)
+        self.max_num_blocks_per_request = as_count(
+            "max_num_blocks_per_request", max_num_blocks_per_request, 1
+        )
+        self.block_size = as_count("block_size", block_size, 1)
         self.null_block_id = null_block_id
         if np.dtype(dtype) not in (np.int32, np.int64):
             raise InvalidArgumentError(f"block ids are int32 or int64, not {np.dtype(dtype)}")
@@ -246,10 +248,3 @@ class BatchBlockTable:
             for row_number, row in enumerate(self._rows)
             if row.num_null_blocks < row.num_blocks
         ]
-
-
-def _to_count(name: str, value: int) -> int:
-    count = as_int(name, value)
-    if count < 1:
-        raise InvalidArgumentError(f"{name} is {count}, not 1 or more")
-    return count

@@ -105,7 +105,7 @@ class BlockCopies:
             return [], []
         moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
         order = dict.fromkeys(self._source_of.values())
-        for _, source, target in sorted(self.state_pairs, key=_get_group_id):
+        for _, source, target in sorted(self.state_pairs, key=lambda pair: pair[0]):
             moves.append(BlockMove(source.block_id, target.block_id))
             for block in (source, target):  # each block at its last use
                 order.pop(block, None)
@@ -128,7 +128,3 @@ class BlockCopies:
             needed[source] = None
             needed[target] = None
         return needed
-
-
-def _get_group_id(pair: tuple[GroupId, KVCacheBlock, KVCacheBlock]) -> GroupId:
-    return pair[0]

@@ -77,30 +77,36 @@ def check_manager(
             raise CorruptedPoolError(f"T7: request {request_id!r} has blocks and is not a known request")
     check_references(manager, held_elsewhere)
     check_copies(manager)
-    for request_id in manager.list_request_ids():
-        for number, spec in enumerate(manager.groups):
-            group_id = GroupId(number)
-            table = manager.get_table(request_id, group_id)
-            where = f"request {request_id!r}, group {group_id}"
-            check_coverage(table, spec, by_id[request_id].num_computed_tokens, where)
-            check_hashes(manager, table, group_id, by_id[request_id], where)
+    for request_id, group_id, table in list_tables(manager):
+        where = f"request {request_id!r}, group {group_id}"
+        check_coverage(table, manager.groups[group_id], by_id[request_id].num_computed_tokens, where)
+        check_hashes(manager, table, group_id, by_id[request_id], where)
+
+
+def list_tables(manager: KVCacheManager) -> list[tuple[RequestId, GroupId, BlockTable]]:
+    """Return the tables of all requests and groups."""
+    group_ids = [GroupId(number) for number in range(len(manager.groups))]
+    return [
+        (request_id, group_id, manager.get_table(request_id, group_id))
+        for request_id in manager.list_request_ids()
+        for group_id in group_ids
+    ]
 
 
 def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBlock] = ()) -> None:
     """Verify T1 and T2. O(number of blocks + entries of all tables)."""
     pool = manager.block_pool
     num_holders: Counter[BlockId] = Counter()
-    for request_id in manager.list_request_ids():
-        for group_id in map(GroupId, range(len(manager.groups))):
-            for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
-                where = f"request {request_id!r}, group {group_id}, entry {position}"
-                if not 0 <= block.block_id < len(pool.blocks) or pool.blocks[block.block_id] is not block:
-                    raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, not one of this pool's")
-                if block.is_null:
-                    continue
-                if block.ref_cnt < 1:
-                    raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, which is free")
-                num_holders[block.block_id] += 1
+    for request_id, group_id, table in list_tables(manager):
+        for position, block in enumerate(table.blocks):
+            where = f"request {request_id!r}, group {group_id}, entry {position}"
+            if not 0 <= block.block_id < len(pool.blocks) or pool.blocks[block.block_id] is not block:
+                raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, not one of this pool's")
+            if block.is_null:
+                continue
+            if block.ref_cnt < 1:
+                raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, which is free")
+            num_holders[block.block_id] += 1
     num_holders.update(block.block_id for block in held_elsewhere)
     for block, num_holds in pool.holds.count_references().items():
         num_holders[block.block_id] += num_holds
@@ -114,12 +120,7 @@ def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBl
 
 def check_copies(manager: KVCacheManager) -> None:
     """Verify T6. O(entries of all tables)."""
-    tables = [
-        manager.get_table(request_id, group_id).blocks
-        for request_id in manager.list_request_ids()
-        for group_id in map(GroupId, range(len(manager.groups)))
-    ]
-    in_tables = {block for blocks in tables for block in blocks}
+    in_tables = {block for _, _, table in list_tables(manager) for block in table.blocks}
     copies = manager.copies._source_of
     state_targets = {target for _, _, target in manager.copies.state_pairs}
     for _, source, target in manager.copies.state_pairs:
@@ -228,10 +229,9 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
     """
     scheduled = list(scheduled)
     holders: dict[BlockId, list[tuple[RequestId, GroupId, int]]] = {}
-    for request_id in manager.list_request_ids():
-        for group_id in map(GroupId, range(len(manager.groups))):
-            for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
-                holders.setdefault(block.block_id, []).append((request_id, group_id, position))
+    for request_id, group_id, table in list_tables(manager):
+        for position, block in enumerate(table.blocks):
+            holders.setdefault(block.block_id, []).append((request_id, group_id, position))
     first_token = {request.request_id: request.num_computed_tokens for request, _ in scheduled}
     for request, num_tokens in scheduled:
         num_computed = request.num_computed_tokens
@@ -276,8 +276,7 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
 def check_leases(leases: BlockLeases) -> None:
     """Verify L1, L2 and L3. O(leased blocks). Raises CorruptedPoolError."""
     is_due = {id(entry[2]) for entry in leases.block_pool.holds.deadlines.entries}
-    num_leases: Counter[KVCacheBlock] = Counter()
-    written: dict[KVCacheBlock, Lease] = {}
+    by_block: dict[KVCacheBlock, list[Lease]] = {}
     for hold, lease in leases._leases.items():
         if hold.is_released:
             continue  # expired; the next `expire` reports it
@@ -290,17 +289,13 @@ def check_leases(leases: BlockLeases) -> None:
             raise CorruptedPoolError(f"L2: {lease!r} reads, and is quarantined")
         if not is_quarantined and (hold.until != lease.deadline or id(hold) not in is_due):
             raise CorruptedPoolError(f"L2: no deadline ends {lease!r}")
-        num_leases.update(lease.blocks)
-        if lease.kind is LeaseKind.WRITE:
-            written.update(dict.fromkeys(lease.blocks, lease))
-    for block, lease in written.items():
-        if num_leases[block] != 1 or block.block_hash is not None:
+        for block in lease.blocks:
+            by_block.setdefault(block, []).append(lease)
+    for block, listed in by_block.items():
+        is_written = any(lease.kind is LeaseKind.WRITE for lease in listed)
+        if is_written and (len(listed) > 1 or block.block_hash is not None):
             raise CorruptedPoolError(
-                f"L3: {lease!r} writes block {block.block_id}, which is also read or cached"
+                f"L3: block {block.block_id} is written, and also read or cached: {listed}"
             )
-    if num_leases != leases._num_leases and leases._book.num_overdue == leases._num_overdue:
-        raise CorruptedPoolError("L1: the number of leases per block differs from that of the listed leases")
-    if written != leases._written:
-        raise CorruptedPoolError(
-            f"L3: {len(written)} blocks are being written, but {len(leases._written)} are recorded"
-        )
+    if by_block != leases._by_block and leases._book.num_overdue == leases._num_overdue:
+        raise CorruptedPoolError("L1: the leases of each block differ from the listed leases")

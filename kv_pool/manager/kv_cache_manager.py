@@ -26,7 +26,7 @@ from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kv_pool.manager.cached_prefix import CachedPrefix, find_common_hit
+from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
@@ -160,18 +160,16 @@ class KVCacheManager(ManagerState):
         ):
             blocks = [[] for _ in self._groups]
         else:
-            num_known = request.num_tokens
-            limit = num_known - 1
+            limit = request.num_tokens - 1
             if max_num_tokens is not None:
                 limit = as_count("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            if len(hashes) * self.block_pool.hash_block_size > num_known:
-                self._caching.raise_wrong_block_size(request, len(hashes))
+            caching.check_hash_count(request, False)
+            listed = hashes if isinstance(hashes, list) else list(hashes)
             if self._rules is not None:
-                listed = hashes if isinstance(hashes, list) else list(hashes)
                 blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
             else:
-                blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
+                blocks, num_tokens, _ = self._lookup.find(listed, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
@@ -353,15 +351,9 @@ class KVCacheManager(ManagerState):
 
     def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
         """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""
-        if not isinstance(num_encoder_tokens, int):
-            num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-        num_all = as_int("num_tokens", num_tokens)
-        if num_all < 0 or num_encoder_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_tokens is {num_all}, num_encoder_tokens {num_encoder_tokens}; they count tokens, 0 "
-                "or more"
-            )
-        return self._needs.count_max_blocks(num_all, num_encoder_tokens)
+        return self._needs.count_max_blocks(
+            as_count("num_tokens", num_tokens), as_count("num_encoder_tokens", num_encoder_tokens)
+        )
 
     def _list_lasting_pins(
         self, request_id: RequestId | None, own_blocks: Iterable[KVCacheBlock]
@@ -395,8 +387,7 @@ class KVCacheManager(ManagerState):
             once the copies are made.
         Does not begin a step: see `begin_step`.
         """
-        if self.block_pool.is_changing:
-            refuse_interrupted()
+        self.block_pool.holds.check_whole()
         return self.copies.take_with_blocks()
 
     def begin_step(self) -> None:
@@ -418,8 +409,7 @@ class KVCacheManager(ManagerState):
                 blocks, another count or other tokens. Nothing has changed.
         Cost: O(blocks of the parent).
         """
-        if self.block_pool.is_changing:
-            refuse_interrupted()
+        self.block_pool.holds.check_whole()
         tables = find_tables(self, get_request_id("parent", parent))
         get_request_id("child", child)
         fork_tables(self, tables, parent, child)
@@ -435,11 +425,9 @@ class KVCacheManager(ManagerState):
             InvalidArgumentError: no such request, or it lacks slots or hashes for these tokens. Nothing has
                 changed.
         """
-        if self.block_pool.is_changing:
-            refuse_interrupted()
+        self.block_pool.holds.check_whole()
         tables = find_tables(self, get_request_id("request", request))
-        if not isinstance(num_computed_tokens, int):
-            num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens)
+        num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens)
         for table, group in zip(tables, self._groups, strict=True):
             num_slots = len(table.blocks) * group.block_size
             if group.is_cacheable and not 0 <= num_computed_tokens <= num_slots:
@@ -460,12 +448,7 @@ class KVCacheManager(ManagerState):
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
-        if self.block_pool.is_changing:
-            refuse_interrupted()
-        for block_id in listed:
-            if not 0 <= block_id < self.block_pool.num_gpu_blocks:
-                self.block_pool.evict_blocks([block_id])  # raises
-        report_invalid_blocks(self, [block_id for block_id in listed if block_id])
+        self.report_invalid_blocks([block_id for block_id in listed if block_id])
 
     def evict_owned(
         self, *, adapter: str | None = None, cache_salt: str | None = None, session_id: str | None = None
@@ -523,8 +506,7 @@ class KVCacheManager(ManagerState):
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
-        if self.block_pool.is_changing:
-            refuse_interrupted()
+        self.block_pool.holds.check_whole()
         return report_invalid_blocks(self, listed)
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
@@ -573,8 +555,7 @@ class KVCacheManager(ManagerState):
         request_id = get_request_id("request", request)
         tables = find_tables(self, request_id)
         num_final = as_count("num_tokens", num_tokens)
-        if self.block_pool.is_changing:
-            refuse_interrupted()
+        self.block_pool.holds.check_whole()
         free_skipped_blocks(self, request_id, tables, num_final)
 
     def truncate(self, request: SchedulableRequest, num_tokens: SupportsIndex) -> None:
@@ -592,8 +573,7 @@ class KVCacheManager(ManagerState):
                 again.
         Cost: O(blocks released).
         """
-        if self.block_pool.is_changing:
-            refuse_interrupted()
+        self.block_pool.holds.check_whole()
         request_id = get_request_id("request", request)
         unchecked: Any = request
         num_left = as_int("num_tokens", num_tokens)
@@ -697,8 +677,6 @@ class KVCacheManager(ManagerState):
         Raises:
             OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
         if self.retention is not None:
             self.retention.expire()
         return self.block_pool.get_new_blocks(num_blocks)

@@ -1,6 +1,5 @@
 """`BlockLeases`: leases on blocks that transfers read or write; no block is reused or leaked in flight."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn, SupportsIndex
@@ -38,14 +37,6 @@ class LeaseState(Enum):
     EXPIRED = "expired"
 
 
-_STATES = {
-    HoldState.OPEN: LeaseState.ACTIVE,
-    HoldState.QUARANTINED: LeaseState.QUARANTINED,
-    HoldState.RELEASED: LeaseState.RELEASED,
-    HoldState.EXPIRED: LeaseState.EXPIRED,
-}
-
-
 class Lease:
     """A lease on the blocks of one transfer. Created by `BlockLeases.acquire`.
 
@@ -73,6 +64,7 @@ class Lease:
         self.holder = holder
         self.hold = hold
         self._last_deadline = deadline
+        self._is_reported = False  # as overdue
 
     @property
     def deadline(self) -> float:
@@ -82,7 +74,9 @@ class Lease:
     @property
     def state(self) -> LeaseState:
         """The state of the lease, derived from its hold."""
-        return _STATES[self.hold.state]
+        if self.hold.state is HoldState.OPEN:
+            return LeaseState.ACTIVE
+        return LeaseState[self.hold.state.name]
 
     def release(self) -> None:
         """See `BlockLeases.release`."""
@@ -135,9 +129,7 @@ class BlockLeases:
         if clock is not None:
             self._book.clock = clock
         self._leases: dict[Hold, Lease] = {}  # active and quarantined leases, oldest first
-        self._written: dict[KVCacheBlock, Lease] = {}
-        self._num_leases: dict[KVCacheBlock, int] = {}
-        self._reported: set[Hold] = set()
+        self._by_block: dict[KVCacheBlock, list[Lease]] = {}
         self._num_overdue = 0  # overdue holds of the pool that are already processed
         self._last_id = 0
         self._opening: Lease | None = None  # by a call that runs now, or was interrupted
@@ -200,9 +192,7 @@ class BlockLeases:
         self._leases[hold] = lease
         self._book.take_references(hold, listed)
         for block in listed:
-            self._num_leases[block] = self._num_leases.get(block, 0) + 1
-        if is_written:
-            self._written.update(dict.fromkeys(listed, lease))
+            self._by_block.setdefault(block, []).append(lease)
         self._opening = None
         self.block_pool.is_changing = False
         return lease
@@ -254,17 +244,13 @@ class BlockLeases:
         self._book.expire()
         if self._book.num_overdue == self._num_overdue:
             return []
-        num_overdue = self._book.num_overdue
-        overdue = [
-            lease
-            for hold, lease in self._leases.items()
-            if hold.state in (HoldState.EXPIRED, HoldState.QUARANTINED) and hold not in self._reported
-        ]
-        reported = self._reported | {lease.hold for lease in overdue if lease.state is LeaseState.QUARANTINED}
-        left = {hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.EXPIRED}
-        self._leases = left
-        self._reported = reported
-        self._num_overdue = num_overdue
+        over = (LeaseState.EXPIRED, LeaseState.QUARANTINED)
+        overdue = [lease for lease in self._leases.values() if lease.state in over and not lease._is_reported]
+        for lease in overdue:
+            lease._is_reported = True
+            if lease.state is LeaseState.EXPIRED:
+                del self._leases[lease.hold]
+        self._num_overdue = self._book.num_overdue
         self._rebuild()
         return sorted(overdue, key=lambda lease: lease.deadline)
 
@@ -291,17 +277,18 @@ class BlockLeases:
                 f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; it "
                 f"cannot be leased to {holder}"
             )
-        writing = self._written.get(block)
-        if writing is not None:
-            raise InvalidBlockError(
-                f"block {block.block_id} cannot be leased to {holder}: {writing!r} writes it"
-            )
+        leases = self._by_block.get(block, [])
+        for lease in leases:
+            if lease.kind is LeaseKind.WRITE:
+                raise InvalidBlockError(
+                    f"block {block.block_id} cannot be leased to {holder}: {lease!r} writes it"
+                )
         if kind is LeaseKind.READ:
             if block.ref_cnt == 0 and block.block_hash is None:
                 raise InvalidBlockError(
                     f"block {block.block_id} is free and has no content; {holder} has nothing to read there"
                 )
-        elif block.ref_cnt != 1 or block.block_hash is not None or block in self._num_leases:
+        elif block.ref_cnt != 1 or block.block_hash is not None or leases:
             raise InvalidBlockError(
                 f"block {block.block_id} cannot be leased to {holder} for writing: it has {block.ref_cnt} "
                 f"references and is {'not ' if block.block_hash is None else ''}cached; it needs one "
@@ -319,16 +306,11 @@ class BlockLeases:
     def _remove(self, lease: Lease) -> None:
         """Remove a lease whose hold has ended."""
         self._leases.pop(lease.hold, None)
-        self._reported.discard(lease.hold)
         for block in lease.blocks:
-            count = self._num_leases.get(block, 1) - 1
-            if count:
-                self._num_leases[block] = count
-            else:
-                self._num_leases.pop(block, None)
-        if lease.kind is LeaseKind.WRITE:
-            for block in lease.blocks:
-                self._written.pop(block, None)
+            leases = self._by_block[block]
+            leases.remove(lease)
+            if not leases:
+                del self._by_block[block]
 
     def begin_repair(self) -> None:
         """Drop the lease whose `acquire` was interrupted. Called by a repair of the pool."""
@@ -340,12 +322,12 @@ class BlockLeases:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Rebuild the indexes from the holds."""
+        """Rebuild the index from the holds."""
         self._leases = {
             hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.RELEASED
         }
-        listed = self.list_leases()
-        self._num_leases = dict(Counter(block for lease in listed for block in lease.blocks))
-        self._written = {
-            block: lease for lease in listed if lease.kind is LeaseKind.WRITE for block in lease.blocks
-        }
+        by_block: dict[KVCacheBlock, list[Lease]] = {}
+        for lease in self.list_leases():
+            for block in lease.blocks:
+                by_block.setdefault(block, []).append(lease)
+        self._by_block = by_block

@@ -1,7 +1,7 @@
 """`PrefixCaching`: caches the full blocks of requests, as far as they can serve a hit."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -109,10 +109,8 @@ class PrefixCaching:
             if end <= first:
                 continue
             hashes = request.block_hashes
-            num_hashes = len(hashes)
-            if num_hashes * pool.hash_block_size > num_known:
-                self.raise_wrong_block_size(request, num_hashes)
-            num_hashed = num_hashes // group.stride
+            self.check_hash_count(request, False)
+            num_hashed = len(hashes) // group.stride
             if end > num_hashed:
                 raise InvalidArgumentError(
                     f"request {request.request_id!r} has hashes for {num_hashed} blocks of "
@@ -130,12 +128,7 @@ class PrefixCaching:
                 ends = [0] * len(self._groups)
             ends[group.group_id] = end * block_size
         if tables is None:
-            num_known = request.num_tokens
-            num_hashes = len(request.block_hashes)
-            num_hashable = num_known - pool.num_hash_lookahead_tokens
-            num_missing = num_hashable - num_hashes * pool.hash_block_size
-            if num_hashes * pool.hash_block_size > num_known or num_missing >= pool.hash_block_size:
-                self.raise_wrong_block_size(request, num_hashes)
+            self.check_hash_count(request, True)
         return ends
 
     def cache(
@@ -170,13 +163,7 @@ class PrefixCaching:
                 if first <= loaded < end:
                     mask[loaded - first] = True
                     self.note_unwritten(table.blocks[loaded])
-            for position in range(first, end):
-                block = table.blocks[position]
-                if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
-                    # Cached by a fork that shares the block and continued first.
-                    if mask is None:
-                        mask = [True] * (end - first)
-                    mask[position - first] = False
+            mask = leave_out_cached(table, first, end, group.block_size, mask)
             if mask is None or True in mask:
                 cache_full(
                     self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask
@@ -190,10 +177,31 @@ class PrefixCaching:
                 self.note_unwritten(table.blocks[end - 1])
             table.num_cached_blocks = end
 
-    def raise_wrong_block_size(self, request: SchedulableRequest, num_hashes: int) -> NoReturn:
-        """Raise InvalidArgumentError for a request that was hashed with another block size."""
-        raise InvalidArgumentError(
-            f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
-            f"{num_hashes * self._pool.hash_block_size}. Was its hasher made with another block size than "
-            f"the pool's {self._pool.hash_block_size}?"
-        )
+    def check_hash_count(self, request: SchedulableRequest, is_new: bool) -> None:
+        """Raise InvalidArgumentError for a request that was hashed with another block size.
+
+        Args:
+            is_new: also if a hash of its known tokens is missing.
+        """
+        unit = self._pool.hash_block_size
+        num_known = request.num_tokens
+        num_hashed = len(request.block_hashes) * unit
+        num_missing = num_known - self._pool.num_hash_lookahead_tokens - num_hashed
+        if num_hashed > num_known or (is_new and num_missing >= unit):
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has {num_known} tokens but hashes for {num_hashed}. Was its "
+                f"hasher made with another block size than the pool's {unit}?"
+            )
+
+
+def leave_out_cached(
+    table: BlockTable, first: int, end: int, block_size: int, mask: list[bool] | None
+) -> list[bool] | None:
+    """Return the mask of the blocks `[first, end)` without those cached by a fork, which continued first."""
+    for position in range(first, end):
+        block = table.blocks[position]
+        if block.key is not None and block.num_key_tokens >= (position + 1) * block_size:
+            if mask is None:
+                mask = [True] * (end - first)
+            mask[position - first] = False
+    return mask

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kv_pool.core.arguments import as_ints, check_type
+from kv_pool.core.arguments import as_count, as_ints, check_type
 from kv_pool.errors import InvalidArgumentError
 
 
@@ -85,11 +85,9 @@ class PrefixRules:
     def __post_init__(self) -> None:
         for name in ("retention_interval", "num_reprefillable_tokens"):
             value = getattr(self, name)
-            if value is None and name == "retention_interval":
-                continue
-            check_type(name, value, int)
-            if value < 0:
-                raise InvalidArgumentError(f"{name} is {value}; it counts tokens, 0 or more")
+            if value is not None or name != "retention_interval":
+                check_type(name, value, int)
+                as_count(name, value)
         check_type("partial_hits", self.partial_hits, bool)
         check_type("junction_states", self.junction_states, bool)
         check_type("bounded_states", self.bounded_states, bool)

@@ -17,8 +17,8 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
-from kv_pool.manager.prefix_caching import PrefixCaching
-from kv_pool.manager.prefix_rules import RuleDetails
+from kv_pool.manager.prefix_caching import PrefixCaching, leave_out_cached
+from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
@@ -28,13 +28,11 @@ class RuleCaching(PrefixCaching):
 
     Args:
         choice: selects full blocks.
-        num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         is_partial: whether hits may end within a block.
-        caches_junctions: see `PrefixRules.junction_states`.
         chains: records the cached states; None without `PrefixRules.bounded_states`.
-        details: see `PrefixRules.details`.
 
     Attributes:
+        caches_junctions: whether states at junctions within a block are cached.
         unwritten: keys of states whose content exists only after the coming step.
         allows_missing_hashes: whether a request may lack hashes, as vLLM's may: blocks without one are not
             cached.
@@ -47,22 +45,22 @@ class RuleCaching(PrefixCaching):
         pool: BlockPoolCore,
         groups: list[BlockGroup],
         alignment: int,
+        rules: PrefixRules,
         choice: CheckpointChoice,
-        num_reprefillable: int,
         is_partial: bool,
-        caches_junctions: bool,
         chains: StateChains | None,
-        details: RuleDetails,
     ) -> None:
         super().__init__(pool, groups, alignment)
         self._choice: CheckpointChoice = choice
-        self._num_reprefillable: int = num_reprefillable
+        self._num_reprefillable: int = rules.num_reprefillable_tokens
         self._is_partial: bool = is_partial
-        self._caches_junctions: bool = caches_junctions
+        self.caches_junctions: bool = (
+            rules.junction_states and is_partial and not rules.num_reprefillable_tokens
+        )
         self._chains: StateChains | None = chains
-        self._renews_states: bool = details.renews_states
-        self._caches_whole_prompts: bool = details.caches_whole_prompts
-        self._ends_within_blocks: bool = details.ends_within_blocks
+        self._renews_states: bool = rules.details.renews_states
+        self._caches_whole_prompts: bool = rules.details.caches_whole_prompts
+        self._ends_within_blocks: bool = rules.details.ends_within_blocks
         # Attention blocks of several hashes, whose parts can be hit.
         self._tail_groups: list[BlockGroup] = [
             group for group in groups if group.is_cacheable and group.is_downward_closed and group.stride > 1
@@ -89,14 +87,9 @@ class RuleCaching(PrefixCaching):
         num_tokens: int,
     ) -> list[int] | None:
         """As `PrefixCaching.find_ends`; None if no group has anything to cache."""
-        num_known = request.num_tokens
-        num_tokens = min(num_tokens, num_known)
+        num_tokens = min(num_tokens, request.num_tokens)
         if not self.allows_missing_hashes:
-            num_hashes = len(request.block_hashes)
-            unit = self._pool.hash_block_size
-            num_unhashed = num_known - self._pool.num_hash_lookahead_tokens - num_hashes * unit
-            if num_hashes * unit > num_known or (tables is None and num_unhashed >= unit):
-                self.raise_wrong_block_size(request, num_hashes)
+            self.check_hash_count(request, tables is None)
         num_hashed = len(request.block_hashes) * self._pool.hash_block_size
         limits = [0] * len(self._groups)
         is_any = False
@@ -181,17 +174,11 @@ class RuleCaching(PrefixCaching):
         choice = self._choice
         first = table.num_cached_blocks
         mask = choice.select(group, first, end, choice.list_checkpoints(num_prompt, table.junction, group))
-        for position in range(first, end):
-            block = table.blocks[position]
-            if position == table.unaligned_position:
-                if mask is None:
-                    mask = [True] * (end - first)
-                mask[position - first] = False
-            elif block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
-                # Cached by a fork that shares the block and continued first.
-                if mask is None:
-                    mask = [True] * (end - first)
-                mask[position - first] = False
+        mask = leave_out_cached(table, first, end, group.block_size, mask)
+        if first <= table.unaligned_position < end:
+            if mask is None:
+                mask = [True] * (end - first)
+            mask[table.unaligned_position - first] = False
         cache_full(self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask)
         table.num_cached_blocks = end
         if self._chains is not None and isinstance(group, MambaGroup):
@@ -253,7 +240,7 @@ class RuleCaching(PrefixCaching):
         if self._ends_within_blocks and limit % group.block_size == 0:
             return
         if limit != group.find_checkpoint(num_prompt, unit) and not (
-            self._caches_junctions
+            self.caches_junctions
             and limit == table.junction
             and request.num_computed_tokens < limit <= num_prompt
         ):
@@ -266,7 +253,9 @@ class RuleCaching(PrefixCaching):
         block = table.blocks[position]
         if block.is_null or (block.num_key_tokens == limit and not self._renews_states):
             return
-        self._note_key(request, group, block, limit)
+        key = cache_partial(self._pool, request, block, limit, group.group_id, group.block_size)
+        if key is not None:
+            self.unwritten.add(key)
         if limit % group.block_size:
             # The next step overwrites the state.
             table.copy_position = position
@@ -292,13 +281,6 @@ class RuleCaching(PrefixCaching):
         elif block.num_key_tokens != num_tokens:
             cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size, True)
             self.unwritten.add(block.key)
-
-    def _note_key(
-        self, request: SchedulableRequest, group: MambaGroup, block: KVCacheBlock, num_tokens: int
-    ) -> None:
-        key = cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size)
-        if key is not None:
-            self.unwritten.add(key)
 
 
 def get_num_prompt_tokens(request: SchedulableRequest) -> int:

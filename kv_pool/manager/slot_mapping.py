@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.core.arguments import as_int
+from kv_pool.core.arguments import as_count, as_int
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.batch_block_table import BatchBlockTable
 
@@ -43,9 +43,7 @@ class SlotMapping:
         *,
         array: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        max_num_tokens = as_int("max_num_tokens", max_num_tokens)
-        if max_num_tokens < 1:
-            raise InvalidArgumentError(f"max_num_tokens is {max_num_tokens}, not 1 or more")
+        max_num_tokens = as_count("max_num_tokens", max_num_tokens, 1)
         if array is None:
             array = np.empty(max_num_tokens, np.int64)
         elif array.shape != (max_num_tokens,) or array.dtype != np.int64 or not array.flags.c_contiguous:

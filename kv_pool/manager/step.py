@@ -35,26 +35,6 @@ class Step:
             `MambaGroup.plan_checkpoint`.
     """
 
-    __slots__ = (
-        "caches",
-        "junction",
-        "num_before",
-        "num_computed",
-        "num_encoder_tokens",
-        "num_external",
-        "num_final",
-        "num_left",
-        "num_lookahead",
-        "num_prefix",
-        "num_reserved",
-        "num_scheduled",
-        "num_sequence",
-        "prefill_end",
-        "prefix_blocks",
-        "request_id",
-        "tables",
-    )
-
     def __init__(
         self,
         request_id: RequestId,

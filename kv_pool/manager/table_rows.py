@@ -24,8 +24,6 @@ class TableRow:
         num_edits: the table's `num_edits`.
     """
 
-    __slots__ = ("num_blocks", "num_edits", "num_null_blocks", "request_id", "table")
-
     def __init__(self, request_id: RequestId, table: BlockTable) -> None:
         self.request_id = request_id
         self.table = table

@@ -305,7 +305,7 @@ def test_fits_alone_refuses_a_negative_number_of_tokens():
     manager = KVCacheManager(BlockPool(10, True, 4))
     with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
         manager.fits_alone(-1)
-    with pytest.raises(InvalidArgumentError, match="num_encoder_tokens -1"):
+    with pytest.raises(InvalidArgumentError, match="num_encoder_tokens is -1"):
         manager.fits_alone(1, num_encoder_tokens=-1)
 
 

@@ -24,8 +24,8 @@ from kv_pool.integrations.vllm.request_options.engine_options import EngineOptio
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
+from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.manager.engine.group_views import GroupsView, GroupView
-from kv_pool.manager.engine.manager_with_options import ManagerWithOptions
 from kv_pool.manager.prefix_rules import NEWEST_DETAILS
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
@@ -54,7 +54,7 @@ def _view_class(manager_class: Any) -> type[GroupView]:
     return _VIEW_CLASSES[manager_class]
 
 
-class KVCacheManager(ManagerWithOptions):
+class KVCacheManager(EngineManager):
     """kv_pool's manager for one engine of vLLM.
 
     With a configuration that it does not serve, the constructor logs which feature that is and returns vLLM's
@@ -162,7 +162,7 @@ class KVCacheManager(ManagerWithOptions):
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.retained_hit_group_ids: tuple[GroupId, ...] = ()
-        self.mamba_shared_prefix_checkpoint = self._rules.caches_junctions
+        self.mamba_shared_prefix_checkpoint = self._rules.caching.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
             self,

@@ -2,7 +2,6 @@
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId
 
@@ -43,24 +42,6 @@ class BlockGroup:
         if self.stride == 1:
             return block_hashes
         return block_hashes[self.stride - 1 :: self.stride]
-
-    def find_longest_hit(
-        self, block_hashes: list[BlockHash], max_num_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        """Find the longest prefix of at most `max_num_tokens` tokens from which this group can continue.
-
-        Args:
-            block_hashes: at this group's block size.
-        Returns:
-            The blocks of the prefix, head first, with the null block where none is needed; and the number of
-            its tokens, a multiple of the alignment. Changes nothing.
-        """
-        found = self.pool.find_cached_prefix(block_hashes, max_num_tokens // self.block_size, self.group_id)
-        num_tokens = len(found) * self.block_size
-        if self.alignment != self.block_size:
-            num_tokens -= num_tokens % self.alignment
-            del found[num_tokens // self.block_size :]
-        return found, num_tokens
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the number of leading tokens that no token after the computed ones attends to."""

@@ -44,26 +44,6 @@ class BlockTable:
         num_valid_tokens: tokens before the first one that was reported as invalid and is not recomputed yet.
     """
 
-    __slots__ = (
-        "blocks",
-        "checkpoint_position",
-        "checkpoint_tokens",
-        "copy_position",
-        "is_forked",
-        "junction",
-        "num_cached_blocks",
-        "num_edits",
-        "num_hits",
-        "num_null_blocks",
-        "num_speculative",
-        "num_valid_tokens",
-        "past",
-        "request",
-        "resumed",
-        "tail_tokens",
-        "unaligned_position",
-    )
-
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
         self.num_cached_blocks: int = 0

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, GroupId
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 
 
@@ -18,26 +17,6 @@ class ChunkedLocalGroup(BlockGroup):
         self.chunk_size: Final = chunk_size
         self.forgets = True
         self.is_downward_closed = False
-
-    def find_longest_hit(
-        self, block_hashes: list[BlockHash], max_num_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        """As in `BlockGroup`: earlier chunks need no blocks, the last chunk all blocks from its start."""
-        pool = self.pool
-        block_size = self.block_size
-        num_tokens = min(max_num_tokens, len(block_hashes) * block_size)
-        while True:
-            # A shorter prefix may end in another chunk, which needs other blocks.
-            num_tokens -= num_tokens % self.alignment
-            num_blocks = num_tokens // block_size
-            num_skipped = self.count_skipped_tokens(num_tokens) // block_size
-            found = [pool.null_block] * num_skipped
-            found.extend(
-                pool.find_cached_prefix(block_hashes[num_skipped:num_blocks], num_blocks, self.group_id)
-            )
-            if len(found) == num_blocks:
-                return found, num_tokens
-            num_tokens = len(found) * block_size
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size

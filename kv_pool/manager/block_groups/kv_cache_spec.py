@@ -23,7 +23,7 @@ class KVCacheSpec:
     block_size: int
 
     def __post_init__(self) -> None:
-        _check_tokens(type(self).__name__, "block_size", self.block_size)
+        _check(self, "block_size", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class SlidingWindowSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_tokens(type(self).__name__, "sliding_window", self.sliding_window)
-        _check_count(type(self).__name__, "extra_retained_tokens", self.extra_retained_tokens)
+        _check(self, "sliding_window", 1)
+        _check(self, "extra_retained_tokens", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_tokens(type(self).__name__, "attention_chunk_size", self.attention_chunk_size)
+        _check(self, "attention_chunk_size", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,9 @@ class MambaSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count(type(self).__name__, "num_speculative_blocks", self.num_speculative_blocks)
+        _check(self, "num_speculative_blocks", 0)
         if self.prefill_checkpoint_alignment is not None:
-            _check_tokens(
-                type(self).__name__, "prefill_checkpoint_alignment", self.prefill_checkpoint_alignment
-            )
+            _check(self, "prefill_checkpoint_alignment", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +121,9 @@ class EncoderOnlyAttentionSpec(KVCacheSpec):
     is_cacheable: ClassVar[bool] = False
 
 
-def _check_tokens(spec: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} of a {spec} is {value!r}; it counts tokens, at least 1")
-
-
-def _check_count(spec: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 0:
-        raise InvalidArgumentError(f"{name} of a {spec} is {value!r}; it is a count, 0 or more")
+def _check(spec: KVCacheSpec, name: str, least: int) -> None:
+    value: object = getattr(spec, name)
+    if not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(
+            f"{name} of a {type(spec).__name__} is {value!r}; it is a count, {least} or more"
+        )

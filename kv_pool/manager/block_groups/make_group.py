@@ -36,7 +36,12 @@ def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignm
         return ChunkedLocalGroup(pool, group_id, block_size, alignment, spec.attention_chunk_size)
     if isinstance(spec, MambaSpec):
         if not spec.has_states_at_block_ends:
-            return _make_single_state(spec, pool, group_id)
+            if pool.enable_caching:
+                raise InvalidArgumentError(
+                    "a MambaSpec without has_states_at_block_ends has no states to cache; create the pool "
+                    "with enable_caching=False"
+                )
+            return SingleStateGroup(pool, group_id, block_size, spec.num_speculative_blocks)
         checkpoint_alignment = spec.prefill_checkpoint_alignment or 0
         return MambaGroup(
             pool, group_id, block_size, alignment, spec.num_speculative_blocks, checkpoint_alignment
@@ -48,12 +53,3 @@ def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignm
     raise InvalidTypeError(
         f"{spec!r} is not a spec of a KV cache group; see kv_pool.manager.block_groups.kv_cache_spec"
     )
-
-
-def _make_single_state(spec: MambaSpec, pool: BlockPoolCore, group_id: GroupId) -> SingleStateGroup:
-    if pool.enable_caching:
-        raise InvalidArgumentError(
-            "a MambaSpec without has_states_at_block_ends has no states to cache; create the pool with "
-            "enable_caching=False"
-        )
-    return SingleStateGroup(pool, group_id, spec.block_size, spec.num_speculative_blocks)

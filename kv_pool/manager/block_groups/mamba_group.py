@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, GroupId
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 
@@ -47,21 +46,6 @@ class MambaGroup(BlockGroup):
         self.has_drafter: bool = False
         self.num_recomputed: int = 1
         self.counts_most_states: bool = False
-
-    def find_longest_hit(
-        self, block_hashes: list[BlockHash], max_num_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        """As in `BlockGroup`: the last cached state only."""
-        pool = self.pool
-        group_ids = [self.group_id]
-        index = min(max_num_tokens // self.block_size, len(block_hashes)) - 1
-        while index >= 0:
-            if (index + 1) * self.block_size % self.alignment == 0:
-                blocks = pool.get_cached_block(block_hashes[index], group_ids)
-                if blocks is not None:
-                    return [pool.null_block] * index + blocks, (index + 1) * self.block_size
-            index -= 1
-        return [], 0
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, GroupId
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 
 
@@ -14,11 +13,6 @@ class CrossAttentionGroup(BlockGroup):
     def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int) -> None:
         super().__init__(pool, group_id, block_size, block_size)
         self.is_cacheable = False
-
-    def find_longest_hit(
-        self, block_hashes: list[BlockHash], max_num_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        return [], 0
 
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
@@ -53,11 +47,6 @@ class SingleStateGroup(BlockGroup):
         self.forgets = True
         self.is_downward_closed = False
         self.num_speculative_blocks: Final = num_speculative_blocks
-
-    def find_longest_hit(
-        self, block_hashes: list[BlockHash], max_num_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        return [], 0
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, GroupId
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 
 
@@ -33,34 +32,6 @@ class SlidingWindowGroup(BlockGroup):
         self.num_hit_blocks: Final = max(1, -(-(window - 1) // block_size))
         self.forgets = True
         self.is_downward_closed = False
-
-    def find_longest_hit(
-        self, block_hashes: list[BlockHash], max_num_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        """As in `BlockGroup`: `num_hit_blocks` consecutive blocks before the boundary, or all from the head.
-
-        Cost: O(blocks of the prefix) look-ups, last block first.
-        """
-        pool = self.pool
-        group_ids = [self.group_id]
-        found: list[KVCacheBlock] = []
-        end = 0
-        index = min(max_num_tokens // self.block_size, len(block_hashes)) - 1
-        while index >= 0:
-            blocks = pool.get_cached_block(block_hashes[index], group_ids)
-            if blocks is None:
-                found = []
-            elif found or (index + 1) * self.block_size % self.alignment == 0:
-                if not found:
-                    end = index + 1
-                found.append(blocks[0])
-                if len(found) == self.num_hit_blocks:
-                    break
-            index -= 1
-        if not found:
-            return [], 0
-        found.reverse()
-        return [pool.null_block] * (end - len(found)) + found, end * self.block_size
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.num_kept)

@@ -18,8 +18,6 @@ class ChainedState:
         num_resumes: number of requests that resumed from it.
     """
 
-    __slots__ = ("block", "is_end", "key", "num_resumes", "source")
-
     def __init__(self, block: KVCacheBlock, key: bytes, source: "ChainedState | None", is_end: bool) -> None:
         self.block: KVCacheBlock = block
         self.key: bytes = key

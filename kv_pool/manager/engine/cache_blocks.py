@@ -19,7 +19,6 @@ class KVCacheBlocks:
     Contract: vLLM 0.33 `KVCacheBlocks`.
     """
 
-    __slots__ = ("blocks",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, blocks: Any) -> None:
@@ -51,14 +50,8 @@ class KVCacheBlocks:
         groups: Any = self.blocks
         if group_ids is not None:
             groups = [groups[group_id] for group_id in group_ids]
-        if allow_none:
-            is_empty = True
-            for group in groups:
-                if len(group) > 0:
-                    is_empty = False
-                    break
-            if is_empty:
-                return None
+        if allow_none and all(len(group) == 0 for group in groups):
+            return None
         return tuple([list_ids(group) for group in groups])
 
     def get_unhashed_block_ids(self) -> list[BlockId]:

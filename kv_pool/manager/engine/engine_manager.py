@@ -16,13 +16,11 @@ from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
-from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.rule_caching import RuleCaching
 from kv_pool.manager.step import Step
 
 
@@ -39,6 +37,7 @@ class EngineManager:
         copy_type: makes a copy's description for the worker from the ids of its source and its target.
 
     Attributes:
+        request_options: applies the options of clients to their requests; None until `set_request_options`.
         empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
 
     Unlike those of `KVCacheManager`, the calls follow vLLM in what they tolerate: an unknown request has no
@@ -76,10 +75,20 @@ class EngineManager:
         manager._needs.discounts_states = True
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
+        self.request_options: Any = None
+        self._with_options: dict[Any, Any] = {}
         # Whether parts of blocks, or states, are cached when a prompt ends: then its steps are never quiet.
         self._caches_ends: bool = self.enable_caching and any(
             group.is_cacheable and (group.reads_before_writes or group.stride > 1) for group in self._groups
         )
+
+    def set_request_options(self, options: Any) -> None:
+        """Call `note_request` of `options`; for requests in its `by_request` `note_leaving`, `note_left`.
+
+        A request without `sampling_params.extra_args` costs two attribute lookups more, and its free one.
+        """
+        self.request_options = options
+        self._with_options = options.by_request
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -95,12 +104,16 @@ class EngineManager:
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Find the longest cached prefix that all groups have. Changes nothing.
+        """Apply the request's options, and find the longest cached prefix that all groups have.
 
         Returns:
             The blocks, the number of their tokens, and the end of a longer prefix that only some groups have,
             0 for none: a state at that end would serve later requests.
         """
+        if self.request_options is not None:
+            params: Any = request.sampling_params
+            if params is not None and params.extra_args is not None:
+                self.request_options.note_request(request)
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
@@ -128,18 +141,14 @@ class EngineManager:
         group has a shorter one.
         """
         full_group = self._rules.full_group_beside_states
-        if full_group < 0 or not self.enable_caching:
-            blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
-            return blocks, num_tokens, junction, False
-        if request.skip_reading_prefix_cache:
-            return self.empty_kv_cache_blocks, 0, 0, False
-        limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        found, lengths = self._rules.lookup.find_by_group(list_hashes(request), limit)
-        num_full = lengths[full_group]
-        if max(lengths) > num_full:
-            blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
-            return blocks, num_tokens, junction, False
-        return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
+        if full_group >= 0 and self.prefix_cache_lookup_enabled(request):
+            limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+            found, lengths = self._rules.lookup.find_by_group(list_hashes(request), limit)
+            num_full = lengths[full_group]
+            if max(lengths) == num_full:
+                return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
+        blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
+        return blocks, num_tokens, junction, False
 
     def get_blocks(self, request_id: RequestId) -> KVCacheBlocks:
         """Return the live block tables of the request; no blocks for an unknown one."""
@@ -172,16 +181,13 @@ class EngineManager:
         tables = self.manager._tables.get(request_id)
         if tables is None:
             return 0
-        num_cached = -1
+        lengths: list[int] = []
         for group in self._groups:
-            if not group.is_cacheable:
-                continue
-            num_in_group = 0
-            for block in tables[group.group_id].blocks:
-                num_key_tokens: int = block.num_key_tokens
-                num_in_group = max(num_in_group, num_key_tokens)
-            num_cached = num_in_group if num_cached < 0 else min(num_cached, num_in_group)
-        return max(0, num_cached)
+            if group.is_cacheable:
+                lengths.append(0)
+                for block in tables[group.group_id].blocks:
+                    lengths[-1] = max(lengths[-1], int(block.num_key_tokens))
+        return min(lengths, default=0)
 
     def create_kv_cache_blocks(self, blocks: tuple[Sequence[KVCacheBlock], ...]) -> KVCacheBlocks:
         """Return an object with these blocks; the shared one if there are none."""
@@ -305,43 +311,45 @@ class EngineManager:
         num_tokens: int,
         new_computed_blocks: Any,
         num_encoder_tokens: int,
-        num_before: int,
-        num_local: int,
-        num_without_lookahead: int,
-        has_full_sequence: bool,
-        prefill_end: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
     ) -> int:
         """Return the number of free blocks that slots for the first `num_tokens` tokens take.
 
         Args:
             new_computed_blocks: the hits of each group, for a request without blocks.
-            num_before: tokens that are computed before the step, external ones included.
-            num_local: those of them in the table or in the hits.
-            num_without_lookahead: `num_tokens` without the slots for speculative tokens.
-            has_full_sequence: count the most blocks that a group holds at a time, for a whole sequence.
+            total_computed_tokens: tokens that are computed before the step, external ones included.
+            num_local_computed_tokens: those of them in the table or in the hits.
+            num_tokens_main_model: `num_tokens` without the slots for speculative tokens.
+            apply_admission_cap: count the most blocks that a group holds at a time, for a whole sequence.
             prefill_end: tokens that the step must reach to save a state on its way.
+
+        Contract: vLLM 0.33 `KVCacheCoordinator.get_num_blocks_to_allocate`.
         """
         tables = self.manager._tables.get(request_id)
-        num_lookahead = max(0, num_tokens - num_without_lookahead)
+        num_lookahead = max(0, num_tokens - num_tokens_main_model)
         step = Step(
             request_id,
             tables,
             self.manager._no_blocks if tables is not None else new_computed_blocks,
             0,
-            num_local,
-            num_before,
-            num_without_lookahead,
+            num_local_computed_tokens,
+            total_computed_tokens,
+            num_tokens_main_model,
             num_lookahead,
         )
         step.num_encoder_tokens = num_encoder_tokens
-        if self._rules.interval == 0:
+        if self._rules.choice.interval == 0:
             step.prefill_end = prefill_end
         needs = self.manager._needs
-        if has_full_sequence:
-            num_free = needs.count_full_sequence(step, num_without_lookahead, num_lookahead=num_lookahead)
+        if apply_admission_cap:
+            num_free = needs.count_full_sequence(step, num_tokens_main_model, num_lookahead=num_lookahead)
         else:
             num_free = needs.count(step)
-        return num_free - needs.count_surplus(tables, num_without_lookahead)
+        return num_free - needs.count_surplus(tables, num_tokens_main_model)
 
     def new_step_starts(self) -> None:
         """Start a step: what was allocated before is written before what follows is read."""
@@ -399,23 +407,40 @@ class EngineManager:
         """Release all blocks of the request, tail first. Nothing happens if it has none."""
         request_id: RequestId = request.request_id
         tables = self.manager._tables.get(request_id)
-        if tables is None:
-            return
-        if self._rules.caching.state_offers:
-            drop_offers(self._rules.caching, request_id)
-        self.manager.free(request)
+        has_options = len(self._with_options) > 0 and request_id in self._with_options
+        if has_options:
+            self.request_options.note_leaving(request)
+        if tables is not None:
+            self._drop_offers(request_id)
+            self.manager.free(request)
+        if has_options:
+            self.request_options.note_left(request)
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
-        """Forget the request and return its blocks, head first by group, for the caller to free."""
+        """Forget the request and return its blocks, head first by group, for the caller to free.
+
+        The directives of its options apply to them.
+        """
         request_id: RequestId = request.request_id
-        if request_id not in self.manager._tables:
-            return []
-        if self._rules.caching.state_offers:
-            drop_offers(self._rules.caching, request_id)
+        has_options = request_id in self._with_options
+        if has_options:
+            self.request_options.note_leaving(request)
         popped: list[KVCacheBlock] = []
-        for table in self.manager.pop_tables(request_id):
-            popped += table.blocks[table.num_null_blocks :]
-        self.manager.forget_tables(request_id)
+        tables = self.manager._tables.get(request_id)
+        if tables is not None:
+            self._drop_offers(request_id)
+            retention = self.manager.retention if has_options else None
+            for group_id, table in enumerate(tables):
+                first = table.num_null_blocks
+                if retention is not None:
+                    retention.label_table(request_id, GroupId(group_id), first, table.blocks[first:])
+                popped += table.blocks[first:]
+            if retention is not None:
+                retention.forget_request(request_id)
+            self.manager.pop_tables(request_id)
+            self.manager.forget_tables(request_id)
+        if has_options:
+            self.request_options.note_left(request)
         return popped
 
     def remove_skipped_blocks(
@@ -442,11 +467,36 @@ class EngineManager:
 
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
         """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
-        return take_offers(self._rules.caching) if self._rules.caching.state_offers else {}
+        taken: dict[RequestId, list[tuple[int, BlockId, int]]] = {}
+        caching = self._rules.caching
+        if caching.state_offers:
+            offers = sorted(caching.state_offers, key=lambda offer: offer[1])
+            caching.state_offers = []
+            for request_id, group_id, block, num_tokens in offers:
+                taken.setdefault(request_id, []).append((group_id, block.block_id, num_tokens))
+        return taken
+
+    def _drop_offers(self, request_id: RequestId) -> None:
+        """Drop the states of a request whose blocks are released."""
+        caching = self._rules.caching
+        if caching.state_offers:
+            caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
-        """Return the states inside a block that the finished request leaves: (group, block, tokens)."""
-        return finish_tails(self.manager, request) if self._offers_states else []
+        """Return the states within a block that a finished request leaves: (group, block, tokens).
+
+        Only those that no later token has overwritten. A second call returns [].
+        """
+        request_id: RequestId = request.request_id
+        tables: list[BlockTable] = self.manager._tables.get(request_id, []) if self._offers_states else []
+        finished: list[tuple[int, BlockId, int]] = []
+        for group, table in zip(self._groups, tables, strict=False):
+            num_tokens = table.tail_tokens
+            table.tail_tokens = 0
+            if num_tokens and not request.num_in_flight_tokens and request.num_computed_tokens == num_tokens:
+                block = table.blocks[-(-num_tokens // group.block_size) - 1]
+                finished.append((group.group_id, block.block_id, num_tokens))
+        return finished
 
 
 def list_hashes(request: Any) -> list[BlockHash]:
@@ -490,37 +540,3 @@ def is_quiet(
                 if num_skipped >= (table.num_null_blocks + 1) * block_size:
                     return False
     return True
-
-
-def take_offers(caching: RuleCaching) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
-    """Return the states cached since the last call: request -> (group, block, tokens), by group."""
-    taken: dict[RequestId, list[tuple[int, BlockId, int]]] = {}
-    offers = sorted(caching.state_offers, key=lambda offer: offer[1])
-    caching.state_offers = []
-    for request_id, group_id, block, num_tokens in offers:
-        taken.setdefault(request_id, []).append((group_id, block.block_id, num_tokens))
-    return taken
-
-
-def drop_offers(caching: RuleCaching, request_id: RequestId) -> None:
-    """Drop the states of a request whose blocks are released."""
-    if any(offer[0] == request_id for offer in caching.state_offers):
-        caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
-
-
-def finish_tails(manager: KVCacheManager, request: Any) -> list[tuple[int, BlockId, int]]:
-    """Return the states within a block that a finished request leaves: (group, block, tokens).
-
-    Only those that no later token has overwritten. A second call returns [].
-    """
-    request_id: RequestId = request.request_id
-    tables: list[BlockTable] = manager._tables.get(request_id, [])
-    finished: list[tuple[int, BlockId, int]] = []
-    for group, table in zip(manager._groups, tables, strict=False):
-        num_tokens = table.tail_tokens
-        table.tail_tokens = 0
-        if num_tokens and not request.num_in_flight_tokens and request.num_computed_tokens == num_tokens:
-            assert isinstance(group, MambaGroup)
-            block = table.blocks[-(-num_tokens // group.block_size) - 1]
-            finished.append((group.group_id, block.block_id, num_tokens))
-    return finished

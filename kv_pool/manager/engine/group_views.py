@@ -1,76 +1,63 @@
 """`GroupsView` and `GroupView`: the groups of an `EngineManager`, as connectors of an engine read them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId, RequestId
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.engine.engine_manager import EngineManager
 
+T = TypeVar("T")
 
-class BlocksByRequest(Mapping[RequestId, list[KVCacheBlock]]):
-    """The live block tables of one group by request id. A request without blocks has an empty list."""
 
-    def __init__(self, engine: EngineManager, group_id: GroupId) -> None:
-        self._engine = engine
+class ByRequest(Mapping[RequestId, T]):
+    """What one group's live block tables say, by request id.
+
+    Args:
+        read: what to return for a table; None if it has no such value.
+        make_missing: makes the value of a request without one; None to raise KeyError.
+    """
+
+    def __init__(
+        self,
+        engine: EngineManager,
+        group_id: GroupId,
+        read: Callable[[BlockTable], T | None],
+        make_missing: Callable[[], T] | None = None,
+    ) -> None:
+        self._tables = engine.manager._tables
         self._group_id = group_id
+        self._read = read
+        self._make_missing = make_missing
 
-    def __getitem__(self, request_id: RequestId) -> list[KVCacheBlock]:
-        tables = self._engine.manager._tables.get(request_id)
-        return [] if tables is None else tables[self._group_id].blocks
+    def __getitem__(self, request_id: RequestId) -> T:
+        value: T | None = self.get(request_id)
+        if value is not None:
+            return value
+        if self._make_missing is None:
+            raise KeyError(request_id)
+        return self._make_missing()
 
     def get(self, request_id: RequestId, default: Any = None) -> Any:
-        tables = self._engine.manager._tables.get(request_id)
-        return default if tables is None else tables[self._group_id].blocks
+        tables = self._tables.get(request_id)
+        value = None if tables is None else self._read(tables[self._group_id])
+        return default if value is None else value
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._engine.manager._tables
+        return isinstance(request_id, str) and self.get(RequestId(request_id)) is not None
 
     def __iter__(self) -> Iterator[RequestId]:
-        return iter(self._engine.manager._tables)
-
-    def __len__(self) -> int:
-        return len(self._engine.manager._tables)
-
-
-class CachedBlocksByRequest(Mapping[RequestId, int]):
-    """The number of leading cached blocks in one group by request id."""
-
-    def __init__(self, engine: EngineManager, group_id: GroupId) -> None:
-        self._engine = engine
-        self._group_id = group_id
-
-    def __getitem__(self, request_id: RequestId) -> int:
-        return self._engine.manager._tables[request_id][self._group_id].num_cached_blocks
-
-    def __iter__(self) -> Iterator[RequestId]:
-        return iter(self._engine.manager._tables)
-
-    def __len__(self) -> int:
-        return len(self._engine.manager._tables)
-
-
-class CheckpointsByRequest(Mapping[RequestId, tuple[int, int]]):
-    """The states that steps save on their way in one group: request id -> (tokens, entry of the table)."""
-
-    def __init__(self, engine: EngineManager, group_id: GroupId) -> None:
-        self._engine = engine
-        self._group_id = group_id
-
-    def __getitem__(self, request_id: RequestId) -> tuple[int, int]:
-        table = self._engine.manager._tables[request_id][self._group_id]
-        if table.checkpoint_position < 0:
-            raise KeyError(request_id)
-        return table.checkpoint_tokens, table.checkpoint_position
-
-    def __iter__(self) -> Iterator[RequestId]:
-        for request_id, tables in self._engine.manager._tables.items():
-            if tables[self._group_id].checkpoint_position >= 0:
-                yield request_id
+        return (request_id for request_id in self._tables if request_id in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def read_checkpoint(table: BlockTable) -> tuple[int, int] | None:
+    """Return the state that a step saves on its way: its tokens and its entry of the table; None for none."""
+    return None if table.checkpoint_position < 0 else (table.checkpoint_tokens, table.checkpoint_position)
 
 
 class GroupView:
@@ -78,7 +65,7 @@ class GroupView:
 
     Attributes:
         kv_cache_spec: the engine's own specification of the group.
-        req_to_blocks: request id -> live block table.
+        req_to_blocks: request id -> live block table; an empty list for a request without blocks.
         num_cached_block: request id -> number of leading cached blocks.
 
     Contract: what vLLM 0.33 reads of a `SingleTypeKVCacheManager` outside its manager.
@@ -94,13 +81,17 @@ class GroupView:
         self.cache_hit_alignment_tokens: int = count_hit_alignment(engine)
         self.block_pool: BlockPoolCore = engine.block_pool
         self.enable_caching: bool = engine.enable_caching
-        self.req_to_blocks = BlocksByRequest(engine, group_id)
-        self.num_cached_block = CachedBlocksByRequest(engine, group_id)
+        self.req_to_blocks: Mapping[RequestId, list[KVCacheBlock]] = ByRequest(
+            engine, group_id, lambda table: table.blocks, list
+        )
+        self.num_cached_block: Mapping[RequestId, int] = ByRequest(
+            engine, group_id, lambda table: table.num_cached_blocks
+        )
         self.records_new_block_ids: bool = group_id in engine._zeroed.group_ids
         self._group = group
         # vLLM's names; its tests of the scheduler and of states read them.
         self._null_block = engine.block_pool.null_block
-        self._checkpoints = CheckpointsByRequest(engine, group_id)
+        self._checkpoints: Mapping[RequestId, tuple[int, int]] = ByRequest(engine, group_id, read_checkpoint)
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -118,6 +109,7 @@ class GroupsView:
     Attributes:
         single_type_managers: one `GroupView` per group.
         scheduler_block_size: tokens; a chunk of a prefill that ends at a multiple can be continued by a hit.
+        get_num_blocks_to_allocate: `EngineManager.count_needed_blocks`.
         full_attention_group_id: the first group that keeps all tokens; None if there is none.
 
     Contract: what vLLM 0.33 reads of a `KVCacheCoordinator` outside its manager.
@@ -143,48 +135,25 @@ class GroupsView:
         self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
         self.num_reprefillable_tokens: int = rules.num_reprefillable
         self.enable_partial_hash_hits: bool = rules.is_partial
-        self.full_attention_group_id: GroupId | None = rules.lookup.find_full_group()
+        full = rules.lookup.full
+        self.full_attention_group_id: GroupId | None = None if full is None else full.group_ids[0]
         self.single_type_managers = tuple(
             [
                 view_class(engine, GroupId(group_id), spec)
                 for group_id, (view_class, spec) in enumerate(zip(view_classes, specs, strict=True))
             ]
         )
+        self.get_num_blocks_to_allocate = engine.count_needed_blocks
         self.group_block_sizes = tuple([view.block_size for view in self.single_type_managers])
 
     @property
     def retention_interval(self) -> int | None:
         """The retention interval of `PrefixRules`; a new one is for blocks that are cached from then on."""
-        return self._engine._rules.interval
+        return self._engine._rules.choice.interval
 
     @retention_interval.setter
     def retention_interval(self, interval: int | None) -> None:
         self._engine._rules.set_interval(interval)
-
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: RequestId,
-        num_tokens: int,
-        new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
-        num_encoder_tokens: int,
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,
-    ) -> int:
-        """Return the number of free blocks that slots for the first `num_tokens` tokens take."""
-        return self._engine.count_needed_blocks(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            num_encoder_tokens,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            num_tokens_main_model,
-            apply_admission_cap,
-            prefill_end,
-        )
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int

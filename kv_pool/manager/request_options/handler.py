@@ -1,11 +1,12 @@
 """`RequestOptionsHandler`: applies the `kv_pool` objects of requests to a manager's retention."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from kv_pool.core.arguments import as_int, check_type, refuse_type
+from kv_pool.core.arguments import as_count, check_type, refuse_type
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import InvalidArgumentError, KVPoolError, PinLimitError
 from kv_pool.ids import RequestId
@@ -47,19 +48,15 @@ class RequestReport(msgspec.Struct, omit_defaults=True):
         return answer
 
 
+@dataclass(slots=True)
 class OpenOptions:
     """The options of a request that has not ended, its directives and its report so far."""
 
-    __slots__ = ("directives", "has_ended", "num_computed", "options", "report")
-
-    def __init__(
-        self, options: RequestOptions, directives: list[RetentionDirective], report: RequestReport
-    ) -> None:
-        self.options = options
-        self.directives = directives
-        self.report = report
-        self.num_computed = 0
-        self.has_ended = False
+    options: RequestOptions
+    directives: list[RetentionDirective]
+    report: RequestReport
+    num_computed: int = 0
+    has_ended: bool = False
 
 
 class RequestOptionsHandler:
@@ -105,11 +102,7 @@ class RequestOptionsHandler:
             refuse_type("clock", clock, "a function")
         self._manager = manager
         self._clock = clock
-        self._max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
-        if self._max_pinned_blocks < 0:
-            raise InvalidArgumentError(
-                f"max_pinned_blocks is {max_pinned_blocks}; it counts blocks, 0 or more"
-            )
+        self._max_pinned_blocks = as_count("max_pinned_blocks", max_pinned_blocks)
         self._on_refused = on_refused
         self.by_request: dict[RequestId, OpenOptions] = {}
 
@@ -135,7 +128,8 @@ class RequestOptionsHandler:
             options = read_options(value)
             directives = options.list_directives(request.num_tokens)
             self._check_session(request, options)
-            self._check_caching()
+            if not self._manager.block_pool.enable_caching:
+                raise InvalidArgumentError("the engine's prefix cache is off; nothing can be retained")
             self._apply(request, options, directives, report)
             if options.hints is not None:
                 hinted: Any = request
@@ -249,10 +243,6 @@ class RequestOptionsHandler:
             raise InvalidArgumentError(
                 "session has no id, and the request has no session_id; give one of them"
             )
-
-    def _check_caching(self) -> None:
-        if not self._manager.block_pool.enable_caching:
-            raise InvalidArgumentError("the engine's prefix cache is off; nothing can be retained")
 
     def _check_pins(self, retention: BlockRetention, directives: list[RetentionDirective]) -> None:
         """Refuse a pin of more blocks than may be pinned at all, before its blocks are listed."""

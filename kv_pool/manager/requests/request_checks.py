@@ -2,7 +2,7 @@
 
 from typing import Any, SupportsIndex
 
-from kv_pool.core.arguments import as_int, refuse_type
+from kv_pool.core.arguments import as_count, as_int, refuse_type
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import RequestId
@@ -36,9 +36,4 @@ def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None
 
 def check_bound(name: str, value: SupportsIndex | None) -> int:
     """Return the bound; 0 for None."""
-    if value is None:
-        return 0
-    bound = as_int(name, value)
-    if bound < 1:
-        raise InvalidArgumentError(f"{name} is {bound}; it counts tokens, at least 1, or None for no bound")
-    return bound
+    return 0 if value is None else as_count(name, value, 1)

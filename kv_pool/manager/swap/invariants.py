@@ -21,7 +21,8 @@ from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockId, GroupId
+from kv_pool.ids import BlockId
+from kv_pool.manager.invariants import list_tables
 from kv_pool.manager.swap.open_plans import PlanState
 from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
 from kv_pool.manager.swap.swapper import BlockSwapper
@@ -54,7 +55,6 @@ def check_places(swapper: BlockSwapper) -> None:
 def check_references(swapper: BlockSwapper) -> None:
     """Verify W2, W3 and W4."""
     manager = swapper.manager
-    num_groups = len(manager.groups)
     on_host = _count(
         swapper.host_pool,
         (
@@ -65,31 +65,24 @@ def check_references(swapper: BlockSwapper) -> None:
         ),
     )
     on_device = _count(
-        manager.block_pool,
-        (
-            block
-            for request_id in manager.list_request_ids()
-            for group_id in map(GroupId, range(num_groups))
-            for block in manager.get_table(request_id, group_id).blocks
-        ),
+        manager.block_pool, (block for _, _, table in list_tables(manager) for block in table.blocks)
     )
     for plan in swapper.list_open_plans():
         _count(swapper.host_pool, plan.list_blocks(swapper._host))
         _count(manager.block_pool, plan.list_blocks(swapper._device))
     _count_holds(swapper.host_pool, on_host)
     _count_holds(manager.block_pool, on_device)
-    for block in swapper.host_pool.blocks[1:]:
-        if block.ref_cnt != on_host[block.block_id]:
-            raise CorruptedPoolError(
-                f"W2: host block {block.block_id} has ref_cnt {block.ref_cnt}, but "
-                f"{on_host[block.block_id]} tables and holds have it"
-            )
-    for block in manager.block_pool.blocks[1:]:
-        if block.ref_cnt < on_device[block.block_id]:
-            raise CorruptedPoolError(
-                f"W3: device block {block.block_id} has ref_cnt {block.ref_cnt}, but "
-                f"{on_device[block.block_id]} tables and holds have it"
-            )
+    for pool, named, what in (
+        (swapper.host_pool, on_host, "W2: host"),
+        (manager.block_pool, on_device, "W3: device"),
+    ):
+        for block in pool.blocks[1:]:
+            num_found = named[block.block_id]  # other holders may have a device block, too
+            if block.ref_cnt < num_found or (block.ref_cnt > num_found and named is on_host):
+                raise CorruptedPoolError(
+                    f"{what} block {block.block_id} has ref_cnt {block.ref_cnt}, but {num_found} tables and "
+                    "holds have it"
+                )
 
 
 def check_tables(swapper: BlockSwapper) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
@@ -22,7 +23,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, match_tables
 from kv_pool.manager.swap.open_plans import OpenPlans
 from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
-from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide, list_tail_first
+from kv_pool.manager.swap.sides import SwapSide, list_tail_first
 
 
 class BlockSwapper:
@@ -70,8 +71,8 @@ class BlockSwapper:
         self.manager = manager
         self.host_pool = host_pool
         manager.add_host(weakref.ref(self))
-        self._device = DeviceSide(manager)
-        self._host = HostSide(host_pool)
+        self._device = SwapSide(device_pool, manager)
+        self._host = SwapSide(host_pool)
         self._groups: list[BlockGroup] = [
             make_group(spec, host_pool, GroupId(group_id), manager.alignment)
             for group_id, spec in enumerate(manager.groups)
@@ -289,7 +290,7 @@ class BlockSwapper:
         Args:
             num_more: blocks that must be free on the device after a swap in.
         """
-        side: SwapSide = self._host if direction is SwapDirection.OUT else self._device
+        side = self._host if direction is SwapDirection.OUT else self._device
         match = match_tables(request, self._groups, tables, side.pool)
         num_usable = side.pool.num_gpu_blocks - 1
         num_to_leave = 0
@@ -314,12 +315,8 @@ class BlockSwapper:
         """Count the blocks that the next `allocate_slots` takes after a swap in."""
         if num_new_tokens is None:
             num_new_tokens = request.num_tokens - request.num_computed_tokens
-        if num_new_tokens < 0 or num_lookahead_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}; they "
-                "count tokens, 0 or more"
-            )
-        num_scheduled = request.num_computed_tokens + num_new_tokens
+        num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
+        num_scheduled = request.num_computed_tokens + as_count("num_new_tokens", num_new_tokens)
         if self.manager.max_model_len:
             num_scheduled = min(num_scheduled, self.manager.max_model_len)
             num_lookahead_tokens = min(num_lookahead_tokens, self.manager.max_model_len - num_scheduled)

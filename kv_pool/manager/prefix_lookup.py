@@ -1,4 +1,4 @@
-"""`RuleLookup`: the longest cached prefix of a request under `PrefixRules`."""
+"""`PrefixLookup`: the longest cached prefix of a request, from which all its KV cache groups can continue."""
 
 from mypy_extensions import mypyc_attr
 
@@ -17,14 +17,13 @@ class EqualGroups:
 
     Args:
         alignment: tokens; each hit is a multiple of it.
-        unit: tokens per hash.
+        drops_hits: whether hits drop their last block, for a drafter.
     """
 
-    def __init__(
-        self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int, unit: int, drops_hits: bool
-    ) -> None:
+    def __init__(self, groups: list[BlockGroup], alignment: int, drops_hits: bool) -> None:
         first = groups[0]
-        self.pool: BlockPoolCore = pool
+        unit = first.pool.hash_block_size
+        self.pool: BlockPoolCore = first.pool
         self.first: BlockGroup = first
         self.group_ids: list[GroupId] = [group.group_id for group in groups]
         self.alignment: int = alignment
@@ -62,18 +61,9 @@ class EqualGroups:
         self, hashes: list[BlockHash], max_num_tokens: int, drops: bool
     ) -> tuple[list[list[KVCacheBlock]], int]:
         """Find all blocks from the head on; with partial hits also a cached part of the next one."""
-        pool = self.pool
         block_size = self.first.block_size
         own = self.first.list_hashes(hashes)
-        num_most = min(len(own), max_num_tokens // block_size)
-        found: list[list[KVCacheBlock]] = []
-        if len(self.group_ids) == 1:
-            found.append(pool.find_cached_prefix(own, num_most, self.group_ids[0]))
-        else:
-            found.extend([] for _ in self.group_ids)
-            for position in range(num_most):
-                if not self._append(found, own[position]):
-                    break
+        found = self._find_from(own, min(len(own), max_num_tokens // block_size))
         num_tokens = len(found[0]) * block_size
         if self.is_partial:
             stride = block_size // self.unit
@@ -150,23 +140,32 @@ class EqualGroups:
         """Find the blocks of the chunk in which the prefix ends."""
         block_size = group.block_size
         own = group.list_hashes(hashes)
-        num_blocks = min(max_num_tokens // block_size, len(own))
+        num_blocks = self._align(min(max_num_tokens // block_size, len(own)))
         while True:
             # A shorter prefix may end in another chunk, which needs other blocks.
             num_passed = group.count_skipped_tokens(num_blocks * block_size) // block_size
-            found = [[self.pool.null_block] * num_passed for _ in self.group_ids]
-            for position in range(num_passed, num_blocks):
-                if not self._append(found, own[position]):
-                    break
-            if len(found[0]) == num_blocks:
-                return found, num_blocks * block_size
-            num_blocks = len(found[0])
+            nulls = [self.pool.null_block] * num_passed
+            found = self._find_from(own[num_passed:num_blocks], num_blocks - num_passed)
+            num_found = num_passed + len(found[0])
+            if num_found == num_blocks:
+                return [nulls + blocks for blocks in found], num_blocks * block_size
+            num_blocks = self._align(num_found)
 
     def _align(self, num_blocks: int) -> int:
         """Return the largest number of blocks, up to this one, whose end is aligned."""
         while num_blocks * self.first.block_size % self.alignment:
             num_blocks -= 1
         return num_blocks
+
+    def _find_from(self, own: list[BlockHash], num_most: int) -> list[list[KVCacheBlock]]:
+        """Return the blocks of the first of these hashes, at most `num_most`, that every group has."""
+        if len(self.group_ids) == 1:
+            return [self.pool.find_cached_prefix(own, num_most, self.group_ids[0])]
+        found: list[list[KVCacheBlock]] = [[] for _ in self.group_ids]
+        for position in range(num_most):
+            if not self._append(found, own[position]):
+                break
+        return found
 
     def _append(self, found: list[list[KVCacheBlock]], block_hash: BlockHash) -> bool:
         """Append the block of each group. Return False if one of them does not have it."""
@@ -179,12 +178,13 @@ class EqualGroups:
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
-class RuleLookup:
+class PrefixLookup:
     """Finds the longest prefix from which all groups can continue, and junctions of shared prefixes.
 
     Args:
-        parts: full attention first; their hits bound those of the others.
+        parts: of the groups with prefixes. Their order does not matter.
         num_groups: number of the manager's groups, with those that are never hit.
+        unit: tokens per hash.
         looks_past_limit: see `RuleDetails`.
 
     Attributes:
@@ -192,9 +192,10 @@ class RuleLookup:
     """
 
     def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int, looks_past_limit: bool) -> None:
-        self._parts: list[EqualGroups] = parts
+        # Full attention first: its blocks need one look-up, and its hits bound those of the others.
+        self._parts: list[EqualGroups] = sorted(parts, key=_comes_later)
         self._num_groups: int = num_groups
-        self.full: EqualGroups | None = parts[0] if parts and parts[0].is_full else None
+        self.full: EqualGroups | None = next((part for part in self._parts if part.is_full), None)
         self._unit: int = unit
         self._looks_past_limit: bool = looks_past_limit
 
@@ -212,12 +213,14 @@ class RuleLookup:
         The junction is the longest prefix of a single group, if the common prefix is shorter: the groups
         without it should cache it, since requests share it.
         """
-        found: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
         parts = self._parts
+        if not parts or max_num_tokens <= 0:
+            return [[] for _ in range(self._num_groups)], 0, 0
         if self._num_groups == 1:
             part = parts[0]
             blocks, num_tokens = part.find(hashes, max_num_tokens, part.drops_hits)
             return blocks, num_tokens, 0
+        found: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
         num_tokens = max_num_tokens
         num_most = self._find_most(hashes, max_num_tokens)
         num_longest = 0
@@ -260,11 +263,6 @@ class RuleLookup:
         """Return the most tokens to look up for a hit that drops its last block."""
         return len(hashes) * self._unit if self._looks_past_limit else max_num_tokens
 
-    def find_full_group(self) -> GroupId | None:
-        """Return the first group with full attention; None if there is none."""
-        parts = self._parts
-        return parts[0].group_ids[0] if parts and parts[0].is_full else None
-
     def find_by_group(
         self, hashes: list[BlockHash], max_num_tokens: int
     ) -> tuple[list[list[KVCacheBlock]], list[int]]:
@@ -280,3 +278,7 @@ class RuleLookup:
                 found[group_id] = listed
                 lengths[group_id] = num_tokens
         return found, lengths
+
+
+def _comes_later(part: EqualGroups) -> bool:
+    return not part.is_full
