@@ -116,9 +116,7 @@ def compare(
         compared = []
         for trace in traces:
             of_trace = replace(settings, trace=trace)
-            capacities, block_bytes = options.find_capacities(
-                of_trace.open_trace(), settings.block_size, blocks, memory, kv, settings.groups
-            )
+            capacities, block_bytes = options.find_capacities(of_trace, blocks, memory, kv)
             of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
         names = tuple(name.strip() for name in policies.split(",") if name.strip())

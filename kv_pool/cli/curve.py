@@ -57,10 +57,9 @@ def curve(
     ] = None,
 ) -> None:
     """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
-    opened = settings.open_trace()
     kv = model_options.find_kv()
     given = "1" if blocks is None and memory is None else blocks
-    capacities, block_bytes = options.find_capacities(opened, settings.block_size, given, memory, kv, "full")
+    capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
     picture = choose_files("curve.png", png, json, csv)
     settings = replace(settings, block_bytes=block_bytes)
     with make_progress_bar("computing curves", TaskProgressColumn()) as bar:

@@ -77,11 +77,9 @@ def replay(
     ] = None,
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
-    opened = settings.open_trace()
     kv = model_options.find_kv()
-    num_blocks, block_bytes = options.find_capacity(
-        opened, settings.block_size, blocks, memory, kv, settings.groups
-    )
+    given = None if blocks is None else str(blocks)
+    (num_blocks,), block_bytes = options.find_capacities(settings, given, memory, kv)
     if settings.host_blocks and kv is None:
         raise InvalidArgumentError(
             "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"

@@ -1,13 +1,11 @@
 """`Comparison`: the results of a comparison of cache policies; JSON and CSV."""
 
-import csv
 from typing import Literal
 
 import msgspec
 
-from kv_pool.errors import TraceError
 from kv_pool.replay.compare.compare_settings import CompareSettings
-from kv_pool.replay.report import InfiniteCache, Provenance
+from kv_pool.replay.report import InfiniteCache, Provenance, read_json, write_csv_rows
 
 CEILING = "infinite"
 """The name of the rows of a cache that never evicts."""
@@ -112,13 +110,7 @@ class Comparison(msgspec.Struct):
 
 def read_comparison(path: str) -> Comparison:
     """Return the comparison in a file that `write_json` has written. Raises TraceError."""
-    try:
-        with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=Comparison)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot read the comparison: {error.strerror}") from error
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise TraceError(f"{path}: not the JSON of a comparison: {error}") from error
+    return read_json(path, Comparison, "a comparison")
 
 
 def write_csv(comparison: Comparison, path: str) -> None:
@@ -129,14 +121,10 @@ def write_csv(comparison: Comparison, path: str) -> None:
     """
     names = ComparisonRow.__struct_fields__
     has_bytes = any(found.block_bytes for found in comparison.traces)
-    try:
-        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["trace", *names[:2], *["bytes"] * has_bytes, *names[2:]])
-            for found in comparison.traces:
-                for row in found.rows:
-                    values = [getattr(row, name) for name in names]
-                    size = [row.num_blocks * found.block_bytes or None] * has_bytes
-                    writer.writerow([found.provenance.trace, *values[:2], *size, *values[2:]])
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the comparison: {error.strerror}") from error
+    rows = []
+    for found in comparison.traces:
+        for row in found.rows:
+            values = [getattr(row, name) for name in names]
+            size = [row.num_blocks * found.block_bytes or None] * has_bytes
+            rows.append([found.provenance.trace, *values[:2], *size, *values[2:]])
+    write_csv_rows(path, ["trace", *names[:2], *["bytes"] * has_bytes, *names[2:]], rows)

@@ -7,7 +7,7 @@ from time import perf_counter
 import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, find_knee
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, locate_knee
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.reading import read_prompts
 from kv_pool.replay.curves.sampling import Sampler
@@ -101,7 +101,7 @@ def measure_curves(
         optimum_blocks="optimal" if is_optimal else "bound",
         optimum_tokens="optimal" if is_optimal and estimates.optimum.has_optimal_tokens else "bound",
         infinite_cache=estimates.count_infinite(),
-        knee=find_knee(points),
+        knee=locate_knee(capacities, [one.token_hit_rate for one in of_lru]),
         points=points,
         sample=sample,
         broken_lines=trace.num_broken,

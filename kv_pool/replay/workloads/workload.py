@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.option import Option, describe_options, list_options
+from kv_pool.replay.option import Option, check_options, describe_options
 from kv_pool.replay.workloads.distributions import Distribution
 from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
 from kv_pool.replay.workloads.portable_math import portable_exp, portable_gamma, portable_log
@@ -77,10 +77,7 @@ class WorkloadSettings:
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a value is out of range."""
-        for name, _, option in list_options(type(self)):
-            value = getattr(self, name)
-            if option.min is not None and not value >= option.min:
-                raise InvalidArgumentError(f"{name} is {value}; it must be {option.min:g} or more")
+        check_options(self)
         if not 0 < self.sessions_per_s <= 1e6:
             raise InvalidArgumentError(
                 f"sessions_per_s is {self.sessions_per_s}; it must be above 0 and at most a million"

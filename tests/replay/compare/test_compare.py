@@ -332,7 +332,7 @@ def test_other_json_is_no_comparison(tmp_path, text):
     path.write_text(text)
     with pytest.raises(TraceError, match="not the JSON of a comparison"):
         read_comparison(str(path))
-    with pytest.raises(TraceError, match="cannot read the comparison"):
+    with pytest.raises(TraceError, match="cannot read a comparison"):
         read_comparison(str(tmp_path))
 
 

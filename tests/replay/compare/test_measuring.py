@@ -218,7 +218,7 @@ def test_csv_has_the_rows_of_the_comparison(comparison, tmp_path):
         for name in expected.__struct_fields__:
             value = getattr(expected, name)
             assert row[name] == ("" if value is None else str(value))
-    with pytest.raises(TraceError, match="cannot write the comparison"):
+    with pytest.raises(TraceError, match="cannot write the table"):
         write_csv(comparison, str(tmp_path))
 
 
