@@ -21,8 +21,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import CompareProgress, compare_policies
 from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
-from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
-from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
+from kv_pool.replay.compare.comparison import (
+    Comparison,
+    list_changed_inputs,
+    list_differences,
+    read_comparison,
+    write_csv,
+)
 from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES

@@ -23,13 +23,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BreakdownRow, parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot_breakdown import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.trace_writer import check_can_write
 
 _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock

@@ -147,6 +147,11 @@ class InfiniteCache(msgspec.Struct):
     block_hit_rate: float = 0.0
     token_hit_rate: float = 0.0
 
+    def set_rates(self, blocks_looked_up: int, tokens_in: int) -> None:
+        """Compute the rates from the hits; 0 of nothing."""
+        self.block_hit_rate = self.blocks_hit / blocks_looked_up if blocks_looked_up else 0.0
+        self.token_hit_rate = self.tokens_hit / tokens_in if tokens_in else 0.0
+
 
 class ReplayReport(msgspec.Struct):
     """The results of a replay. Blocks are pool blocks of `block_size` tokens of one KV cache group.

@@ -59,7 +59,7 @@ def measure_curves(
     and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
     """
     _check(settings, capacities)
-    notify = on_progress or _ignore
+    notify = on_progress or (lambda progress: None)
     started = perf_counter()
     trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)
@@ -126,10 +126,6 @@ def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
             f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
         )
     settings.check()
-
-
-def _ignore(progress: CurveProgress) -> None:
-    pass
 
 
 def choose_capacities(first: int, last: int) -> list[int]:

@@ -23,6 +23,8 @@ class ReadPrompts:
         blocks_looked_up, tokens_in: cacheable blocks and tokens of all prompts, of the whole trace.
         reuse: the pieces of all prompts, or of the sample.
         groups: the pieces of the disjoint parts of the sample; empty without a sample.
+        num_generated: full blocks of generated tokens, of the whole trace.
+        span_ms: time from the first to the last arrival.
     """
 
     num_blocks: "array[int]"
@@ -30,6 +32,8 @@ class ReadPrompts:
     tokens_in: int
     reuse: Reuse
     groups: list[Reuse]
+    num_generated: int
+    span_ms: float
 
 
 def read_prompts(
@@ -38,12 +42,15 @@ def read_prompts(
     block_size: int,
     sampler: Sampler | None,
     on_progress: Callable[[float], None],
+    *,
+    has_output: bool = False,
 ) -> ReadPrompts:
     """Read a trace once.
 
     Args:
         sampler: chooses the prompts; None for all.
         on_progress: called with the share of the trace that is read, after every 100 requests.
+        has_output: the blocks of generated tokens are cached after those of the prompt.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.
         InvalidArgumentError: fewer than two groups of the sample have requests.
@@ -52,10 +59,17 @@ def read_prompts(
     recorder = ReuseRecorder(block_size, key_bytes)
     group_recorders = [ReuseRecorder(block_size, key_bytes) for _ in range(NUM_GROUPS if sampler else 0)]
     num_blocks = array("q")
-    blocks_looked_up = tokens_in = 0
+    blocks_looked_up = tokens_in = num_generated = 0
+    first_ms, last_ms = float("inf"), 0.0
     for prompt in read_prompt_keys(settings, trace, block_size):
         if len(num_blocks) % _REQUESTS_BETWEEN_PROGRESS == 0:
             on_progress(max(trace.position, len(num_blocks) / settings.limit if settings.limit else 0.0))
+        first_ms, last_ms = min(first_ms, prompt.arrival_ms), max(last_ms, prompt.arrival_ms)
+        if has_output:
+            num_tokens = prompt.num_tokens + prompt.output_length
+            num_generated += num_tokens // block_size - prompt.num_cacheable
+            prompt.num_cacheable = num_tokens // block_size
+            prompt.num_blocks = -(-num_tokens // block_size)
         num_blocks.append(prompt.num_blocks)
         blocks_looked_up += prompt.num_cacheable
         tokens_in += prompt.input_length
@@ -71,4 +85,12 @@ def read_prompts(
             f"the sample at rate {sampler.rate} has {len(groups)} of {NUM_GROUPS} groups of {sampler.unit}s, "
             "and an estimate of its error needs 2; use a larger rate"
         )
-    return ReadPrompts(num_blocks, blocks_looked_up, tokens_in, recorder.finish(), groups)
+    return ReadPrompts(
+        num_blocks,
+        blocks_looked_up,
+        tokens_in,
+        recorder.finish(),
+        groups,
+        num_generated,
+        max(0.0, last_ms - first_ms),
+    )
