@@ -9,8 +9,7 @@ import numpy as np
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, locate_knee
 from kv_pool.replay.curves.estimates import Estimates
-from kv_pool.replay.curves.reading import read_prompts
-from kv_pool.replay.curves.sampling import Sampler
+from kv_pool.replay.curves.sampling import Sampler, read_prompts
 from kv_pool.replay.report import make_provenance
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 

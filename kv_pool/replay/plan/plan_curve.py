@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kv_pool.replay.curves.lru_curve import LruCurve
-from kv_pool.replay.curves.reading import read_prompts
+from kv_pool.replay.curves.sampling import read_prompts
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace
 
