@@ -21,8 +21,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import CompareProgress, compare_policies
 from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
-from kv_pool.replay.compare.comparison import Comparison, read_comparison, write_csv
-from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
+from kv_pool.replay.compare.comparison import (
+    Comparison,
+    list_changed_inputs,
+    list_differences,
+    read_comparison,
+    write_csv,
+)
 from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
@@ -116,9 +121,7 @@ def compare(
         compared = []
         for trace in traces:
             of_trace = replace(settings, trace=trace)
-            capacities, block_bytes = options.find_capacities(
-                of_trace.open_trace(), settings.block_size, blocks, memory, kv, settings.groups
-            )
+            capacities, block_bytes = options.find_capacities(of_trace, blocks, memory, kv)
             of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
         names = tuple(name.strip() for name in policies.split(",") if name.strip())

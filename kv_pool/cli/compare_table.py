@@ -41,13 +41,18 @@ def describe(found: TraceComparison, num_samples: int) -> list[str]:
         )
     if found.why_no_optimum is not None:
         lines.append(f"no optimum: {escape_text(found.why_no_optimum)}")
-    elif found.optimum_blocks == "bound":
-        lines.append(
+    return lines + describe_bound(found.optimum_blocks, found.optimum_tokens)
+
+
+def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:
+    """Return a sentence about the optimum if only a bound of its blocks or its tokens is known."""
+    if of_blocks == "bound":
+        return [
             "bound: requests compute cached blocks again, so policies that keep prefixes whole may hit less"
-        )
-    elif found.optimum_tokens == "bound":
-        lines.append("bound: hits of partial blocks have different tokens, so the token hits may be fewer")
-    return lines
+        ]
+    if of_tokens == "bound":
+        return ["bound: hits of partial blocks have different tokens, so the token hits may be fewer"]
+    return []
 
 
 def list_errors(found: TraceComparison) -> list[str]:

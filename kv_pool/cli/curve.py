@@ -9,6 +9,7 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
+from kv_pool.cli.compare_table import describe_bound
 from kv_pool.cli.console import new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.outputs import choose_files, write_report
@@ -57,10 +58,9 @@ def curve(
     ] = None,
 ) -> None:
     """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
-    opened = settings.open_trace()
     kv = model_options.find_kv()
     given = "1" if blocks is None and memory is None else blocks
-    capacities, block_bytes = options.find_capacities(opened, settings.block_size, given, memory, kv, "full")
+    capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
     picture = choose_files("curve.png", png, json, csv)
     settings = replace(settings, block_bytes=block_bytes)
     with make_progress_bar("computing curves", TaskProgressColumn()) as bar:
@@ -123,12 +123,7 @@ def describe(report: CurveReport) -> list[str]:
                 f"{point.optimum.token_hit_rate:.2%} with the {_name_optimum(report)}, "
                 f"{report.infinite_cache.token_hit_rate:.2%} without evictions"
             )
-    if report.optimum_blocks == "bound":
-        lines.append(
-            "bound: requests compute cached blocks again, so policies that keep prefixes whole may hit less"
-        )
-    elif report.optimum_tokens == "bound":
-        lines.append("bound: hits of partial blocks have different tokens, so the token hits may be fewer")
+    lines += describe_bound(report.optimum_blocks, report.optimum_tokens)
     if report.points[0].num_blocks < report.largest_request:
         lines.append(f"below {report.largest_request:,} blocks, pools refuse requests that are larger")
     if report.broken_lines:

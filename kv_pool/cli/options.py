@@ -13,8 +13,7 @@ from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, p
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.option import Option
-from kv_pool.replay.settings import find_block_size
-from kv_pool.replay.trace import Trace
+from kv_pool.replay.settings import ReplaySettings, find_block_size
 
 MODEL_PANEL = "Model, for --memory and for the time of copies"
 
@@ -71,37 +70,20 @@ class ModelOptions:
         return replace(find_model(self.model), dtype_bytes=self.dtype_bytes)
 
 
-def find_capacity(
-    trace: Trace,
-    block_size: int | None,
-    blocks: int | None,
-    memory: str | None,
-    kv: ModelKV | None,
-    groups: str,
-) -> tuple[int, int]:
-    """Return the pool's blocks, from `--blocks` or `--memory`, and the bytes of each, 0 without a model.
+def find_capacities(
+    settings: ReplaySettings, blocks: str | None, memory: str | None, kv: ModelKV | None
+) -> tuple[list[int], int]:
+    """Return the capacities in `--blocks` or `--memory`, and the bytes of a block, 0 without a model.
 
     Raises:
         InvalidArgumentError: neither or both are given, or memory without a model, or too little memory.
+        TraceError: the trace cannot be read.
     """
-    given = None if blocks is None else str(blocks)
-    (capacity,), block_bytes = find_capacities(trace, block_size, given, memory, kv, groups)
-    return capacity, block_bytes
-
-
-def find_capacities(
-    trace: Trace,
-    block_size: int | None,
-    blocks: str | None,
-    memory: str | None,
-    kv: ModelKV | None,
-    groups: str,
-) -> tuple[list[int], int]:
-    """Return capacities as `find_capacity` does, from lists and ranges."""
+    trace = settings.open_trace()
     if (blocks is None) == (memory is None):
         raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
-    tokens_per_block = find_block_size(block_size, trace)
-    num_groups = len(parse_groups(groups, tokens_per_block))
+    block_size = find_block_size(settings.block_size, trace)
+    num_groups = len(parse_groups(settings.groups, block_size))
     if blocks is not None:
         capacities = parse_list("--blocks", blocks)
     elif kv is None:
@@ -110,8 +92,8 @@ def find_capacities(
         )
     else:
         sizes = parse_list("--memory", memory or "", parse_memory)
-        capacities = [count_blocks(size, tokens_per_block, kv, num_groups) for size in sizes]
-    return capacities, 0 if kv is None else kv.count_block_bytes(tokens_per_block, num_groups)
+        capacities = [count_blocks(size, block_size, kv, num_groups) for size in sizes]
+    return capacities, 0 if kv is None else kv.count_block_bytes(block_size, num_groups)
 
 
 def parse_list(option: str, text: str, parse_one: Callable[[str], int] = ranges.parse_count) -> list[int]:

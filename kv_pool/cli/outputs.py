@@ -5,8 +5,8 @@ from pathlib import Path
 from kv_pool.cli.foreign_text import escape_json
 from kv_pool.errors import TraceError
 from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.report import encode_json, write_json
+from kv_pool.replay.trace_writer import check_can_write
 
 
 def write_report(report: object, path: str) -> None:

@@ -23,13 +23,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BreakdownRow, parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot_breakdown import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.trace_writer import check_can_write
 
 _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
@@ -77,11 +77,9 @@ def replay(
     ] = None,
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
-    opened = settings.open_trace()
     kv = model_options.find_kv()
-    num_blocks, block_bytes = options.find_capacity(
-        opened, settings.block_size, blocks, memory, kv, settings.groups
-    )
+    given = None if blocks is None else str(blocks)
+    (num_blocks,), block_bytes = options.find_capacities(settings, given, memory, kv)
     if settings.host_blocks and kv is None:
         raise InvalidArgumentError(
             "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"

@@ -70,11 +70,8 @@ def sweep(
     jobs: options.Jobs = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
-    opened = settings.open_trace()
     kv = model_options.find_kv()
-    capacities, block_bytes = options.find_capacities(
-        opened, settings.block_size, blocks, memory, kv, settings.groups
-    )
+    capacities, block_bytes = options.find_capacities(settings, blocks, memory, kv)
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
     options.check_tiers(host_tiers != [0] or disk_tiers != [0], settings.clock, kv)

@@ -1,25 +1,95 @@
 """`kv-pool trace`: describe, generate, convert, merge and split traces."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+from rich.progress import TaskProgressColumn
 
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.progress import count_requests
+from kv_pool.cli.progress import count_requests, make_progress_bar
 from kv_pool.cli.setting_options import takes
-from kv_pool.cli.trace_generate import Output, generate
 from kv_pool.cli.trace_info import info
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
 from kv_pool.replay.merge import merge_traces
-from kv_pool.replay.settings import TIME_UNIT
+from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.split import PARTITIONS, split_trace
-from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_options import TraceOptions
 from kv_pool.replay.trace_writer import open_trace_writer
+from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
+from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
+from kv_pool.replay.workloads.distributions import FORMAT
+from kv_pool.replay.workloads.rag import RAGSettings, generate_rag
+from kv_pool.replay.workloads.workload import GeneratedRequest
 
+Output = Annotated[
+    str,
+    typer.Option("--output", "-o", metavar="FILE", help="The trace to write: .jsonl, .gz, .xz or .zst."),
+]
 trace = typer.Typer(help="Describe, generate, convert, merge and split traces.", no_args_is_help=True)
 trace.command()(info)
+
+_NOTATION = f"DISTRIBUTION is {FORMAT}."
+_SIZE = (
+    "requests seed output block_size max_tokens sessions_per_s arrival_shape system_prompts system_skew "
+    "system_tokens"
+)
+
+generate = typer.Typer(
+    help="Write a generated workload as a trace. The same options give the same requests on every platform.",
+    no_args_is_help=True,
+)
+
+
+@generate.command(epilog=_NOTATION)
+@takes(
+    ChatSettings,
+    f"{_SIZE} turns think_time first_tokens message_tokens output_tokens",
+)
+def chat(settings: ChatSettings, output: Output) -> None:
+    """Write a chat workload: conversations whose turns repeat the conversation so far."""
+    _write(generate_chat(settings), settings.num_requests, output)
+
+
+@generate.command(epilog=_NOTATION)
+@takes(
+    AgentSettings,
+    f"{_SIZE} turns steps tool_pause think_time task_tokens tool_tokens message_tokens output_tokens "
+    "summary_tokens",
+)
+def agent(settings: AgentSettings, output: Output) -> None:
+    """Write an agent workload: user turns of many tool calls, with pauses and compaction."""
+    _write(generate_agent(settings), settings.num_requests, output)
+
+
+@generate.command(epilog=_NOTATION)
+@takes(
+    RAGSettings,
+    f"{_SIZE} documents document_skew retrieved document_tokens first_tokens turns think_time "
+    "message_tokens output_tokens",
+)
+def rag(settings: RAGSettings, output: Output) -> None:
+    """Write a RAG workload: questions about retrieved documents of different popularity."""
+    _write(generate_rag(settings), settings.num_requests, output)
+
+
+def _write(requests: Iterable[GeneratedRequest], num_requests: int, output: str) -> None:
+    with (
+        open_trace_writer(output) as write,
+        make_progress_bar("generating", TaskProgressColumn()) as bar,
+    ):
+        task = bar.add_task("generate", total=num_requests, live="")
+        num_tokens = num_ids = number = 0
+        for number, request in enumerate(requests, 1):
+            write(request)
+            num_tokens += request.input_length
+            num_ids += len(request.hash_ids)
+            if number % 100 == 0:
+                bar.update(task, completed=number, live=f"{number:,} requests")
+    print(f"{output}: {number:,} requests, {num_tokens:,} prompt tokens, {num_ids:,} hash ids")
+
+
 trace.add_typer(generate, name="generate")
 
 
@@ -53,7 +123,14 @@ def convert(settings: ConvertSettings, output: Output) -> None:
 
 
 @trace.command()
+@takes(
+    ReplaySettings,
+    "traces output names shared trace_block_size timestamp_unit skip_broken",
+    trace="",
+    num_blocks=1,
+)
 def merge(
+    settings: ReplaySettings,
     traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="Traces of one block size.")],
     output: Output,
     names: Annotated[
@@ -68,21 +145,9 @@ def merge(
             "renumber them, so that no two traces share a block.",
         ),
     ] = False,
-    trace_block_size: Annotated[
-        int | None, typer.Option(help="Tokens per hash id. Default: inferred from each trace.", min=1)
-    ] = None,
-    timestamp_unit: Annotated[
-        str, typer.Option(*TIME_UNIT.flags, help="Unit of the traces' timestamps: ms, s, us or ns.")
-    ] = "ms",
-    skip_broken: Annotated[
-        bool, typer.Option("--skip-broken", help="Skip broken lines, instead of stopping.")
-    ] = False,
 ) -> None:
     """Merge traces on one clock: each request gets a tenant, and ids of its own."""
-    opened = [
-        Trace(path, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
-        for path in traces
-    ]
+    opened = [replace(settings, trace=path).open_trace() for path in traces]
     tenants = None if names is None else [name.strip() for name in names.split(",")]
     if tenants is not None and not all(tenants):
         raise InvalidArgumentError(f"--names {names!r} contains an empty name")
@@ -97,9 +162,11 @@ def merge(
 
 
 @trace.command()
-@takes(TraceOptions, "trace by output parts every trace_block_size timestamp_unit skip_broken")
+@takes(
+    ReplaySettings, "trace by output parts every trace_block_size timestamp_unit skip_broken", num_blocks=1
+)
 def split(
-    options: TraceOptions,
+    settings: ReplaySettings,
     by: Annotated[str, typer.Option(help=f"What a part is: {', '.join(PARTITIONS)}.")],
     output: Annotated[
         str,
@@ -122,7 +189,7 @@ def split(
     ] = None,
 ) -> None:
     """Split a trace by session, by tenant (which undoes a merge), or by time."""
-    opened = options.open()
+    opened = settings.open_trace()
     counts = split_trace(opened, by, output, num_parts=parts, every_s=every)
     size = "" if opened.block_size is None else f"; --trace-block-size {opened.block_size}"
     skipped = f"; {opened.num_broken:,} broken lines skipped" if opened.num_broken else ""

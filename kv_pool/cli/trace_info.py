@@ -13,20 +13,20 @@ from kv_pool.cli.control_options import Json
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.setting_options import takes
+from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace_info import Percentiles, TraceInfo, describe_trace
-from kv_pool.replay.trace_options import TraceOptions
 
 _COLUMNS = ("mean", "p10", "p50", "p90", "p99", "max")
 
 
-@takes(TraceOptions, "trace block_size json trace_block_size timestamp_unit skip_broken")
+@takes(ReplaySettings, "trace block_size json trace_block_size timestamp_unit skip_broken", num_blocks=1)
 def info(
-    options: TraceOptions,
+    settings: ReplaySettings,
     block_size: Annotated[int, typer.Option(help="Tokens per block, for traces of token ids.", min=1)] = 16,
     json: Json = False,
 ) -> None:
     """Describe a trace: requests, blocks, sessions, reuse, and the hit rate of a cache that never evicts."""
-    trace = options.open()
+    trace = settings.open_trace()
     with make_progress_bar("reading", TaskProgressColumn()) as bar:
         task = bar.add_task("read", total=1.0, live="")
         found = describe_trace(trace, block_size, lambda: bar.update(task, completed=trace.position))

@@ -18,7 +18,7 @@ from kv_pool.control.layout_cells import (
     make_legend,
 )
 from kv_pool.errors import DrawingError
-from kv_pool.replay.output_file import find_drawing_obstacle
+from kv_pool.replay.figure import find_drawing_obstacle
 from kv_pool.reports import PoolLayout
 
 if TYPE_CHECKING:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.replay.host_swap import HostSwap
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_retention import ReplayRetention
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.tally import Tally
@@ -38,7 +41,7 @@ class FoundPrefix:
 
 
 class ReplayTime:
-    """The time of a replay, for cache policies. It never goes backwards."""
+    """The time of a replay, for cache policies and retention. It never goes backwards."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -46,6 +49,43 @@ class ReplayTime:
     def read_s(self) -> float:
         """Return the time in seconds."""
         return self.now_ms / 1000
+
+
+class ReplayRetention:
+    """Sets the retention of the blocks of requests that end.
+
+    Args:
+        pool: the pool of the blocks.
+        replay_time: the time of the replay.
+        session_s: seconds for which a session's blocks are retained for its next turn; 0 for none.
+        prefix_tokens: number of tokens at the start of each prompt, such as a system prompt, whose blocks are
+            evicted last; 0 for none.
+
+    Attributes:
+        num_kept_sessions: number of ended requests whose session's blocks were retained.
+    """
+
+    def __init__(
+        self, pool: BlockPoolCore, replay_time: ReplayTime, session_s: float, prefix_tokens: int
+    ) -> None:
+        if not session_s < float("inf"):
+            raise InvalidArgumentError(f"session_s is {session_s}; it must be a number of seconds")
+        self.num_kept_sessions = 0
+        self.retention = BlockRetention(pool, replay_time.read_s)
+        self._time = replay_time
+        self._session_s = session_s
+        self._directives = []
+        if prefix_tokens:
+            self._directives.append(RetentionDirective(0, prefix_tokens, priority=MAX_PRIORITY))
+
+    def keep(self, request: ReplayRequest) -> None:
+        """Set the retention of an ended request's blocks. Call it directly before freeing the request."""
+        if self._directives:
+            self.retention.set_directives(request.request_id, self._directives)
+        if self._session_s and request.session_id is not None:
+            until = self._time.read_s() + self._session_s
+            self.retention.keep_session(request.session_id, request, until)
+            self.num_kept_sessions += 1
 
 
 class ReplayDriver:
@@ -92,8 +132,6 @@ class ReplayDriver:
     def set_time(self, now_ms: float) -> None:
         """Set the time of the pool and of the retention. An earlier time than the last one is ignored."""
         self._time.now_ms = max(self._time.now_ms, now_ms)
-        if self._retention is not None:
-            self._retention.now_ms = max(self._retention.now_ms, now_ms)
 
     def receive(self, request: ReplayRequest, num_tokens: int) -> bool:
         """Count an arrival with a final length of `num_tokens`. Return False if it does not fit alone."""

@@ -29,6 +29,5 @@ def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
         num_blocks += request.num_cacheable_blocks
         num_tokens += request.input_length
     found.num_blocks = len(cached)
-    found.block_hit_rate = found.blocks_hit / num_blocks if num_blocks else 0.0
-    found.token_hit_rate = found.tokens_hit / num_tokens if num_tokens else 0.0
+    found.set_rates(num_blocks, num_tokens)
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from kv_pool.replay.driver import FoundPrefix, ReplayDriver
-from kv_pool.replay.prompt_steps import PromptSteps
+from kv_pool.replay.groups import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 

@@ -79,9 +79,7 @@ class LineReader:
             TraceError: a line is broken (the message has file and line number), or the file cannot be
                 decompressed.
         """
-        self.num_broken = 0
-        self.first_broken = None
-        self.position = 0.0
+        self._forget_broken()
         size = self.path.stat().st_size or 1
         with self.open() as raw:
             for number, text in enumerate(self._read_texts(raw), 1):
@@ -106,11 +104,35 @@ class LineReader:
                 yield found
         self.position = 1.0
 
-    def pass_broken(self, line: int, error: Exception) -> None:
+    def read_whole(self, parse: Callable[[bytes], _Item]) -> Iterator[_Item]:
+        """Yield what `parse` returns for the whole file; nothing if the file is broken and skipped.
+
+        The file counts as one line: `max_line_bytes` is its maximum length, and `num_broken` is 0 or 1.
+        """
+        self._forget_broken()
+        content = bytearray()
+        try:
+            with self.open() as raw:
+                for text in self._read_texts(raw):
+                    if text is None or len(content) + len(text) > self._max_line_bytes:
+                        raise self.make_error(1, f"the file has more than {self._max_line_bytes:,} bytes")
+                    content += text
+            found = parse(bytes(content).removeprefix(BYTE_ORDER_MARK))
+        except UNDECODABLE as error:
+            self.pass_broken(1, error, "files")
+        else:
+            yield found
+
+    def _forget_broken(self) -> None:
+        self.num_broken = 0
+        self.first_broken = None
+        self.position = 0.0
+
+    def pass_broken(self, line: int, error: Exception, kind: str = "lines") -> None:
         """Count a broken line, if such lines are skipped. Raises TraceError otherwise."""
         message = str(error) if isinstance(error, TraceError) else f"{self.path}:{line}: {error}"
         if not self.skip_broken:
-            raise TraceError(f"{message} (--skip-broken or skip_broken=True skips such lines)") from error
+            raise TraceError(f"{message} (--skip-broken or skip_broken=True skips such {kind})") from error
         self.num_broken += 1
         if self.first_broken is None:
             self.first_broken = message

@@ -1,13 +1,15 @@
 """`Option`: the command-line option of a setting, given in the setting's annotation.
 
 A setting is declared once, as a field of a settings class with an `Option`. The field's documentation, its
-command-line option and help, the check against `choices`, and its entry in a report are derived from it.
+command-line option and help, its check and its entry in a report are derived from it.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from kv_pool.errors import InvalidArgumentError
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -22,7 +24,7 @@ class Option:
         flags: all names as typed, for a switch without a negative form.
         aliases: other names; separate options in commands that pick single settings.
         metavar: the name of the value in the help; None for its type.
-        min: smallest value that the command line accepts; None for any.
+        min: smallest value; None for any.
         panel: heading under which the help lists it; None for the common options.
         choices: the allowed values; empty for any.
         parse: converts the command line's text to the value; None if the text is the value.
@@ -49,6 +51,16 @@ def list_options(settings_class: type) -> Iterator[tuple[str, Any, Option]]:
     for name, hint in get_type_hints(settings_class, include_extras=True).items():
         if get_origin(hint) is Annotated:
             yield from ((name, types[name], note) for note in get_args(hint)[1:] if isinstance(note, Option))
+
+
+def check_options(settings: object) -> None:
+    """Raise InvalidArgumentError if a value is below its option's minimum, or not one of its choices."""
+    for name, _, option in list_options(type(settings)):
+        value = getattr(settings, name)
+        if option.choices and value not in option.choices:
+            raise InvalidArgumentError(f"unknown {name} {value!r}; known are {', '.join(option.choices)}")
+        if option.min is not None and value is not None and not value >= option.min:
+            raise InvalidArgumentError(f"{name} is {value}; it must be {option.min:g} or more")
 
 
 def describe_options(settings_class: _Class) -> _Class:

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.replay.output_file import find_obstacle
-from kv_pool.replay.trace_writer import open_stream
+from kv_pool.replay.trace_writer import find_obstacle, open_stream
 
 MAX_PARTS = 10_000
 """Maximum number of files."""

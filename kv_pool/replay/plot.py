@@ -5,7 +5,13 @@ from pathlib import Path
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
+from kv_pool.replay.figure import (
+    format_capacity_axes,
+    make_printable,
+    open_pyplot,
+    save_figure,
+    show_names_as_written,
+)
 from kv_pool.replay.report import ReplayReport
 
 _MARKERS = "osD^vP*X"
@@ -66,19 +72,15 @@ def draw_hit_rates(
         if bound is not None:
             label = "_" if number else "of prompt tokens, infinite cache"  # one legend entry for all
             axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
-    format_capacity_axes(axes)
+    format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", _make_title(sweeps))
     axes.xaxis.set_major_locator(
         LogLocator(subs=(1.0, 2.0, 5.0) if max(drawn) < 100 * min(drawn) else (1.0,))
     )
-    axes.set_xlabel(f"capacity in {unit}")
-    axes.set_ylabel("prefix-cache hit rate")
-    axes.set_title(_make_title(sweeps), fontsize=10, parse_math=False)
     if len(axes.get_legend_handles_labels()[1]) < 5:
         legend = axes.legend(loc="lower right")
     else:
         legend = figure.legend(loc="outside lower center", fontsize="small")
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # names may contain dollar signs
+    show_names_as_written(legend)
     save_figure(figure, path)
 
 

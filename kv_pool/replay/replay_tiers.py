@@ -4,7 +4,6 @@ from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.ids import RequestId
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.replay.link import CopyLink
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import TierReport
 from kv_pool.tiers.onboard_plan import OnboardPlan
@@ -12,6 +11,28 @@ from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class CopyLink:
+    """A connection between two memories, with one rate for both directions together.
+
+    Args:
+        bytes_per_s: the rate in bytes per second.
+
+    Attributes:
+        free_ms: completion time (ms) of all copies requested so far.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.free_ms = 0.0
+        self._bytes_per_ms = bytes_per_s / 1000
+
+    def copy(self, num_bytes: int, now_ms: float) -> float:
+        """Return the completion time (ms) of this copy, queued behind earlier ones; `now_ms` for 0 bytes."""
+        if not num_bytes:
+            return now_ms
+        self.free_ms = max(now_ms, self.free_ms) + num_bytes / self._bytes_per_ms
+        return self.free_ms
 
 
 class ReplayTiers:

@@ -1,13 +1,15 @@
 """`ReplayReport`: the results of a replay, with the provenance needed to repeat it."""
 
+import csv
 import platform
 import sys
 from array import array
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import fsum
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -64,6 +66,7 @@ def summarize_waits(waits_ms: "array[float]") -> Waits:
 
 
 _Number = TypeVar("_Number", int, float)
+_Report = TypeVar("_Report")
 
 
 def _find_p99(ordered: list[_Number]) -> _Number:
@@ -143,6 +146,11 @@ class InfiniteCache(msgspec.Struct):
     tokens_hit: int = 0
     block_hit_rate: float = 0.0
     token_hit_rate: float = 0.0
+
+    def set_rates(self, blocks_looked_up: int, tokens_in: int) -> None:
+        """Compute the rates from the hits; 0 of nothing."""
+        self.block_hit_rate = self.blocks_hit / blocks_looked_up if blocks_looked_up else 0.0
+        self.token_hit_rate = self.tokens_hit / tokens_in if tokens_in else 0.0
 
 
 class ReplayReport(msgspec.Struct):
@@ -229,15 +237,27 @@ def encode_json(report: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2)
 
 
-def read_reports(path: str) -> list[ReplayReport]:
-    """Return the reports of a file written by `write_json`. Raises TraceError if there are none."""
+def read_json(path: str, kind: type[_Report], names: str) -> _Report:
+    """Return the report in a file written by `write_json`.
+
+    Args:
+        names: what the file should contain, for the error messages.
+    Raises:
+        TraceError: the file cannot be read, or has no such report.
+    """
     try:
         with open(path, "rb") as file:
-            found = msgspec.json.decode(file.read(), type=list[ReplayReport] | ReplayReport)
+            return msgspec.json.decode(file.read(), type=kind)
     except OSError as error:
-        raise TraceError(f"{path}: cannot read the reports: {error.strerror}") from error
+        raise TraceError(f"{path}: cannot read {names}: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise TraceError(f"{path}: not a JSON report of a sweep or a replay: {error}") from error
+        raise TraceError(f"{path}: not the JSON of {names}: {error}") from error
+
+
+def read_reports(path: str) -> list[ReplayReport]:
+    """Return the reports of a file written by `write_json`. Raises TraceError if there are none."""
+    kind: Any = list[ReplayReport] | ReplayReport
+    found = read_json(path, kind, "a sweep or a replay")
     reports = [found] if isinstance(found, ReplayReport) else found
     if not reports:
         raise TraceError(f"{path}: the file contains no report")
@@ -252,3 +272,14 @@ def write_json(report: object, path: str) -> None:
             file.write(text + b"\n")
     except OSError as error:
         raise TraceError(f"{path}: cannot write the report: {error.strerror}") from error
+
+
+def write_csv_rows(path: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table as CSV. Text of undecodable file names is written as its bytes. Raises TraceError."""
+    try:
+        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(header)
+            writer.writerows(rows)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot write the table: {error.strerror}") from error

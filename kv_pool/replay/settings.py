@@ -11,7 +11,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.groups import FORMAT, STATES
-from kv_pool.replay.option import Option, describe_options, list_options
+from kv_pool.replay.option import Option, check_options, describe_options
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.trace import BUNDLED_TRACES, MS_PER_UNIT, Trace
 
@@ -266,26 +266,15 @@ class ReplaySettings:
             raise InvalidArgumentError(
                 f"num_blocks is {self.num_blocks}; the pool needs at least 1 block besides the null block"
             )
-        if self.block_size is not None and self.block_size < 1:
-            raise InvalidArgumentError(f"block_size is {self.block_size}; it must be 1 token or more")
-        for name, _, option in list_options(ReplaySettings):
-            value = getattr(self, name)
-            if option.choices and value not in option.choices:
-                raise InvalidArgumentError(f"unknown {name} {value!r}; known are {', '.join(option.choices)}")
-        if self.host_blocks < 0 or self.block_bytes < 0:
-            raise InvalidArgumentError(
-                f"host_blocks is {self.host_blocks}, block_bytes {self.block_bytes}; both must be 0 or more"
-            )
+        check_options(self)
+        if self.block_bytes < 0:
+            raise InvalidArgumentError(f"block_bytes is {self.block_bytes}; it must be 0 or more")
         if self.host_blocks and self.clock != "trace":
             raise InvalidArgumentError(
                 "a host pool is for preempted requests, which only the trace clock has; set clock to 'trace'"
             )
         if self.host_blocks and not self.block_bytes:
             raise InvalidArgumentError("a host pool needs block_bytes, to compute the duration of copies")
-        if self.host_tier < 0 or self.disk_tier < 0:
-            raise InvalidArgumentError(
-                f"host_tier is {self.host_tier}, disk_tier {self.disk_tier}; both must be 0 or more blocks"
-            )
         if (self.host_tier or self.disk_tier) and self.clock == "trace" and not self.block_bytes:
             raise InvalidArgumentError("lower tiers need block_bytes, to compute the duration of copies")
         if self.policy != "lru" and (self.keep_session_s or self.keep_prefix_tokens):
@@ -300,8 +289,6 @@ class ReplaySettings:
                 f"the cache policy {OPTIMUM} is optimal for the instant clock, full attention and no "
                 "lower tiers only; leave their defaults, or choose another policy"
             )
-        if self.limit is not None and self.limit < 1:
-            raise InvalidArgumentError(f"limit is {self.limit}; it must be 1 request or more")
 
     def list_changed(self) -> list[str]:
         """Return the names of the settings, the engine's included, that do not have their default."""

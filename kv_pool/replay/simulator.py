@@ -11,16 +11,13 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
-from kv_pool.replay.driver import ReplayDriver, ReplayTime
+from kv_pool.replay.driver import ReplayDriver, ReplayRetention, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
-from kv_pool.replay.groups import make_prefix_rules, parse_groups
+from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
-from kv_pool.replay.link import CopyLink
 from kv_pool.replay.optimum_policy import find_optimum
-from kv_pool.replay.prompt_steps import PromptSteps
-from kv_pool.replay.replay_retention import ReplayRetention
-from kv_pool.replay.replay_tiers import ReplayTiers
+from kv_pool.replay.replay_tiers import CopyLink, ReplayTiers
 from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
@@ -79,7 +76,9 @@ def run_replay(
     )
     replay_retention = None
     if settings.keep_session_s or settings.keep_prefix_tokens:
-        replay_retention = ReplayRetention(pool, settings.keep_session_s, settings.keep_prefix_tokens)
+        replay_retention = ReplayRetention(
+            pool, replay_time, settings.keep_session_s, settings.keep_prefix_tokens
+        )
     manager = KVCacheManager(
         pool,
         groups=groups,

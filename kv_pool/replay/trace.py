@@ -107,6 +107,7 @@ class Trace:
         num_broken: number of broken lines in the last iteration.
         first_broken: the error message of the first broken line, or None.
         position: share of the file read in the current iteration, 0 to 1.
+        lines: reads the lines.
 
     Raises:
         TraceError: the file is missing, its compression or records are unknown, or the block size cannot be
@@ -129,7 +130,7 @@ class Trace:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
         self.path = find_trace(path)
         self.skip_broken = skip_broken
-        self._lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
+        self.lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
         self._ms_per_unit = ms_per_unit
         self.block_size = block_size
         self._is_checked = False
@@ -142,7 +143,7 @@ class Trace:
 
     def digest(self) -> str:
         """Return the SHA-256 of the file as stored, in hex."""
-        with self._lines.open() as file:
+        with self.lines.open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -151,63 +152,56 @@ class Trace:
     def read_lines(self) -> Iterator[tuple[TraceRequest, bytes]]:
         """Yield each request with the text of its line, which may have other fields. Raises TraceError."""
         decode = msgspec.json.Decoder(_Record).decode
-        return self._lines.read(
-            lambda text, line: (self._parse(decode(text), line), text),
+
+        def parse(text: bytes, line: int) -> tuple[TraceRequest, bytes]:
+            record = decode(text)
+            try:
+                return self._parse(record, line), text
+            except ValueError as error:  # without the hint that this may be no trace
+                raise self.lines.make_error(line, str(error)) from error
+
+        return self.lines.read(
+            parse,
             f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}",
         )
 
     @property
     def num_broken(self) -> int:
-        return self._lines.num_broken
+        return self.lines.num_broken
 
     @property
     def first_broken(self) -> str | None:
-        return self._lines.first_broken
+        return self.lines.first_broken
 
     @property
     def position(self) -> float:
-        return self._lines.position
+        return self.lines.position
 
     def _parse(self, record: _Record, line: int) -> TraceRequest:
+        """Return the request of a line. Raises ValueError, also with a number of ids that does not fit."""
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
         hash_ids = record.hash_ids
         if (hash_ids is None) == (token_ids is None):
-            raise self._broken(line, "a request must have either hash_ids or token_ids (or prompt_token_ids)")
+            raise ValueError("a request must have either hash_ids or token_ids (or prompt_token_ids)")
         input_length = record.input_length
         if token_ids is not None:
             if input_length is not None and input_length != len(token_ids):
-                raise self._broken(
-                    line, f"input_length is {input_length} but there are {len(token_ids)} token ids"
-                )
+                raise ValueError(f"input_length is {input_length} but there are {len(token_ids)} token ids")
             input_length = len(token_ids)
             if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_HASH_ID):
-                raise self._broken(line, "a token id is not in 0..2**64-1")
+                raise ValueError("a token id is not in 0..2**64-1")
         if input_length is None:
-            raise self._broken(line, "a request with hash_ids needs its input_length")
-        if not 1 <= input_length <= MAX_LENGTH:
-            raise self._broken(
-                line,
-                f"input_length is {input_length}; a prompt has at least 1 token, at most {MAX_LENGTH:,}",
-            )
+            raise ValueError("a request with hash_ids needs its input_length")
         output_length = record.output_length or 0
-        if not 0 <= output_length <= MAX_LENGTH:
-            raise self._broken(line, f"output_length is {output_length}; it must be 0 to {MAX_LENGTH:,}")
         arrival_ms = (record.timestamp or 0.0) * self._ms_per_unit
-        if not 0 <= arrival_ms <= MAX_ARRIVAL_MS:
-            raise self._broken(
-                line, f"timestamp is {record.timestamp}; it must be 0 to {MAX_ARRIVAL_MS:g} ms (--time-unit)"
-            )
+        check_lengths(input_length, output_length, arrival_ms)
         if hash_ids is not None:
             if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
-                raise self._broken(line, "a hash id is not in 0..2**64-1")
+                raise ValueError("a hash id is not in 0..2**64-1")
             if self._is_checked and self.block_size is None:
-                raise self._broken(line, "hash_ids in a trace of token ids")
-            if self.block_size is not None and not _fits(input_length, len(hash_ids), self.block_size):
-                raise self._broken(
-                    line,
-                    f"{input_length} tokens are {input_length / self.block_size:.2f} blocks of "
-                    f"{self.block_size} tokens, but there are {len(hash_ids)} hash_ids",
-                )
+                raise ValueError("hash_ids in a trace of token ids")
+            if self.block_size is not None:
+                check_blocks(input_length, len(hash_ids), self.block_size)
         return TraceRequest(
             line,
             arrival_ms,
@@ -218,9 +212,6 @@ class Trace:
             _name_session(record),
             None if record.tenant is None else str(record.tenant),
         )
-
-    def _broken(self, line: int, why: str) -> TraceError:
-        return self._lines.make_error(line, why)
 
     def _warn_of_times(self, arrivals_ms: list[float]) -> None:
         why = describe_suspicious_times(arrivals_ms)
@@ -284,6 +275,27 @@ def _name_session(record: _Record) -> str | None:
 def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:
     """Return True if `num_ids` cover `num_tokens`, with or without an id for a partial last block."""
     return num_ids in (num_tokens // block_size, -(-num_tokens // block_size))
+
+
+def check_lengths(input_length: int, output_length: int, arrival_ms: float) -> None:
+    """Raise ValueError if a request's lengths or its arrival are out of range."""
+    if not 1 <= input_length <= MAX_LENGTH:
+        raise ValueError(f"the prompt has {input_length} tokens; it must have 1 to {MAX_LENGTH:,}")
+    if not 0 <= output_length <= MAX_LENGTH:
+        raise ValueError(f"the output has {output_length} tokens; it must have 0 to {MAX_LENGTH:,}")
+    if not 0 <= arrival_ms <= MAX_ARRIVAL_MS:
+        raise ValueError(
+            f"the arrival is {arrival_ms:g} ms; it must be 0 to {MAX_ARRIVAL_MS:g} ms (--time-unit)"
+        )
+
+
+def check_blocks(num_tokens: int, num_ids: int, block_size: int) -> None:
+    """Raise ValueError if ids do not cover the tokens, with or without one for a partial last block."""
+    if not _fits(num_tokens, num_ids, block_size):
+        raise ValueError(
+            f"{num_tokens} tokens are {num_tokens / block_size:.2f} blocks of {block_size} tokens, but there "
+            f"are {num_ids} ids of blocks"
+        )
 
 
 def find_trace(path: str | Path) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kv_pool.ids import RequestId
 from kv_pool.replay.driver import ReplayDriver
-from kv_pool.replay.prompt_steps import PromptSteps
+from kv_pool.replay.groups import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import EngineRates

@@ -226,9 +226,7 @@ class _Counts:
         for convention, found in self._ceilings.items():
             is_ids = convention.startswith("ids")
             found.num_blocks = info.distinct_blocks - (0 if is_ids else len(self._partial))
-            num_blocks = info.blocks_looked_up if is_ids else self._full_blocks
-            found.block_hit_rate = found.blocks_hit / num_blocks if num_blocks else 0.0
-            found.token_hit_rate = found.tokens_hit / info.tokens_in if info.tokens_in else 0.0
+            found.set_rates(info.blocks_looked_up if is_ids else self._full_blocks, info.tokens_in)
         info.ceilings = self._ceilings
 
 

@@ -1,24 +1,29 @@
 """Capacity from memory and model options."""
 
+from dataclasses import replace
+
 import pytest
 from replay.made_trace import record, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.cli.options import ModelOptions, find_capacity
-from kv_pool.replay.trace import Trace
+from kv_pool.cli.options import ModelOptions, find_capacities
+from kv_pool.replay.settings import ReplaySettings
 
 BLOCK_BYTES = 8 * 131_072  # of the trace's blocks, for llama-3-8b
 
 
 @pytest.fixture
 def trace(tmp_path):
-    return Trace(write_trace(tmp_path / "trace.jsonl", [record(16, [1, 2])]), block_size=8)
+    path = write_trace(tmp_path / "trace.jsonl", [record(16, [1, 2])])
+    return ReplaySettings(str(path), 1, trace_block_size=8)
 
 
 def find(trace, memory, *, block_size=None, model=None, dimensions=(0, 0, 0), dtype_bytes=2, groups="full"):
     """Return the number of blocks, and the bytes of each."""
     kv = ModelOptions(model, *dimensions, dtype_bytes).find_kv()
-    return find_capacity(trace, block_size, None, memory, kv, groups)
+    settings = replace(trace, block_size=block_size, groups=groups)
+    (num_blocks,), block_bytes = find_capacities(settings, None, memory, kv)
+    return num_blocks, block_bytes
 
 
 def count(trace, memory, **options):
@@ -31,7 +36,7 @@ def test_default_block_size_is_the_traces(trace):
 
 
 def test_blocks_of_token_id_traces_have_16_tokens(tmp_path):
-    trace = Trace(write_trace(tmp_path / "trace.jsonl", [{"token_ids": [1, 2, 3]}]))
+    trace = ReplaySettings(str(write_trace(tmp_path / "trace.jsonl", [{"token_ids": [1, 2, 3]}])), 1)
     assert count(trace, "1GiB", model="llama-3-8b") == 2**30 // (16 * 131_072) - 1
 
 
@@ -56,10 +61,10 @@ def test_model_and_dimensions_together_are_refused():
         ModelOptions("llama-3-8b", 32, 8, 128).find_kv()
 
 
-@pytest.mark.parametrize(("blocks", "memory"), [(None, None), (10, "1GiB")])
+@pytest.mark.parametrize(("blocks", "memory"), [(None, None), ("10", "1GiB")])
 def test_capacity_is_either_blocks_or_memory(trace, blocks, memory):
     with pytest.raises(InvalidArgumentError, match="either as --blocks or as --memory"):
-        find_capacity(trace, None, blocks, memory, ModelOptions("llama-3-8b").find_kv(), "full")
+        find_capacities(trace, blocks, memory, ModelOptions("llama-3-8b").find_kv())
 
 
 def test_groups_divide_the_bytes_of_a_block(trace):
@@ -69,7 +74,7 @@ def test_groups_divide_the_bytes_of_a_block(trace):
 
 
 def test_bytes_of_a_block_are_unknown_without_a_model(trace):
-    assert find_capacity(trace, None, 10, None, None, "full") == (10, 0)
+    assert find_capacities(trace, "10", None, None) == ([10], 0)
 
 
 def test_missing_dimensions_are_an_error(trace):

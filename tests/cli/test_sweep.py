@@ -76,7 +76,7 @@ def test_host_tier_is_combined_with_each_capacity(folder):
         ("--disk-tier 1:2", "--disk-tier: '1:2' is not a range; write it as"),
         ("--host-tier 9 --clock trace", "--host-tier and --disk-tier need --model or dimensions"),
         ("--memory 1GiB", "pass the capacity either as --blocks or as --memory"),
-        ("--overlay nowhere.json", "nowhere.json: cannot read the reports"),
+        ("--overlay nowhere.json", "nowhere.json: cannot read a sweep or a replay"),
         ("--host-tier 9,-1", "--host-tier: '-1' is not a whole number"),
         ("--host-tier 9 --tier-write never", "unknown tier_write 'never'"),
     ],

@@ -1,6 +1,6 @@
 """Tests of `CopyLink`."""
 
-from kv_pool.replay.link import CopyLink
+from kv_pool.replay.replay_tiers import CopyLink
 
 
 def test_copies_are_serial():

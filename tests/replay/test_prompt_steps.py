@@ -3,8 +3,7 @@
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.groups import parse_groups
-from kv_pool.replay.prompt_steps import PromptSteps
+from kv_pool.replay.groups import PromptSteps, parse_groups
 
 
 def list_steps(steps, start, end):

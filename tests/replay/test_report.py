@@ -75,10 +75,10 @@ def test_reports_are_read_from_sweep_and_replay_files(tmp_path):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "cannot read the reports: No such file"),
+        (None, "cannot read a sweep or a replay: No such file"),
         ("[]", "the file contains no report"),
-        ("{}", "not a JSON report of a sweep or a replay: Object missing required field"),
-        ("[" * 100_000, "not a JSON report of a sweep or a replay"),
+        ("{}", "not the JSON of a sweep or a replay: Object missing required field"),
+        ("[" * 100_000, "not the JSON of a sweep or a replay"),
     ],
 )
 def test_file_without_reports_raises(tmp_path, content, why):

@@ -34,7 +34,7 @@ def trace(tmp_path):
         ({"clock": "wall"}, "unknown clock 'wall'; known are instant, trace"),
         ({"convention": "papers"}, "unknown convention 'papers'; known are full_blocks_cap"),
         ({"groups": "full,half"}, "'half' in groups 'full,half' is not a group; write full, window:TOKENS"),
-        ({"chunk_tokens": 0}, "a step of 0 prompt tokens is too short; it needs at least 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0; it must be 1 or more"),
         (
             {"chunk_tokens": 7, "groups": "full,mamba"},
             "a step of 7 prompt tokens is too short; it needs at least 8",
@@ -52,7 +52,7 @@ def trace(tmp_path):
         ({"block_size": -16}, "block_size is -16"),
         ({"num_blocks": 0}, "num_blocks is 0; the pool needs at least 1"),
         ({"num_blocks": -1}, "num_blocks is -1; the pool needs at least 1"),
-        ({"trace_block_size": 0}, "the trace's block size is 0"),
+        ({"trace_block_size": 0}, "trace_block_size is 0"),
         ({"timestamp_unit": "m"}, "timestamp_unit is 'm'"),
     ],
 )

@@ -243,8 +243,8 @@ BROKEN = {
     "neither kind of ids": ({"timestamp": 0, "input_length": 600}, "either hash_ids or token_ids"),
     "both kinds of ids": (record(2, [1, 2], token_ids=[1, 2]), "either hash_ids or token_ids"),
     "no input_length": ({"timestamp": 0, "hash_ids": [1, 2]}, "needs its input_length"),
-    "too few ids": (record(1600, [1, 2]), r"1600 tokens are 3\.12 blocks .* there are 2 hash_ids"),
-    "too many ids": (record(600, [1, 2, 3]), r"600 tokens are 1\.17 blocks .* there are 3 hash_ids"),
+    "too few ids": (record(1600, [1, 2]), r"1600 tokens are 3\.12 blocks .* there are 2 ids of blocks"),
+    "too many ids": (record(600, [1, 2, 3]), r"600 tokens are 1\.17 blocks .* there are 3 ids of blocks"),
     "input_length of other tokens": (
         {"input_length": 4, "token_ids": [1, 2, 3]},
         "input_length is 4 but there are 3 token ids",
@@ -254,11 +254,11 @@ BROKEN = {
     "negative token id": ({"token_ids": [1, -2]}, "a token id is not in 0"),
     "oversized token id": ({"token_ids": [1, 2**64]}, "a token id is not in 0"),
     "id of another type": (record(600, [1, "two"]), "Expected `int`"),
-    "negative timestamp": (record(600, [1, 2], 0, -1), r"timestamp is -1\.0"),
+    "negative timestamp": (record(600, [1, 2], 0, -1), "the arrival is -1 ms"),
     "endless timestamp": ('{"timestamp": 1e999, "input_length": 600, "hash_ids": [1, 2]}', ""),
-    "negative output_length": (record(600, [1, 2], -5), "output_length is -5"),
-    "empty prompt": (record(0, []), "at least 1 token"),
-    "empty token_ids": ({"token_ids": []}, "at least 1 token"),
+    "negative output_length": (record(600, [1, 2], -5), "the output has -5 tokens"),
+    "empty prompt": (record(0, []), "the prompt has 0 tokens"),
+    "empty token_ids": ({"token_ids": []}, "the prompt has 0 tokens"),
     "nested lists": ('{"input_length": 600, "more": ' + "[" * 10**5 + "]" * 10**5 + "}", "recursion depth"),
 }
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, as_completed
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,18 @@ from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import KVPoolError
 from kv_pool.replay.compare.compare_settings import CompareSettings
 from kv_pool.replay.compare.comparison import Comparison, PolicyRecord
-from kv_pool.replay.compare.finished_runs import FinishedRuns, open_finished_runs
+from kv_pool.replay.compare.finished_runs import FinishedRuns
 from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
-from kv_pool.replay.compare.policy_run import Failure, Origin, PolicyRun, make_failure, run_policy
-from kv_pool.replay.compare.policy_source import PolicySource, read_source
+from kv_pool.replay.compare.policy_run import (
+    Failure,
+    Origin,
+    PolicyRun,
+    PolicySource,
+    attempt,
+    make_failure,
+    read_source,
+    run_policy,
+)
 from kv_pool.replay.compare.references import measure_references
 from kv_pool.threads import submit
 from kv_pool.version import __version__
@@ -80,7 +89,7 @@ def compare_policies(
     traces = [compared.settings.open_trace() for compared in settings.traces]
     digests = [trace.digest() for trace in traces]
     jobs = list(_list_jobs(settings, sources, digests))
-    with open_finished_runs(finished) as runs:
+    with closing(FinishedRuns(finished)) as runs:
         results = _run_all(jobs, executor, runs, on_progress)
         if not any(isinstance(result, Failure) for result in results.values()):
             runs.delete()
@@ -144,13 +153,14 @@ def _run_all(
 ) -> dict[tuple[int, str, int], Any]:
     """Return the result of each job by its place. Jobs that are finished in `runs` are not repeated."""
     results: dict[tuple[int, str, int], Any] = {}
-    notify = on_progress or _ignore
+    notify = on_progress or (lambda progress: None)
     pending: dict[Future[Any], _Job] = {}
     try:
         for job in jobs:
             result = runs.find(job.key)
             if result is None:
-                pending[submit(executor, "kv_pool compare", job.function, *job.arguments)] = job
+                future = submit(executor, "kv_pool compare", attempt, job.function, *job.arguments)
+                pending[future] = job
             else:
                 results[job.place] = result
         if results:
@@ -160,7 +170,7 @@ def _run_all(
             error = None
             try:
                 ended = future.result()
-            except Exception as raised:  # of the executor: the functions themselves return failures
+            except Exception as raised:  # of the executor: `attempt` returns failures
                 ended = make_failure(raised)
             results[job.place] = ended
             if isinstance(ended, Failure):
@@ -172,7 +182,3 @@ def _run_all(
         for future in pending:
             future.cancel()  # no-op after the end of its job
     return results
-
-
-def _ignore(progress: CompareProgress) -> None:
-    pass

@@ -1,11 +1,17 @@
 """Draws a comparison: hit rates of the policies over capacity, with LRU, the optimum and the ceiling."""
 
-from pathlib import Path
 from typing import Any
 
 from kv_pool.replay.compare.compare_settings import LRU
 from kv_pool.replay.compare.comparison import CEILING, Comparison, TraceComparison
-from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
+from kv_pool.replay.figure import (
+    format_capacity_axes,
+    make_printable,
+    name_trace,
+    open_pyplot,
+    save_figure,
+    show_names_as_written,
+)
 from kv_pool.replay.settings import OPTIMUM
 
 _PANELS_PER_ROW = 3
@@ -45,8 +51,7 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
         ncols=min(len(labels), 5),
         fontsize="small",
     )
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # names may contain dollar signs
+    show_names_as_written(legend)
     save_figure(figure, path)
 
 
@@ -73,10 +78,7 @@ def _draw_trace(found: TraceComparison, axes: Any) -> None:
         axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
     ceiling = found.infinite_cache.token_hit_rate
     axes.axhline(ceiling, color="0.5", linestyle=":", label="infinite cache")
-    format_capacity_axes(axes)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     unit = "GiB" if found.block_bytes else f"blocks of {found.block_size} tokens"
-    axes.set_xlabel(f"capacity in {unit}")
-    axes.set_ylabel("token hit rate")
-    trace = make_printable(Path(found.provenance.trace).name)
-    axes.set_title(f"{trace}\n{found.requests:,} requests", fontsize=10, parse_math=False)
+    title = f"{name_trace(found.provenance)}\n{found.requests:,} requests"
+    format_capacity_axes(axes, f"capacity in {unit}", "token hit rate", title)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

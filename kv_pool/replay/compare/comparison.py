@@ -1,16 +1,18 @@
-"""`Comparison`: the results of a comparison of cache policies; JSON and CSV."""
+"""`Comparison`: the results of a comparison of cache policies; JSON, CSV, and differences of two."""
 
-import csv
+from collections.abc import Iterator
+from math import isclose
 from typing import Literal
 
 import msgspec
 
-from kv_pool.errors import TraceError
 from kv_pool.replay.compare.compare_settings import CompareSettings
-from kv_pool.replay.report import InfiniteCache, Provenance
+from kv_pool.replay.report import InfiniteCache, Provenance, read_json, write_csv_rows
 
 CEILING = "infinite"
 """The name of the rows of a cache that never evicts."""
+
+_NOT_COMPARED = ("seconds",)
 
 
 class PolicyRecord(msgspec.Struct, frozen=True):
@@ -112,13 +114,7 @@ class Comparison(msgspec.Struct):
 
 def read_comparison(path: str) -> Comparison:
     """Return the comparison in a file that `write_json` has written. Raises TraceError."""
-    try:
-        with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=Comparison)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot read the comparison: {error.strerror}") from error
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise TraceError(f"{path}: not the JSON of a comparison: {error}") from error
+    return read_json(path, Comparison, "a comparison")
 
 
 def write_csv(comparison: Comparison, path: str) -> None:
@@ -129,14 +125,57 @@ def write_csv(comparison: Comparison, path: str) -> None:
     """
     names = ComparisonRow.__struct_fields__
     has_bytes = any(found.block_bytes for found in comparison.traces)
-    try:
-        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["trace", *names[:2], *["bytes"] * has_bytes, *names[2:]])
-            for found in comparison.traces:
-                for row in found.rows:
-                    values = [getattr(row, name) for name in names]
-                    size = [row.num_blocks * found.block_bytes or None] * has_bytes
-                    writer.writerow([found.provenance.trace, *values[:2], *size, *values[2:]])
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the comparison: {error.strerror}") from error
+    rows = []
+    for found in comparison.traces:
+        for row in found.rows:
+            values = [getattr(row, name) for name in names]
+            size = [row.num_blocks * found.block_bytes or None] * has_bytes
+            rows.append([found.provenance.trace, *values[:2], *size, *values[2:]])
+    write_csv_rows(path, ["trace", *names[:2], *["bytes"] * has_bytes, *names[2:]], rows)
+
+
+def list_changed_inputs(old: Comparison, new: Comparison) -> list[str]:
+    """Return one sentence for each trace, policy file or version of kv_pool that has changed."""
+    changed = []
+    for before, after in zip(old.traces, new.traces, strict=True):
+        of_old, of_new = before.provenance, after.provenance
+        if of_old.trace_sha256 != of_new.trace_sha256:
+            changed.append(
+                f"the trace {of_new.trace} has changed: its SHA-256 is {of_new.trace_sha256}, was "
+                f"{of_old.trace_sha256}"
+            )
+    versions = [each.traces[0].provenance.kv_pool for each in (old, new)]
+    if versions[0] != versions[1]:
+        changed.append(f"kv_pool is version {versions[1]}, was {versions[0]}")
+    digests = {record.name: record.sha256 for record in old.policies}
+    for record in new.policies:
+        before_sha256 = digests.get(record.name)
+        if before_sha256 != record.sha256:
+            changed.append(
+                f"the policy {record.name} has changed: its SHA-256 is {record.sha256}, was {before_sha256}"
+            )
+    return changed
+
+
+def list_differences(old: Comparison, new: Comparison) -> list[str]:
+    """Return one sentence for each row whose results differ in more than their duration."""
+    found = []
+    for before, after in zip(old.traces, new.traces, strict=True):
+        trace = after.provenance.trace
+        if len(before.rows) != len(after.rows):
+            found.append(f"{trace}: {len(after.rows)} rows, there were {len(before.rows)}")
+        for row, was in zip(after.rows, before.rows, strict=False):
+            differences = ", ".join(_compare(row, was))
+            if differences:
+                found.append(f"{trace}, {row.policy} at {row.num_blocks:,} blocks: {differences}")
+    return found
+
+
+def _compare(row: ComparisonRow, was: ComparisonRow) -> Iterator[str]:
+    for name in ComparisonRow.__struct_fields__:
+        value, before = getattr(row, name), getattr(was, name)
+        if name in _NOT_COMPARED or value == before:
+            continue
+        is_close = isinstance(value, float) and isinstance(before, float)
+        if not (is_close and isclose(value, before, abs_tol=1e-9)):
+            yield f"{name} is {value}, was {before}"

@@ -1,8 +1,7 @@
 """`FinishedRuns`: the results of an unfinished comparison in a file, so that a later call continues it."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import BinaryIO
 
 import msgspec
@@ -52,9 +51,6 @@ class FinishedRuns:
             self.close()
             raise TraceError(f"{path}: cannot keep finished runs: {error.strerror}") from error
 
-    def __len__(self) -> int:
-        return len(self._results)
-
     def find(self, key: str) -> Result | None:
         """Return the result with this key, or None."""
         return self._results.get(key)
@@ -82,13 +78,3 @@ class FinishedRuns:
         if self._path is not None:
             with suppress(OSError):
                 os.unlink(self._path)
-
-
-@contextmanager
-def open_finished_runs(path: str | None) -> Iterator[FinishedRuns]:
-    """Yield the results in a file, and close it at the end. Raises TraceError."""
-    runs = FinishedRuns(path)
-    try:
-        yield runs
-    finally:
-        runs.close()

@@ -7,11 +7,9 @@ from numpy.typing import NDArray
 
 from kv_pool.replay.compare.compare_settings import LRU, ComparedTrace
 from kv_pool.replay.compare.comparison import CEILING, ComparisonRow, TraceComparison
-from kv_pool.replay.compare.packed_counts import unpack
-from kv_pool.replay.compare.policy_run import Failure, PolicyRun
+from kv_pool.replay.compare.policy_run import Failure, PolicyRun, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
-from kv_pool.replay.compare.resampling import Resampler, find_interval, sum_by_unit
-from kv_pool.replay.report import make_provenance
+from kv_pool.replay.report import InfiniteCache, make_provenance
 from kv_pool.replay.settings import OPTIMUM
 
 Runs = Mapping[tuple[str, int], PolicyRun | Failure]
@@ -20,6 +18,58 @@ Runs = Mapping[tuple[str, int], PolicyRun | Failure]
 _Sums = NDArray[np.float64]
 
 _BLOCKS, _TOKENS = 0, 1
+_CONFIDENCE = 0.95
+_SAMPLES_AT_ONCE = 32
+
+
+class Resampler:
+    """Draws samples of as many units as a trace has, with replacement, and sums their counts.
+
+    All counts of a comparison are summed over the same samples, so that differences between policies are
+    paired: what both have in common does not widen their intervals. Replays are not repeated. An interval
+    therefore covers the choice of conversations, and not that other conversations would leave other blocks
+    in the cache (Efron and Tibshirani, "An introduction to the bootstrap", 1993: the percentile interval).
+
+    Args:
+        num_units: number of sessions or roots.
+        num_samples: number of samples.
+        seed: seed of the samples.
+    """
+
+    def __init__(self, num_units: int, num_samples: int, seed: int) -> None:
+        self._num_units = num_units
+        self._num_samples = num_samples
+        self._seed = seed
+
+    def sum_up(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the sums of each sample. `counts` has one row per unit, the result one row per sample."""
+        random = np.random.default_rng(self._seed)
+        num_units = self._num_units
+        sums = np.empty((self._num_samples, counts.shape[1]))
+        numbers = counts.astype(np.float64)
+        for first in range(0, self._num_samples, _SAMPLES_AT_ONCE):
+            end = min(first + _SAMPLES_AT_ONCE, self._num_samples)
+            times = [
+                np.bincount(random.integers(num_units, size=num_units), minlength=num_units)
+                for _ in range(first, end)
+            ]
+            sums[first:end] = np.array(times, dtype=np.float64) @ numbers
+        return sums
+
+
+def find_interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the 2.5th and 97.5th percentile; None if there are no values, or one is not a number."""
+    if not len(values) or not np.isfinite(values).all():
+        return None
+    low, high = np.quantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def sum_by_unit(counts: NDArray[np.int64], unit_of: NDArray[np.int64], num_units: int) -> NDArray[np.int64]:
+    """Return the sums over the requests of each unit. `counts` has one row per request."""
+    sums = np.zeros((num_units, counts.shape[1]), dtype=np.int64)
+    np.add.at(sums, unit_of, counts)
+    return sums
 
 
 class _Samples:
@@ -97,17 +147,18 @@ def compare_trace(
             if isinstance(run, Failure):
                 row.error = run.describe()
             else:
-                _fill_counts(row, run, references)
+                _fill_hits(row, run, references)
+                row.evictions, row.admitted, row.seconds = run.evictions, run.admitted, run.seconds
                 if isinstance(lru, PolicyRun):
                     _fill_comparison(row, run, lru, point, samples, references)
             rows.append(row)
         if point is not None:
-            row = _make_optimum(point, references)
+            row = _make_curve_row(OPTIMUM, point, references)
             if isinstance(lru, PolicyRun):
                 row.above_lru = (point.tokens_hit - lru.tokens_hit) / references.tokens_in
                 row.gap_closed = _share(point.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
             rows.append(row)
-    rows.append(_make_ceiling(references))
+    rows.append(_make_curve_row(CEILING, references.infinite_cache, references))
     return TraceComparison(
         provenance=make_provenance(trace_path, trace_sha256, references.trace_block_size, settings.seed),
         block_size=references.block_size,
@@ -147,16 +198,21 @@ def find_contradictions(references: References, runs: Runs, trace: str) -> list[
     return found
 
 
-def _fill_counts(row: ComparisonRow, run: PolicyRun, references: References) -> None:
-    _fill_hits(row, run.blocks_hit, run.tokens_hit, references)
-    row.evictions, row.admitted, row.seconds = run.evictions, run.admitted, run.seconds
+def _make_curve_row(
+    policy: str, found: OptimumPoint | InfiniteCache, references: References
+) -> ComparisonRow:
+    row = ComparisonRow(policy, found.num_blocks, "curve")
+    _fill_hits(row, found, references)
+    return row
 
 
-def _fill_hits(row: ComparisonRow, blocks_hit: int, tokens_hit: int, references: References) -> None:
-    row.blocks_hit, row.tokens_hit = blocks_hit, tokens_hit
-    row.blocks_missed = references.blocks_looked_up - blocks_hit
-    row.block_hit_rate = _share(blocks_hit, references.blocks_looked_up) or 0.0
-    row.token_hit_rate = _share(tokens_hit, references.tokens_in) or 0.0
+def _fill_hits(
+    row: ComparisonRow, found: PolicyRun | OptimumPoint | InfiniteCache, references: References
+) -> None:
+    row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
+    row.blocks_missed = references.blocks_looked_up - found.blocks_hit
+    row.block_hit_rate = _share(found.blocks_hit, references.blocks_looked_up) or 0.0
+    row.token_hit_rate = _share(found.tokens_hit, references.tokens_in) or 0.0
 
 
 def _fill_comparison(
@@ -178,19 +234,6 @@ def _fill_comparison(
             interval = samples.find_gap_closed(row.policy, row.num_blocks)
             if interval is not None:
                 row.gap_closed_low, row.gap_closed_high = interval
-
-
-def _make_optimum(point: OptimumPoint, references: References) -> ComparisonRow:
-    row = ComparisonRow(OPTIMUM, point.num_blocks, "curve")
-    _fill_hits(row, point.blocks_hit, point.tokens_hit, references)
-    return row
-
-
-def _make_ceiling(references: References) -> ComparisonRow:
-    ceiling = references.infinite_cache
-    row = ComparisonRow(CEILING, ceiling.num_blocks, "curve")
-    _fill_hits(row, ceiling.blocks_hit, ceiling.tokens_hit, references)
-    return row
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -7,8 +7,7 @@ import numpy as np
 
 from kv_pool.errors import TraceError
 from kv_pool.replay.compare.compare_settings import ComparedTrace
-from kv_pool.replay.compare.packed_counts import pack
-from kv_pool.replay.compare.policy_run import Failure, Origin, make_failure
+from kv_pool.replay.compare.policy_run import Origin, pack
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
 from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
@@ -69,14 +68,6 @@ class References(msgspec.Struct, frozen=True, tag="references"):
     points: tuple[OptimumPoint, ...]
 
 
-def measure_references(compared: ComparedTrace, origin: Origin) -> References | Failure:
-    """Read a trace once, and compute the curves. Any error is a `Failure`."""
-    try:
-        return _measure(compared, origin)
-    except Exception as error:
-        return make_failure(error)
-
-
 def find_obstacle(settings: ReplaySettings) -> str | None:
     """Return why the optimum of these replays is not known, or None."""
     if settings.clock != "instant":
@@ -90,7 +81,8 @@ def find_obstacle(settings: ReplaySettings) -> str | None:
     return None
 
 
-def _measure(compared: ComparedTrace, origin: Origin) -> References:
+def measure_references(compared: ComparedTrace, origin: Origin) -> References:
+    """Read a trace once, and compute the curves. Raises TraceError and InvalidArgumentError."""
     origin.check_version()
     settings = compared.settings
     trace = settings.open_trace()

@@ -1,9 +1,7 @@
 """Draws the hit rates of LRU and of the optimum over capacity."""
 
-from pathlib import Path
-
 from kv_pool.replay.curves.curve_report import CurveReport
-from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
+from kv_pool.replay.figure import format_capacity_axes, name_trace, open_pyplot, save_figure
 
 
 def draw_curves(report: CurveReport, path: str) -> None:
@@ -47,15 +45,9 @@ def draw_curves(report: CurveReport, path: str) -> None:
     axes.axhline(ceiling, color="tab:green", linestyle=":", label="infinite cache, of prompt tokens")
     if report.knee is not None:
         axes.axvline(report.knee * per_block, color="0.5", linewidth=0.8, label="knee of LRU")
-    format_capacity_axes(axes)
-    axes.set_xlabel(f"capacity in {unit}")
-    axes.set_ylabel("prefix-cache hit rate")
-    trace = make_printable(Path(report.provenance.trace).name)
     sampled = "" if report.sample is None else f", {report.sample.rate:.2%} sampled by {report.sample.unit}"
-    axes.set_title(
-        f"{trace}\n{report.requests:,} requests one at a time, {report.convention}{sampled}",
-        fontsize=10,
-        parse_math=False,
-    )
+    title = f"{report.requests:,} requests one at a time, {report.convention}{sampled}"
+    title = f"{name_trace(report.provenance)}\n{title}"
+    format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", title)
     axes.legend(loc="lower right", fontsize="small")
     save_figure(figure, path)

@@ -1,13 +1,11 @@
 """`CurveReport`: hit rates of LRU and of optimal replacement over capacity; JSON and CSV."""
 
-import csv
 from collections.abc import Sequence
 from math import log
 
 import msgspec
 
-from kv_pool.errors import TraceError
-from kv_pool.replay.report import InfiniteCache, Provenance
+from kv_pool.replay.report import InfiniteCache, Provenance, write_csv_rows
 
 
 class CurveCounts(msgspec.Struct):
@@ -101,11 +99,6 @@ class CurveReport(msgspec.Struct):
     provenance: Provenance
 
 
-def find_knee(points: list[CurvePoint]) -> int | None:
-    """Return the capacity of the knee of the LRU curve, as described in `CurveReport`."""
-    return locate_knee([point.num_blocks for point in points], [point.lru.token_hit_rate for point in points])
-
-
 def locate_knee(capacities: Sequence[int], rates: Sequence[float]) -> int | None:
     """Return the capacity whose rate is farthest above a straight line over the logarithm of the capacity.
 
@@ -139,16 +132,9 @@ def write_csv(report: CurveReport, path: str) -> None:
         names = tuple(name for name in names if not name.endswith("_error"))
     header = ["num_blocks", *["bytes"] * bool(block_bytes), "refused_requests"]
     header += [f"{policy}_{name}" for policy in ("lru", "optimum") for name in names]
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(header)
-            for point in report.points:
-                row: list[int | float] = [point.num_blocks]
-                if block_bytes:
-                    row.append(point.num_blocks * int(block_bytes))
-                row.append(point.refused_requests)
-                row += [getattr(counts, name) for counts in (point.lru, point.optimum) for name in names]
-                writer.writerow(row)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the curve: {error.strerror}") from error
+    rows = []
+    for point in report.points:
+        size = [point.num_blocks * int(block_bytes or 0)] * bool(block_bytes)
+        counts = [getattr(one, name) for one in (point.lru, point.optimum) for name in names]
+        rows.append([point.num_blocks, *size, point.refused_requests, *counts])
+    write_csv_rows(path, header, rows)

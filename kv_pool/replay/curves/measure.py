@@ -7,10 +7,9 @@ from time import perf_counter
 import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, find_knee
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, locate_knee
 from kv_pool.replay.curves.estimates import Estimates
-from kv_pool.replay.curves.reading import read_prompts
-from kv_pool.replay.curves.sampling import Sampler
+from kv_pool.replay.curves.sampling import Sampler, read_prompts
 from kv_pool.replay.report import make_provenance
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 
@@ -59,7 +58,7 @@ def measure_curves(
     and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
     """
     _check(settings, capacities)
-    notify = on_progress or _ignore
+    notify = on_progress or (lambda progress: None)
     started = perf_counter()
     trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)
@@ -101,7 +100,7 @@ def measure_curves(
         optimum_blocks="optimal" if is_optimal else "bound",
         optimum_tokens="optimal" if is_optimal and estimates.optimum.has_optimal_tokens else "bound",
         infinite_cache=estimates.count_infinite(),
-        knee=find_knee(points),
+        knee=locate_knee(capacities, [one.token_hit_rate for one in of_lru]),
         points=points,
         sample=sample,
         broken_lines=trace.num_broken,
@@ -126,10 +125,6 @@ def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
             f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
         )
     settings.check()
-
-
-def _ignore(progress: CurveProgress) -> None:
-    pass
 
 
 def choose_capacities(first: int, last: int) -> list[int]:

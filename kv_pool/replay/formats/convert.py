@@ -1,43 +1,37 @@
 """`convert_trace`: from one format of traces and request logs to another."""
 
 import heapq
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Annotated, Any
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.replay.formats import (
-    csv_lengths,
-    dynamo,
-    event_lines,
-    kv_cache_tester,
-    lmcache,
-    mooncake,
-    qwen_bailian,
-    vllm_log,
-)
+from kv_pool.replay.formats import dynamo, kv_cache_tester, lmcache, mooncake, vllm_log
+from kv_pool.replay.formats.csv_lengths import CsvReader
+from kv_pool.replay.formats.event_lines import EventLineReader
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
-from kv_pool.replay.formats.kv_cache_tester import begin_session, make_session_request
+from kv_pool.replay.formats.qwen_bailian import QwenBailianReader
 from kv_pool.replay.option import Option, describe_options
 from kv_pool.replay.part_files import open_parts
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_trace_writer
 
-READ_LOSSES = {
-    "mooncake": mooncake.READ_LOSSES,
-    "kv-cache-tester": kv_cache_tester.READ_LOSSES,
-    "lmcache": lmcache.READ_LOSSES,
-    "vllm": vllm_log.READ_LOSSES,
-    "dynamo": dynamo.READ_LOSSES,
-    "qwen-bailian": qwen_bailian.READ_LOSSES,
-    "csv": csv_lengths.READ_LOSSES,
-    "events": event_lines.READ_LOSSES,
+_READERS: dict[str, type[ForeignReader]] = {
+    "mooncake": mooncake.MooncakeReader,
+    "kv-cache-tester": kv_cache_tester.KVCacheTesterReader,
+    "lmcache": lmcache.LMCacheReader,
+    "vllm": vllm_log.VLLMLogReader,
+    "dynamo": dynamo.DynamoReader,
+    "qwen-bailian": QwenBailianReader,
+    "csv": CsvReader,
+    "events": EventLineReader,
 }
+
+READ_LOSSES = {name: reader.losses for name, reader in _READERS.items()}
 """The formats that can be read, each with what is lost or unknown."""
 
 WRITE_LOSSES = {
@@ -48,6 +42,16 @@ WRITE_LOSSES = {
     "dynamo": dynamo.WRITE_LOSSES,
 }
 """The formats that can be written, each with what is lost."""
+
+_MakeLines = Callable[[ForeignRequest, int, int | None], list[dict[str, Any]]]
+
+_MAKE_LINES: dict[str, _MakeLines] = {
+    "mooncake": mooncake.make_mooncake_lines,
+    "lmcache": lmcache.make_lmcache_lines,
+    "vllm": vllm_log.make_vllm_lines,
+    "dynamo": dynamo.make_dynamo_lines,
+}
+"""What makes the lines of a request, from its number and the tokens per id; sessions are documents."""
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_REORDERED = 10_000
@@ -145,35 +149,25 @@ class ConvertReport:
 
 def open_reader(settings: ConvertSettings) -> ForeignReader:
     """Return the reader of the settings' input. Raises TraceError."""
-    path = Path(settings.source)
-    source_format, skip_broken = settings.source_format, settings.skip_broken
-    if source_format == "mooncake":
-        trace = Trace(
-            settings.source,
-            block_size=settings.trace_block_size,
-            timestamp_unit=settings.timestamp_unit or "ms",
-            skip_broken=skip_broken,
+    unit, block_size, skip_broken = settings.timestamp_unit, settings.trace_block_size, settings.skip_broken
+    if settings.source_format == "mooncake":
+        return mooncake.MooncakeReader(
+            Trace(
+                settings.source, block_size=block_size, timestamp_unit=unit or "ms", skip_broken=skip_broken
+            )
         )
-        return mooncake.MooncakeReader(trace)
+    path, reader = Path(settings.source), _READERS[settings.source_format]
     if not path.exists():
         raise TraceError(f"{path}: no such file")
-    unit = settings.timestamp_unit
-    times = {} if unit is None else {"ms_per_unit": find_ms_per_unit(unit)}
-    if source_format == "kv-cache-tester":
-        return kv_cache_tester.KVCacheTesterReader(path, skip_broken, settings.session_gap_s, **times)
-    if source_format == "lmcache":
-        return lmcache.LMCacheReader(path, skip_broken, **times)
-    if source_format == "dynamo":
-        return dynamo.DynamoReader(path, skip_broken, settings.trace_block_size, **times)
-    if not path.is_file():
+    if reader.log_names is None and not path.is_file():
         raise TraceError(f"{path}: this is no file")
-    if source_format == "vllm":
-        return vllm_log.VLLMLogReader(path, skip_broken)
-    if source_format == "qwen-bailian":
-        return qwen_bailian.QwenBailianReader(path, skip_broken, settings.trace_block_size, **times)
-    if source_format == "csv":
-        return csv_lengths.CsvReader(path, skip_broken, **times)
-    return event_lines.EventLineReader(path, skip_broken)
+    return reader(
+        path,
+        skip_broken=skip_broken,
+        block_size=block_size,
+        ms_per_unit=None if unit is None else find_ms_per_unit(unit),
+        session_gap_s=settings.session_gap_s,
+    )
 
 
 def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
@@ -198,31 +192,26 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     renumbered = _Renumbering(settings, reader)
     requests = _start_at_zero(renumbered.apply(_sort(reader, counts)), counts)
     if settings.target_format == "kv-cache-tester":
-        write_sessions(requests, lambda: renumbered.block_size or DEFAULT_BLOCK_SIZE, output, counts.note)
+        _write_sessions(requests, renumbered, output)
     else:
-        _write_lines(settings, requests, renumbered, output, counts)
+        _write_lines(settings, requests, renumbered, output)
+    notes = list(reader.notes)
+    if renumbered.num_lengths:
+        notes.append(
+            f"only lengths are known of {renumbered.num_lengths:,} requests: each has blocks of its own, and "
+            "none is hit"
+        )
+    why = describe_suspicious_times(counts.first_arrivals_ms)
+    if why is not None and settings.source_format != "mooncake":  # of which `Trace` warns
+        notes.append(why)
     return ConvertReport(
         counts.num_requests,
         counts.num_late,
         renumbered.block_size,
         reader.num_broken,
         reader.first_broken,
-        (*reader.notes, *_note_lengths(renumbered), *_note_times(settings, counts)),
+        tuple(notes),
     )
-
-
-def _note_lengths(renumbered: "_Renumbering") -> Iterator[str]:
-    if renumbered.num_lengths:
-        yield (
-            f"only lengths are known of {renumbered.num_lengths:,} requests: each has blocks of its own, and "
-            "none is hit"
-        )
-
-
-def _note_times(settings: ConvertSettings, counts: "_Counts") -> Iterator[str]:
-    why = describe_suspicious_times(counts.first_arrivals_ms)
-    if why is not None and settings.source_format != "mooncake":  # of which `Trace` warns
-        yield why
 
 
 class _Counts:
@@ -231,22 +220,18 @@ class _Counts:
         self.num_late = 0
         self.first_arrivals_ms: list[float] = []
 
-    def note(self) -> None:
-        self.num_requests += 1
-
 
 def _sort(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[ForeignRequest]:
     """Yield requests by arrival, as far as `MAX_REORDERED` requests tell."""
     pending: list[tuple[float, int, ForeignRequest]] = []
     last_ms = float("-inf")
-    for number, request in enumerate(requests):
-        heapq.heappush(pending, (request.arrival_ms, number, request))
-        if len(pending) > MAX_REORDERED:
-            arrival_ms, _, found = heapq.heappop(pending)
-            counts.num_late += arrival_ms < last_ms
-            last_ms = max(last_ms, arrival_ms)
-            yield found
-    while pending:
+    for number, request in enumerate(chain(requests, repeat(None))):
+        if request is not None:
+            heapq.heappush(pending, (request.arrival_ms, number, request))
+            if len(pending) <= MAX_REORDERED:
+                continue
+        elif not pending:
+            return
         arrival_ms, _, found = heapq.heappop(pending)
         counts.num_late += arrival_ms < last_ms
         last_ms = max(last_ms, arrival_ms)
@@ -256,6 +241,7 @@ def _sort(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[Forei
 def _start_at_zero(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[ForeignRequest]:
     first_ms: float | None = None
     for request in requests:
+        counts.num_requests += 1
         if first_ms is None:
             first_ms = request.arrival_ms
         # Rounded to microseconds: times since 1970 have no more.
@@ -321,43 +307,24 @@ def _write_lines(
     requests: Iterable[ForeignRequest],
     renumbered: _Renumbering,
     output: str,
-    counts: _Counts,
 ) -> None:
-    with ExitStack() as stack:
-        write = stack.enter_context(open_trace_writer(output))
+    number = 0
+    with open_trace_writer(output) as write:
         for number, request in enumerate(requests, 1):
             try:
-                lines = _make_lines(settings.target_format, request, number, renumbered.block_size)
+                lines = _MAKE_LINES[settings.target_format](request, number, renumbered.block_size)
             except ValueError as error:
                 raise TraceError(f"{settings.source}:{request.line}: {error}") from error
             for line in lines:
                 write(line)
-            counts.note()
-        if not counts.num_requests:
-            raise TraceError(f"{os.fspath(output)}: not written: the input contains no request")
+        if not number:
+            raise TraceError(f"{output}: not written: the input contains no request")
 
 
-def _make_lines(
-    target: str, request: ForeignRequest, number: int, block_size: int | None
-) -> list[dict[str, Any]]:
-    if target == "mooncake":
-        return [mooncake.make_mooncake_line(request)]
-    if target == "vllm":
-        return vllm_log.make_vllm_lines(request, number, block_size)
-    make = lmcache.make_lmcache_line if target == "lmcache" else dynamo.make_dynamo_line
-    return [make(request, number, block_size or DEFAULT_BLOCK_SIZE)]
-
-
-def write_sessions(
-    requests: Iterable[ForeignRequest],
-    get_block_size: Callable[[], int],
-    pattern: str,
-    on_request: Callable[[], None],
-) -> None:
+def _write_sessions(requests: Iterable[ForeignRequest], renumbered: _Renumbering, pattern: str) -> None:
     """Write each session to a file of its own; requests without a session are sessions of one request.
 
     Args:
-        get_block_size: returns the tokens per id, once there is a request.
         pattern: path of the files, with `{part}` for the number of the session.
     Raises:
         InvalidArgumentError: the pattern has no `{part}`, or there are too many sessions.
@@ -366,6 +333,7 @@ def write_sessions(
     sessions: dict[tuple[str | None, str | None, int], tuple[str, float]] = {}
     with open_parts(pattern) as parts:
         for request in requests:
+            block_size = renumbered.block_size or DEFAULT_BLOCK_SIZE
             number = request.line if request.session_id is None else 0
             key = (request.tenant, request.session_id, number)
             found = sessions.get(key)
@@ -373,12 +341,11 @@ def write_sessions(
                 part = f"{len(sessions) + 1:04}"
                 sessions[key] = found = (part, request.arrival_ms)
                 name = request.session_id if request.session_id is not None else f"request-{request.line}"
-                parts.append(part, request.line, begin_session(name, get_block_size()))
+                parts.append(part, request.line, kv_cache_tester.begin_session(name, block_size))
             else:
                 parts.append(found[0], request.line, b",\n")
-            line = make_session_request(request, found[1], get_block_size())
+            line = kv_cache_tester.make_session_request(request, found[1], block_size)
             parts.append(found[0], request.line, parts.encode(line))
-            on_request()
         if not sessions:
             raise TraceError(f"{pattern}: not written: the input contains no request")
         for part, _ in sessions.values():

@@ -13,16 +13,10 @@ import csv
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
-from kv_pool.replay.formats.foreign_request import ForeignRequest, check_lengths
-from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.trace import check_lengths
 
-READ_LOSSES = (
-    "prompts: only lengths exist, so that no two requests share a block. Use the trace for load, not for hit "
-    "rates",
-    "models, kinds of requests and elapsed times",
-)
 MAX_PROMPT_TOKENS = 4_000_000
 """Bound on a prompt, whose blocks are made for a number in the file."""
 
@@ -52,46 +46,30 @@ _SESSIONS = ("sessionid", "conversationid")
 _FRACTION = re.compile(r"(?<=:\d\d)[.,](\d+)")
 
 
-class CsvReader:
+class CsvReader(ForeignReader):
     """Reads a table. Rows without a prompt token, those of failed requests, are passed over and noted.
 
-    Args:
-        ms_per_unit: milliseconds per unit of numeric times; None for seconds, unless the column says ms.
+    Numeric times are in seconds, unless the column says ms or `ms_per_unit` is given.
 
     Raises:
         TraceError: while iterating, a row is broken, or no column has the lengths of prompts.
     """
 
-    block_size: int | None = None
-
-    def __init__(self, path: Path, skip_broken: bool = False, ms_per_unit: float | None = None) -> None:
-        self._reader = LineReader(path, skip_broken=skip_broken)
-        self._given_ms_per_unit = ms_per_unit
-        self._ms_per_unit = 1000.0
-        self._num_failed = 0
-        # The columns of time, prompt, output and session; None if there is none.
-        self._columns: list[int | None] = []
-
-    @property
-    def notes(self) -> list[str]:
-        if not self._num_failed:
-            return []
-        return [f"not converted: {self._num_failed:,} rows without a prompt token, those of failed requests"]
-
-    @property
-    def num_broken(self) -> int:
-        return self._reader.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self._reader.first_broken
+    losses = (
+        "prompts: only lengths exist, so that no two requests share a block. Use the trace for load, "
+        "not for hit rates",
+        "models, kinds of requests and elapsed times",
+    )
 
     def __iter__(self) -> Iterator[ForeignRequest]:
         self._num_failed = 0
-        self._columns = []
-        for found in self._reader.read(self._parse):
-            if found is not None:
-                yield found
+        # The columns of time, prompt, output and session; None if there is none.
+        self._columns: list[int | None] = []
+        yield from self._read(self._parse)
+        if self._num_failed:
+            self.notes = [
+                f"not converted: {self._num_failed:,} rows without a prompt token, those of failed requests"
+            ]
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest | None:
         try:
@@ -99,7 +77,6 @@ class CsvReader:
         except csv.Error as error:
             raise ValueError(str(error)) from error
         if not self._columns:
-            self._ms_per_unit = self._given_ms_per_unit or 1000.0
             if len(values) >= 3 and values[1].isdecimal() and values[2].isdecimal():
                 self._columns = [0, 1, 2, None]
             else:
@@ -126,12 +103,12 @@ class CsvReader:
             for known in (_TIMES, _INPUTS, _OUTPUTS, _SESSIONS)
         ]
         if columns[1] is None:
-            raise self._reader.make_error(
+            raise self._files[0].make_error(
                 line,
                 f"no column has the tokens of prompts; the columns are {', '.join(names)[:200]}; known are "
                 f"{', '.join(_INPUTS)}",
             )
-        if columns[0] is not None and plain[columns[0]] in _TIMES_MS and self._given_ms_per_unit is None:
+        if columns[0] is not None and plain[columns[0]] in _TIMES_MS and not self._has_unit:
             self._ms_per_unit = 1.0
         self._columns = columns
 

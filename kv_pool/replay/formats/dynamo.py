@@ -32,30 +32,18 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import (
-    ForeignRequest,
-    check_block_size,
-    check_blocks,
-    check_lengths,
-)
-from kv_pool.replay.formats.log_files import list_log_files
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
 from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.trace import check_blocks, check_lengths
 
 SCHEMA = "dynamo.request.trace.v1"
 SCHEMAS = (SCHEMA, "dynamo.agent.trace.v1")
 ROWS_SCHEMA = "dynamo.agentic_mooncake"
 ROWS_VERSION = 2
-READ_LOSSES = (
-    "tool events, finish reasons, workers, models and parent sessions",
-    "arrivals of records without request_received_ms and total_time_ms: the end of the request is taken",
-    "how long requests take: a row that waits for others arrives its delay after their arrivals, unless its "
-    "timestamp is later",
-)
 WRITE_LOSSES = (
     "durations: each request ends when it arrives",
     "tenants",
@@ -146,14 +134,11 @@ class _Row:
     duration_ms: float = 0.0
 
 
-class DynamoReader:
+class DynamoReader(ForeignReader):
     """Reads a request trace, or Mooncake-style rows. Events other than `request_end` are passed over.
 
-    Args:
-        path: a file, or a folder of shards *.jsonl (plain or compressed), which are read in the order of
-            their names.
-        block_size: tokens per hash id of Mooncake-style rows without a header.
-        ms_per_unit: milliseconds per unit of `timestamp` and `created_time`.
+    A folder has shards *.jsonl. `block_size` is that of Mooncake-style rows without a header, and
+    `ms_per_unit` the unit of `timestamp` and `created_time`.
 
     Raises:
         TraceError: the folder has no shards; while iterating, a line is broken, the block size changes, or a
@@ -162,42 +147,26 @@ class DynamoReader:
     Memory: the rows that wait for later ones, and two numbers for each row with a request id or a session.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        skip_broken: bool = False,
-        block_size: int | None = None,
-        ms_per_unit: float = 1.0,
-    ) -> None:
-        self.block_size: int | None = None
-        self.notes: list[str] = []
-        self._row_block_size = block_size
-        self._ms_per_unit = ms_per_unit
-        paths = [path]
-        if path.is_dir():
-            paths, self.notes = list_log_files(path, r".*\.jsonl", "*.jsonl")
-        self._readers = [LineReader(one, skip_broken=skip_broken) for one in paths]
+    losses = (
+        "tool events, finish reasons, workers, models and parent sessions",
+        "arrivals of records without request_received_ms and total_time_ms: the end of the request is taken",
+        "how long requests take: a row that waits for others arrives its delay after their arrivals, unless "
+        "its timestamp is later",
+    )
+
+    log_names = (r".*\.jsonl", "*.jsonl")
+    default_ms_per_unit = 1.0
+
+    def __iter__(self) -> Iterator[ForeignRequest]:
+        self.block_size = None
+        self._row_block_size = self._given_block_size
         self._decode = msgspec.json.Decoder(_Line).decode
-        self._is_local = False
         # The arrivals and ends of rows, the rows that wait for a row, and the last row of each session.
         self._times: dict[_Key, tuple[float, float]] = {}
         self._waiting: dict[_Key, list[_Row]] = {}
         self._last: dict[str, _Key] = {}
         self._row_numbers = count()
-
-    @property
-    def num_broken(self) -> int:
-        return sum(reader.num_broken for reader in self._readers)
-
-    @property
-    def first_broken(self) -> str | None:
-        return next((reader.first_broken for reader in self._readers if reader.first_broken), None)
-
-    def __iter__(self) -> Iterator[ForeignRequest]:
-        self.block_size = None
-        for known in (self._times, self._waiting, self._last):
-            known.clear()
-        for reader in self._readers:
+        for reader in self._files:
             self._is_local = False
             for found in reader.read(partial(self._parse, reader)):
                 if isinstance(found, _Row):
@@ -329,8 +298,9 @@ def _take_one(name: str, value: _Number | None, other: str, other_value: _Number
     return other_value if value is None else value
 
 
-def make_dynamo_line(request: ForeignRequest, number: int, block_size: int) -> dict[str, Any]:
+def make_dynamo_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
     """Return the `request_end` record of a request with integer keys."""
+    assert block_size is not None, "token ids are hashed for this format"
     hashes = list(request.blocks or ())
     if len(hashes) * block_size < request.input_length:
         hashes.append((1 << 63) + number)
@@ -354,4 +324,4 @@ def make_dynamo_line(request: ForeignRequest, number: int, block_size: int) -> d
     }
     if request.session_id is not None:
         event["agent_context"] = {"session_id": request.session_id}
-    return {"timestamp": arrival_ms, "event": event}
+    return [{"timestamp": arrival_ms, "event": event}]

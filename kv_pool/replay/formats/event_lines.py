@@ -12,25 +12,15 @@ whose parent is the last block of an access at most `CONTINUES_WITHIN_S` before 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.events.publisher_blocks import to_medium
-from kv_pool.replay.formats.foreign_request import ForeignRequest, check_block_size, check_lengths
-from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
+from kv_pool.replay.trace import check_lengths
 
 CONTINUES_WITHIN_S = 1.0
-
-READ_LOSSES = (
-    "requests whose blocks are all cached: they store nothing, unless the pool reports hits",
-    "prompts and outputs apart: output blocks count as prompt, output_length is 0",
-    "tokens behind the last full block, and requests of less than one block",
-    "when requests arrived: the time of the batch with their first blocks is taken",
-    "sessions, and two turns within a second, which become one request",
-    "blocks of other groups than the first, and of lower tiers",
-)
 
 
 class _Line(msgspec.Struct):
@@ -51,7 +41,7 @@ class _Access:
     blocks: list[int] = field(default_factory=list)
 
 
-class EventLineReader:
+class EventLineReader(ForeignReader):
     """Reads the accesses to blocks from a recorded event stream, in the order of their beginnings.
 
     Memory: all hashes of the stream with their parents, and the accesses that are not over.
@@ -61,29 +51,22 @@ class EventLineReader:
             recorded: record from the pool's start, or from a snapshot.
     """
 
-    def __init__(self, path: Path, skip_broken: bool = False) -> None:
-        self.block_size: int | None = None
-        self.notes: list[str] = []
-        self._reader = LineReader(path, skip_broken=skip_broken)
+    losses = (
+        "requests whose blocks are all cached: they store nothing, unless the pool reports hits",
+        "prompts and outputs apart: output blocks count as prompt, output_length is 0",
+        "tokens behind the last full block, and requests of less than one block",
+        "when requests arrived: the time of the batch with their first blocks is taken",
+        "sessions, and two turns within a second, which become one request",
+        "blocks of other groups than the first, and of lower tiers",
+    )
+
+    def __iter__(self) -> Iterator[ForeignRequest]:
         self._decode = msgspec.json.Decoder(_Line).decode
         self._parents: dict[int, int | None] = {}
         # The accesses in the order of their beginnings, and those that can go on by their last block.
         self._accesses: deque[_Access] = deque()
         self._open: dict[int, _Access] = {}
-
-    @property
-    def num_broken(self) -> int:
-        return self._reader.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self._reader.first_broken
-
-    def __iter__(self) -> Iterator[ForeignRequest]:
-        self._parents.clear()
-        self._accesses.clear()
-        self._open.clear()
-        for now_s in self._reader.read(self._parse):
+        for now_s in self._read(self._parse):
             yield from self._take_before(now_s - CONTINUES_WITHIN_S)
         yield from self._take_before(float("inf"))
 

@@ -24,22 +24,12 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.foreign_bytes import BYTE_ORDER_MARK
 from kv_pool.replay.decompression import decompress
-from kv_pool.replay.formats.foreign_request import (
-    ForeignRequest,
-    check_block_size,
-    check_blocks,
-    check_lengths,
-)
-from kv_pool.replay.formats.log_files import list_log_files
-from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
+from kv_pool.replay.trace import check_blocks, check_lengths
 
-READ_LOSSES = (
-    "how sessions overlap: the format has none; --session-gap places them",
-    "models, types, stop reasons, api_time, think_time, and which requests are a sub-agent's",
-)
 WRITE_LOSSES = (
     "when sessions start, and how they overlap",
     "tenants",
@@ -70,15 +60,12 @@ class _Session(msgspec.Struct):
     hash_id_scope: str | None = None
 
 
-class KVCacheTesterReader:
+class KVCacheTesterReader(ForeignReader):
     """Reads sessions and merges their requests by time.
 
-    Args:
-        path: a session's file, a file with a session on each line, or a folder of files trace_*.json and
-            *.jsonl (plain or compressed).
-        session_gap_s: seconds between the starts of two sessions, in the order of their file names. A
-            session is in memory from its start to its end.
-        ms_per_unit: milliseconds per unit of `t`.
+    The path is a session's file, a file with a session on each line, or a folder of files trace_*.json and
+    *.jsonl. `session_gap_s` places the sessions in the order of their files. A session is in memory from its
+    start to its end.
 
     Raises:
         InvalidArgumentError: the gap is not 0 or more.
@@ -86,33 +73,22 @@ class KVCacheTesterReader:
             is skipped.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        skip_broken: bool = False,
-        session_gap_s: float = 0.0,
-        ms_per_unit: float = 1000.0,
-    ) -> None:
+    losses = (
+        "how sessions overlap: the format has none; --session-gap places them",
+        "models, types, stop reasons, api_time, think_time, and which requests are a sub-agent's",
+    )
+
+    log_names = (r"(trace_.*\.json|.*\.jsonl)", "trace_*.json or *.jsonl")
+    max_line_bytes = MAX_FILE_BYTES
+
+    def __init__(self, path: Path, *, session_gap_s: float = 0.0, **options: Any) -> None:
         if not 0 <= session_gap_s <= MAX_GAP_S:
             raise InvalidArgumentError(
                 f"the session gap is {session_gap_s} seconds; it must be 0 to {MAX_GAP_S:g}"
             )
-        self.block_size: int | None = None
-        self.notes: list[str] = []
-        self.num_broken = 0
-        self.first_broken: str | None = None
-        self._gap_s = session_gap_s
-        self._ms_per_unit = ms_per_unit
-        self._skip_broken = skip_broken
-        self._num_sessions = 0
-        self._paths = [path]
-        if path.is_dir():
-            names = r"(trace_.*\.json|.*\.jsonl)"
-            self._paths, self.notes = list_log_files(path, names, "trace_*.json or *.jsonl")
+        super().__init__(path, session_gap_s=session_gap_s, **options)
 
     def __iter__(self) -> Iterator[ForeignRequest]:
-        self.num_broken = 0
-        self.first_broken = None
         self._num_sessions = 0
         # (arrival in ms, session, index of the request, requests of the session)
         pending: list[tuple[float, int, int, Sequence[ForeignRequest]]] = []
@@ -129,23 +105,11 @@ class KVCacheTesterReader:
 
     def _read_sessions(self) -> Iterator[list[ForeignRequest]]:
         """Yield the requests of each session, sorted by time."""
-        for path in self._paths:
-            if _has_lines(path):
-                lines = LineReader(path, MAX_FILE_BYTES, skip_broken=self._skip_broken)
-                yield from lines.read(partial(self._parse, path))
-                self.num_broken += lines.num_broken
-                self.first_broken = self.first_broken or lines.first_broken
-                continue
-            try:
-                requests = self._parse(path, _read_file(path), None)
-            except UNDECODABLE as error:
-                message = str(error) if isinstance(error, TraceError) else f"{path}:1: {error}"
-                if not self._skip_broken:
-                    raise TraceError(f"{message} (--skip-broken skips such files)") from error
-                self.num_broken += 1
-                self.first_broken = self.first_broken or message
-                requests = []
-            yield requests
+        for file in self._files:
+            if _has_lines(file.path):
+                yield from file.read(partial(self._parse, file.path))
+            else:
+                yield from file.read_whole(partial(self._parse, file.path, line=None))
 
     def _parse(self, path: Path, text: bytes, line: int | None) -> list[ForeignRequest]:
         """Return a session's requests, sorted by time. `line` is None for a file of one session."""
@@ -191,21 +155,6 @@ def _take_before(
         yield requests[index]
         if index + 1 < len(requests):
             heapq.heappush(pending, (requests[index + 1].arrival_ms, number, index + 1, requests))
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        with path.open("rb") as raw, decompress(raw, path) as content:
-            data = content.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot open: {error.strerror or error}") from error
-    except TraceError:
-        raise
-    except Exception as error:  # each decompressor has its own exceptions
-        raise TraceError(f"{path}:1: cannot decompress: {error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise TraceError(f"{path}:1: the session has more than {MAX_FILE_BYTES:,} bytes")
-    return data.removeprefix(BYTE_ORDER_MARK)
 
 
 def _flatten(requests: list[_Request], offset_s: float) -> Iterator[tuple[_Request, float]]:

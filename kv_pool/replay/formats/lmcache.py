@@ -7,25 +7,13 @@ and `chunk_hashes` (hexadecimal, full chunks only; a hash covers its chunk and a
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import (
-    ForeignRequest,
-    check_block_size,
-    check_blocks,
-    check_lengths,
-)
-from kv_pool.replay.formats.log_files import list_log_files
-from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
+from kv_pool.replay.trace import check_blocks, check_lengths
 
-READ_LOSSES = (
-    "generated tokens: the log has none, output_length is 0",
-    "sessions: the log has none",
-    "a lookup that is tried again is a request of its own",
-)
 WRITE_LOSSES = (
     "generated tokens, sessions and tenants",
     "ids of partial last blocks",
@@ -43,36 +31,26 @@ class _Record(msgspec.Struct):
     model_name: str | None = None
 
 
-class LMCacheReader:
+class LMCacheReader(ForeignReader):
     """Reads a lookup log: a file, or a folder of lookup_hashes_*.jsonl in the order of their names.
 
-    Chunks of different models are different. `ms_per_unit` is the number of milliseconds per unit of time.
+    Chunks of different models are different.
 
     Raises:
         TraceError: there is no file; while iterating, a line is broken, or the chunk size changes.
     """
 
-    def __init__(self, path: Path, skip_broken: bool = False, ms_per_unit: float = 1000.0) -> None:
-        self.block_size: int | None = None
-        self.notes: list[str] = []
-        self._ms_per_unit = ms_per_unit
-        paths = [path]
-        if path.is_dir():
-            paths, self.notes = list_log_files(path, r"lookup_hashes_.*\.jsonl", "lookup_hashes_*.jsonl")
-        self._readers = [LineReader(one, skip_broken=skip_broken) for one in paths]
-        self._decode = msgspec.json.Decoder(_Record).decode
+    losses = (
+        "generated tokens: the log has none, output_length is 0",
+        "sessions: the log has none",
+        "a lookup that is tried again is a request of its own",
+    )
 
-    @property
-    def num_broken(self) -> int:
-        return sum(reader.num_broken for reader in self._readers)
-
-    @property
-    def first_broken(self) -> str | None:
-        return next((reader.first_broken for reader in self._readers if reader.first_broken), None)
+    log_names = (r"lookup_hashes_.*\.jsonl", "lookup_hashes_*.jsonl")
 
     def __iter__(self) -> Iterator[ForeignRequest]:
-        for reader in self._readers:
-            yield from reader.read(self._parse)
+        self._decode = msgspec.json.Decoder(_Record).decode
+        yield from self._read(self._parse)
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest:
         record = self._decode(text)
@@ -93,10 +71,11 @@ def _read_hash(chunk_hash: str | int) -> int:
     return chunk_hash if isinstance(chunk_hash, int) else int(chunk_hash, 16)
 
 
-def make_lmcache_line(request: ForeignRequest, number: int, block_size: int) -> dict[str, Any]:
+def make_lmcache_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
     """Return the line of a lookup log for a request with integer keys."""
+    assert block_size is not None, "token ids are hashed for this format"
     num_full = request.input_length // block_size
-    return {
+    line = {
         "timestamp": request.arrival_ms / 1000,
         "request_id": f"request-{number}",
         "model_name": _MODEL,
@@ -106,3 +85,4 @@ def make_lmcache_line(request: ForeignRequest, number: int, block_size: int) -> 
         "shapes": [],
         "chunk_hashes": [f"0x{key:016x}" for key in (request.blocks or ())[:num_full]],
     }
+    return [line]

@@ -8,28 +8,22 @@ Fields of kv_pool are described in `kv_pool/replay/README.md`.
 from collections.abc import Iterator
 from typing import Any
 
-from kv_pool.replay.formats.foreign_request import ForeignRequest
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 from kv_pool.replay.trace import Trace
 
-READ_LOSSES = ("fields other than those of a trace line",)
 WRITE_LOSSES = ("the ids themselves: they are numbered by first appearance",)
 
 
-class MooncakeReader:
+class MooncakeReader(ForeignReader):
     """Reads a trace."""
+
+    losses = ("fields other than those of a trace line",)
 
     def __init__(self, trace: Trace) -> None:
         self.block_size = trace.block_size
-        self.notes: list[str] = []
+        self.notes = []
+        self._files = [trace.lines]
         self._trace = trace
-
-    @property
-    def num_broken(self) -> int:
-        return self._trace.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self._trace.first_broken
 
     def __iter__(self) -> Iterator[ForeignRequest]:
         for request in self._trace:
@@ -48,7 +42,7 @@ class MooncakeReader:
             )
 
 
-def make_mooncake_line(request: ForeignRequest) -> dict[str, Any]:
+def make_mooncake_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
     """Return the trace line of a request with integer keys or token ids."""
     arrival_ms = request.arrival_ms
     line: dict[str, Any] = {
@@ -64,4 +58,4 @@ def make_mooncake_line(request: ForeignRequest) -> dict[str, Any]:
         line["session_id"] = request.session_id
     if request.tenant is not None:
         line["tenant"] = request.tenant
-    return line
+    return [line]

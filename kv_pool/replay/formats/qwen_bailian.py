@@ -11,15 +11,13 @@ block's tokens alone, so that a block is identified by its id and all ids before
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import ForeignRequest, check_blocks, check_lengths
-from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.trace import check_blocks, check_lengths
 
 BLOCK_SIZE = 16
-READ_LOSSES = ("types of requests",)
 
 
 class _Record(msgspec.Struct):
@@ -31,12 +29,8 @@ class _Record(msgspec.Struct):
     hash_ids: list[int] | None = None
 
 
-class QwenBailianReader:
-    """Reads a trace. A conversation is a session, named by its first request.
-
-    Args:
-        block_size: tokens per hash id; None for 16.
-        ms_per_unit: milliseconds per unit of `timestamp`.
+class QwenBailianReader(ForeignReader):
+    """Reads a trace. A conversation is a session, named by its first request. A hash id has 16 tokens.
 
     Raises:
         TraceError: while iterating, a line is broken.
@@ -44,33 +38,14 @@ class QwenBailianReader:
     Memory: a number for each distinct prefix in blocks, and one for each request.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        skip_broken: bool = False,
-        block_size: int | None = None,
-        ms_per_unit: float = 1000.0,
-    ) -> None:
-        self.block_size: int | None = block_size or BLOCK_SIZE
-        self.notes: list[str] = []
-        self._ms_per_unit = ms_per_unit
-        self._reader = LineReader(path, skip_broken=skip_broken)
+    losses = ("types of requests",)
+
+    def __iter__(self) -> Iterator[ForeignRequest]:
+        self.block_size = self._given_block_size or BLOCK_SIZE
         self._decode = msgspec.json.Decoder(_Record).decode
         self._prefixes: dict[tuple[int, int], int] = {}
         self._first_of: dict[int | str, int | str] = {}
-
-    @property
-    def num_broken(self) -> int:
-        return self._reader.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self._reader.first_broken
-
-    def __iter__(self) -> Iterator[ForeignRequest]:
-        self._prefixes.clear()
-        self._first_of.clear()
-        yield from self._reader.read(self._parse)
+        yield from self._read(self._parse)
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest:
         record = self._decode(text)

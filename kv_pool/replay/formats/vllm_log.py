@@ -14,22 +14,13 @@ with --enable-log-requests at level DEBUG, and generated ones with --enable-log-
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.replay.formats.foreign_request import ForeignRequest
-from kv_pool.replay.line_reader import LineReader
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 
-READ_LOSSES = (
-    "fractions of seconds, and the year, except in JSON lines",
-    "sessions: the log has none",
-    "generated tokens, without --enable-log-outputs at level DEBUG",
-    "the end of prompts that --max-log-len cut, and prompts given as embeddings",
-    "adapters, salts and multimodal inputs, which make equal tokens different blocks",
-)
 WRITE_LOSSES = (
     "fractions of milliseconds",
     "sessions and tenants",
@@ -65,7 +56,7 @@ class _Response(NamedTuple):
     is_delta: bool
 
 
-class VLLMLogReader:
+class VLLMLogReader(ForeignReader):
     """Reads a log. Lines that are not about requests are passed over.
 
     The file is read twice: the number of generated tokens is logged after the request. Memory: two numbers
@@ -75,28 +66,19 @@ class VLLMLogReader:
         TraceError: while iterating, a line about a request is broken.
     """
 
-    block_size: int | None = None
-
-    def __init__(self, path: Path, skip_broken: bool = False) -> None:
-        self.notes: list[str] = []
-        self._reader = LineReader(path, skip_broken=skip_broken)
-
-    @property
-    def num_broken(self) -> int:
-        return self._reader.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self._reader.first_broken
+    losses = (
+        "fractions of seconds, and the year, except in JSON lines",
+        "sessions: the log has none",
+        "generated tokens, without --enable-log-outputs at level DEBUG",
+        "the end of prompts that --max-log-len cut, and prompts given as embeddings",
+        "adapters, salts and multimodal inputs, which make equal tokens different blocks",
+    )
 
     def __iter__(self) -> Iterator[ForeignRequest]:
         # An id may occur again, as those of clients do: a response belongs to the request before it.
         line_of: dict[str, int] = {}
         num_outputs: dict[int, int] = {}
-        for subject in self._reader.read(_parse_subject):
-            if subject is None:
-                continue
-            name, line, response = subject
+        for name, line, response in self._read(_parse_subject):
             if response is None:
                 line_of[name] = line
             elif name in line_of:
@@ -104,9 +86,7 @@ class VLLMLogReader:
                 num_outputs[at] = response.num_tokens + (num_outputs.get(at, 0) if response.is_delta else 0)
         last_ms = 0.0
         years_ms = 0.0
-        for request in self._reader.read(_parse_request):
-            if request is None:
-                continue
+        for request in self._read(_parse_request):
             if request.arrival_ms + years_ms < last_ms - 180 * 86_400_000:  # the log passes a new year
                 years_ms += 366 * 86_400_000
             request.arrival_ms += years_ms

@@ -84,13 +84,9 @@ def plan_capacity(
             "tiers itself; leave the default"
         )
     replace(settings, num_blocks=1, block_bytes=0).check()
-    return _Planner(settings, model, goal or PlanGoal(), compute, on_progress or _ignore).plan(
-        host_bytes, disk_bytes, block_sizes
-    )
-
-
-def _ignore(doing: str, share: float) -> None:
-    pass
+    return _Planner(
+        settings, model, goal or PlanGoal(), compute, on_progress or (lambda doing, share: None)
+    ).plan(host_bytes, disk_bytes, block_sizes)
 
 
 class _Planner:

@@ -3,12 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from kv_pool.replay.curves.lru_curve import LruCurve
-from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import ReuseRecorder
+from kv_pool.replay.curves.sampling import read_prompts
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace
-
-_REQUESTS_BETWEEN_PROGRESS = 100
 
 
 class PlanCurve:
@@ -48,27 +45,15 @@ class PlanCurve:
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         has_output = settings.clock == "trace"
-        recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
-        self.requests = self.tokens_in = num_generated = 0
-        first_ms, last_ms = float("inf"), 0.0
-        for prompt in read_prompt_keys(settings, trace, block_size):
-            if on_progress is not None and self.requests % _REQUESTS_BETWEEN_PROGRESS == 0:
-                limit = settings.limit
-                on_progress(max(trace.position, self.requests / limit if limit else 0.0))
-            self.requests += 1
-            self.tokens_in += prompt.input_length
-            first_ms, last_ms = min(first_ms, prompt.arrival_ms), max(last_ms, prompt.arrival_ms)
-            if has_output:
-                num_tokens = prompt.num_tokens + prompt.output_length
-                num_generated += num_tokens // block_size - prompt.num_cacheable
-                prompt.num_cacheable = num_tokens // block_size
-                prompt.num_blocks = -(-num_tokens // block_size)
-            recorder.add(prompt)
-        reuse = recorder.finish()
+        read = read_prompts(
+            settings, trace, block_size, None, on_progress or (lambda share: None), has_output=has_output
+        )
+        reuse = read.reuse
+        self.requests, self.tokens_in = len(reuse), read.tokens_in
         self.block_size = block_size
-        self.span_ms = max(0.0, last_ms - first_ms) / (settings.rates.speedup if has_output else 1.0)
+        self.span_ms = read.span_ms / (settings.rates.speedup if has_output else 1.0)
         self.largest_request = reuse.largest_request
-        self.num_distinct = reuse.num_distinct + num_generated
+        self.num_distinct = reuse.num_distinct + read.num_generated
         self._num_cacheable = sum(reuse.num_cacheable)
         self._lru = LruCurve(reuse)
         self.full_capacity = self._lru.find_least_full_capacity()

@@ -1,8 +1,6 @@
 """Draws a plan: the predicted curve, the recommendation, the demand, and the replays."""
 
-from pathlib import Path
-
-from kv_pool.replay.figure import format_capacity_axes, make_printable, open_pyplot, save_figure
+from kv_pool.replay.figure import format_capacity_axes, name_trace, open_pyplot, save_figure
 from kv_pool.replay.plan.plan_report import CapacityPlan
 
 _GIB = 2**30
@@ -43,19 +41,17 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
         markersize=8,
         label="replayed, with its tiers",
     )
-    format_capacity_axes(axes)
+    title = f"{plan.requests:,} requests, clock {plan.clock}, blocks of {plan.block_size} tokens"
+    format_capacity_axes(
+        axes,
+        "memory of the pool and its tiers in GiB",
+        "prefix-cache hit rate, of prompt tokens",
+        f"{name_trace(plan.provenance)}\n{title}",
+    )
     if plan.demand is not None and plan.demand.p99_blocks:
         left, right = axes.get_xlim()
         demand = plan.demand.p99_blocks * per_block
         axes.axvspan(min(left, demand), demand, color="0.9", zorder=0, label="demand of running requests")
         axes.set_xlim(min(left, demand), right)
-    axes.set_xlabel("memory of the pool and its tiers in GiB")
-    axes.set_ylabel("prefix-cache hit rate, of prompt tokens")
-    trace = make_printable(Path(plan.provenance.trace).name)
-    axes.set_title(
-        f"{trace}\n{plan.requests:,} requests, clock {plan.clock}, blocks of {plan.block_size} tokens",
-        fontsize=10,
-        parse_math=False,
-    )
     axes.legend(loc="best", fontsize="small")
     save_figure(figure, path)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from kv_pool.replay.capacity import ModelKV
-from kv_pool.replay.model_config import is_config_path, read_model_config
+from kv_pool.replay.capacity import ModelKV, is_config_path, read_model_config
 from kv_pool.replay.request_outcomes import RequestOutcome
 
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from kv_pool.replay.option import Option, describe_options
 from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.growing_prompt import FreshIds
 from kv_pool.replay.workloads.random_stream import RandomStream
 from kv_pool.replay.workloads.workload import (
     GeneratedRequest,
@@ -105,17 +104,8 @@ def generate_agent(settings: AgentSettings) -> Iterator[GeneratedRequest]:
     """Yield the requests of an agent workload, in the order of arrival. Raises InvalidArgumentError."""
     settings.check()
     stream = RandomStream(settings.seed)
-    return generate_requests(settings, _AgentWorkload(settings, stream), stream)
-
-
-class _AgentWorkload:
-    def __init__(self, settings: AgentSettings, stream: RandomStream) -> None:
-        self.settings = settings
-        self.stream = stream
-        self.system = SystemPrompts(settings, stream, FreshIds())
-
-    def start_session(self) -> "AgentSession":
-        return AgentSession(self.settings, self.stream, self.system)
+    system = SystemPrompts(settings, stream)
+    return generate_requests(settings, lambda: AgentSession(settings, stream, system), stream)
 
 
 class AgentSession:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from kv_pool.replay.option import Option, describe_options
 from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
 from kv_pool.replay.workloads.random_stream import RandomStream
 from kv_pool.replay.workloads.workload import (
     GeneratedRequest,
+    GrowingPrompt,
     SystemPrompts,
     WorkloadSettings,
     distribute,
@@ -81,27 +81,22 @@ def generate_chat(settings: ChatSettings) -> Iterator[GeneratedRequest]:
     """Yield the requests of a chat workload, in the order of arrival. Raises InvalidArgumentError."""
     settings.check()
     stream = RandomStream(settings.seed)
-    return generate_requests(settings, _ChatWorkload(settings, stream), stream)
-
-
-class _ChatWorkload:
-    def __init__(self, settings: ChatSettings, stream: RandomStream) -> None:
-        self.settings = settings
-        self.stream = stream
-        self._system = SystemPrompts(settings, stream, FreshIds())
-
-    def start_session(self) -> "Conversation":
-        prompt = self._system.begin(self._system.choose())
-        num_tokens = self.settings.first_tokens.sample_count(self.stream)
-        prompt.append_own_within(num_tokens, self.settings.max_tokens)
-        return Conversation(self.settings, self.stream, prompt)
+    system = SystemPrompts(settings, stream)
+    return generate_requests(
+        settings, lambda: Conversation(settings, stream, system.begin(system.choose())), stream
+    )
 
 
 class Conversation:
-    """A conversation: its next prompt is the last one, the answer to it, and a new message."""
+    """A conversation: its next prompt is the last one, the answer to it, and a new message.
+
+    Args:
+        prompt: what comes before the first message.
+    """
 
     def __init__(self, settings: ChatSettings, stream: RandomStream, prompt: GrowingPrompt) -> None:
         self.prompt = prompt
+        prompt.append_own_within(settings.first_tokens.sample_count(stream), settings.max_tokens)
         self.num_output = settings.output_tokens.sample_count(stream)
         self._num_turns_left = settings.turns.sample_count(stream) - 1
         self._settings = settings

@@ -12,8 +12,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.option import Option, describe_options
 from kv_pool.replay.workloads.chat import ChatSettings, Conversation
 from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.growing_prompt import FreshIds
-from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.workloads.random_stream import RandomStream, ZipfSampler
 from kv_pool.replay.workloads.workload import (
     MAX_TOKENS,
     GeneratedRequest,
@@ -21,7 +20,6 @@ from kv_pool.replay.workloads.workload import (
     distribute,
     generate_requests,
 )
-from kv_pool.replay.workloads.zipf import ZipfSampler
 
 _pack = Struct(">QQ").pack
 # Ids of documents are in 2**61..2**62-1, so that three such traces can be merged without renumbering.
@@ -90,14 +88,14 @@ def generate_rag(settings: RAGSettings) -> Iterator[GeneratedRequest]:
     """Yield the requests of a RAG workload, in the order of arrival. Raises InvalidArgumentError."""
     settings.check()
     stream = RandomStream(settings.seed)
-    return generate_requests(settings, _RAGWorkload(settings, stream), stream)
+    return generate_requests(settings, _RAGWorkload(settings, stream).start_session, stream)
 
 
 class _RAGWorkload:
     def __init__(self, settings: RAGSettings, stream: RandomStream) -> None:
         self.settings = settings
         self.stream = stream
-        self._system = SystemPrompts(settings, stream, FreshIds())
+        self._system = SystemPrompts(settings, stream)
         self._zipf = ZipfSampler(settings.documents, settings.document_skew)
         self._num_tokens = array("q")
         for _ in range(settings.documents):
@@ -117,8 +115,6 @@ class _RAGWorkload:
                 break
             place = _hash_place(place, document)
             prompt.append_shared(num_tokens, _SHARED + place % _NUM_FIRST_IDS)
-        num_tokens = settings.first_tokens.sample_count(self.stream)
-        prompt.append_own_within(num_tokens, settings.max_tokens)
         return Conversation(settings, self.stream, prompt)
 
     def _retrieve(self, num_wanted: int) -> list[int]:

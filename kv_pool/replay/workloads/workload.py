@@ -1,19 +1,17 @@
 """`generate_requests`: sessions that arrive at random, each a sequence of requests."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.option import Option, describe_options, list_options
+from kv_pool.replay.option import Option, check_options, describe_options
 from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
 from kv_pool.replay.workloads.portable_math import portable_exp, portable_gamma, portable_log
-from kv_pool.replay.workloads.random_stream import RandomStream
-from kv_pool.replay.workloads.zipf import ZipfSampler
+from kv_pool.replay.workloads.random_stream import RandomStream, ZipfSampler
 
 SIZE_PANEL = "Size"
 MAX_TOKENS = 16_000_000
@@ -77,10 +75,7 @@ class WorkloadSettings:
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a value is out of range."""
-        for name, _, option in list_options(type(self)):
-            value = getattr(self, name)
-            if option.min is not None and not value >= option.min:
-                raise InvalidArgumentError(f"{name} is {value}; it must be {option.min:g} or more")
+        check_options(self)
         if not 0 < self.sessions_per_s <= 1e6:
             raise InvalidArgumentError(
                 f"sessions_per_s is {self.sessions_per_s}; it must be above 0 and at most a million"
@@ -91,6 +86,58 @@ class WorkloadSettings:
             raise InvalidArgumentError(
                 f"max_tokens is {self.max_tokens:,}; it must be at most {MAX_TOKENS:,}"
             )
+
+
+class FreshIds:
+    """Block ids that no other block has: 0, 1, 2 and so on."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, num_ids: int) -> range:
+        """Return the next `num_ids` ids."""
+        first, self._next = self._next, self._next + num_ids
+        return range(first, self._next)
+
+
+class GrowingPrompt:
+    """A prompt of text that other prompts share, followed by text of its own.
+
+        shared       |  own text                        |
+        0    1    2  |   17    18    19   ...           |  one id for each full block
+                   ^ a block that ends in own text has an id of its own
+
+    Attributes:
+        ids: the ids of its full blocks, head first.
+        num_tokens: its length.
+    """
+
+    __slots__ = ("_block_size", "_fresh", "ids", "num_tokens")
+
+    def __init__(self, fresh: FreshIds, block_size: int) -> None:
+        self._fresh = fresh
+        self._block_size = block_size
+        self.ids: list[int] = []
+        self.num_tokens = 0
+
+    def append_shared(self, num_tokens: int, first_id: int) -> None:
+        """Append text that is equal in all prompts with the same text before it.
+
+        Args:
+            first_id: id of the first block that ends in this text; the next ones follow it.
+        """
+        self.num_tokens += num_tokens
+        num_new = self.num_tokens // self._block_size - len(self.ids)
+        self.ids.extend(range(first_id, first_id + num_new))
+
+    def append_own(self, num_tokens: int) -> None:
+        """Append text that no other prompt has."""
+        self.num_tokens += num_tokens
+        self.ids.extend(self._fresh.take(self.num_tokens // self._block_size - len(self.ids)))
+
+    def append_own_within(self, num_tokens: int, max_tokens: int) -> None:
+        """Append as `append_own`, less if the prompt would exceed `max_tokens`, but at least one token."""
+        self.append_own(max(1, min(num_tokens, max_tokens - self.num_tokens)))
 
 
 class Session(Protocol):
@@ -109,21 +156,13 @@ class Session(Protocol):
         ...
 
 
-class Workload(Protocol):
-    """Starts the sessions of a workload."""
-
-    def start_session(self) -> Session:
-        """Return a new session, with its first request prepared."""
-        ...
-
-
 class SystemPrompts:
     """The system prompts of a workload: their lengths, ids and popularity."""
 
-    def __init__(self, settings: WorkloadSettings, stream: RandomStream, fresh: FreshIds) -> None:
+    def __init__(self, settings: WorkloadSettings, stream: RandomStream) -> None:
         self._settings = settings
         self._stream = stream
-        self._fresh = fresh
+        self._fresh = fresh = FreshIds()
         self._zipf = ZipfSampler(settings.system_prompts, settings.system_skew)
         self._lengths: list[int] = []
         self._first_ids: list[int] = []
@@ -144,9 +183,12 @@ class SystemPrompts:
 
 
 def generate_requests(
-    settings: WorkloadSettings, workload: Workload, stream: RandomStream
+    settings: WorkloadSettings, start_session: Callable[[], Session], stream: RandomStream
 ) -> Iterator[GeneratedRequest]:
     """Yield the first `settings.num_requests` requests, in the order of arrival.
+
+    Args:
+        start_session: returns a new session, with its first request prepared.
 
     Memory: the sessions that are not over, and 8 bytes per document or system prompt.
     """
@@ -163,7 +205,7 @@ def generate_requests(
     while num_requests < settings.num_requests:
         now_s, _, session_id, session = heapq.heappop(arrivals)
         if session is None:
-            session = workload.start_session()
+            session = start_session()
             session_id = num_sessions
             num_sessions += 1
             num_pushed += 1

@@ -17,8 +17,7 @@ from kv_pool.core.policy_names import list_policies
 from kv_pool.errors import WorkerLostError
 from kv_pool.replay.compare.compare import compare_policies
 from kv_pool.replay.compare.comparison import read_comparison
-from kv_pool.replay.compare.policy_run import Failure, Origin, run_policy
-from kv_pool.replay.compare.policy_source import PolicySource, read_source
+from kv_pool.replay.compare.policy_run import Failure, Origin, PolicySource, attempt, read_source, run_policy
 from kv_pool.replay.compare.references import measure_references
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
@@ -212,7 +211,7 @@ def test_module_of_a_policy_must_be_the_same(traces, tmp_path, monkeypatch):
     assert source.load().name == name
     other = PolicySource(name, sha256="0" * 64)
     settings = make_settings(traces, []).traces[0].settings
-    failure = run_policy(replace(settings, num_blocks=20), other, Origin(""))
+    failure = attempt(run_policy, replace(settings, num_blocks=20), other, Origin(""))
     assert isinstance(failure, Failure)
     assert "has another text in this process" in failure.message
     del sys.modules["policy_of_a_module"]
@@ -235,7 +234,7 @@ def test_policy_that_is_not_found_stops_before_all_runs(traces, mine, policy, me
 
 def test_changed_trace_is_reported_by_the_worker(traces):
     settings = make_settings(traces, []).traces[0].settings
-    failure = run_policy(replace(settings, num_blocks=20), PolicySource("lru"), Origin("0" * 64))
+    failure = attempt(run_policy, replace(settings, num_blocks=20), PolicySource("lru"), Origin("0" * 64))
     assert failure.error == "TraceError"
     assert "the worker has another file of this name" in failure.describe()
 
@@ -244,8 +243,8 @@ def test_worker_with_another_version_is_reported(traces):
     compared = make_settings(traces, []).traces[0]
     origin = Origin(compared.settings.open_trace().digest(), "99.0")
     for failure in (
-        run_policy(replace(compared.settings, num_blocks=20), PolicySource("lru"), origin),
-        measure_references(compared, origin),
+        attempt(run_policy, replace(compared.settings, num_blocks=20), PolicySource("lru"), origin),
+        attempt(measure_references, compared, origin),
     ):
         assert failure.error == "InvalidArgumentError"
         assert "the comparison was started with 99.0; install the same version" in failure.message
@@ -332,7 +331,7 @@ def test_other_json_is_no_comparison(tmp_path, text):
     path.write_text(text)
     with pytest.raises(TraceError, match="not the JSON of a comparison"):
         read_comparison(str(path))
-    with pytest.raises(TraceError, match="cannot read the comparison"):
+    with pytest.raises(TraceError, match="cannot read a comparison"):
         read_comparison(str(tmp_path))
 
 

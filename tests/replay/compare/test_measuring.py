@@ -18,14 +18,19 @@ from kv_pool.replay.compare.comparison import (
     ComparisonRow,
     PolicyRecord,
     TraceComparison,
+    list_changed_inputs,
+    list_differences,
     write_csv,
 )
-from kv_pool.replay.compare.differences import list_changed_inputs, list_differences
-from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
-from kv_pool.replay.compare.packed_counts import pack, unpack
-from kv_pool.replay.compare.policy_run import Failure, PolicyRun
+from kv_pool.replay.compare.measuring import (
+    Resampler,
+    compare_trace,
+    find_contradictions,
+    find_interval,
+    sum_by_unit,
+)
+from kv_pool.replay.compare.policy_run import Failure, PolicyRun, pack, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
-from kv_pool.replay.compare.resampling import Resampler, find_interval, sum_by_unit
 from kv_pool.replay.report import InfiniteCache, Provenance
 
 SIZE = 10  # tokens per block
@@ -34,16 +39,11 @@ SIZE = 10  # tokens per block
 def make_run(hits, sizes):
     num_hits = sum(hits)
     return PolicyRun(
-        requests=len(sizes),
-        refused_requests=0,
-        blocks_looked_up=sum(sizes),
         blocks_hit=num_hits,
-        tokens_in=sum(sizes) * SIZE,
         tokens_hit=num_hits * SIZE,
         evictions=7,
         admitted=sum(sizes) - num_hits,
         seconds=1.5,
-        compiled=False,
         hits=pack([(count, count * SIZE) for count in hits]),
     )
 
@@ -218,7 +218,7 @@ def test_csv_has_the_rows_of_the_comparison(comparison, tmp_path):
         for name in expected.__struct_fields__:
             value = getattr(expected, name)
             assert row[name] == ("" if value is None else str(value))
-    with pytest.raises(TraceError, match="cannot write the comparison"):
+    with pytest.raises(TraceError, match="cannot write the table"):
         write_csv(comparison, str(tmp_path))
 
 

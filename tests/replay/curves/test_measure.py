@@ -13,7 +13,7 @@ from replay.test_schemas import validator
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.curves import curve_report
 from kv_pool.replay.curves.curve_plot import draw_curves
-from kv_pool.replay.curves.curve_report import CurveCounts, CurvePoint, find_knee, write_csv
+from kv_pool.replay.curves.curve_report import locate_knee, write_csv
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
@@ -118,8 +118,8 @@ def test_report_matches_its_schema(settings, tmp_path):
 def test_schema_describes_every_field():
     structs = {
         "curve_report": curve_report.CurveReport,
-        "curve_point": CurvePoint,
-        "curve_counts": CurveCounts,
+        "curve_point": curve_report.CurvePoint,
+        "curve_counts": curve_report.CurveCounts,
         "curve_sample": curve_report.CurveSample,
         "infinite_cache": InfiniteCache,
         "provenance": Provenance,
@@ -139,7 +139,7 @@ def test_csv_has_a_row_per_capacity(settings, tmp_path):
     assert [int(row["num_blocks"]) for row in rows] == [9, 20]
     assert int(rows[1]["lru_tokens_hit"]) == report.points[1].lru.tokens_hit
     assert float(rows[1]["optimum_block_hit_rate"]) == report.points[1].optimum.block_hit_rate
-    with pytest.raises(TraceError, match="cannot write the curve: Is a directory"):
+    with pytest.raises(TraceError, match="cannot write the table: Is a directory"):
         write_csv(report, str(tmp_path))
 
 
@@ -152,15 +152,10 @@ def test_picture_is_drawn(settings, tmp_path, suffix):
         draw_curves(measure_curves(settings, [20]), str(tmp_path / "curve.xyz"))
 
 
-def make_points(rates):
-    zero = CurveCounts(0, 0, 0.0, 0.0)
-    return [CurvePoint(size, 0, CurveCounts(0, 0, 0.0, rate), zero) for size, rate in rates.items()]
-
-
 def test_knee_is_farthest_above_the_straight_line():
-    assert find_knee(make_points({10: 0.0, 100: 0.5, 1000: 0.55, 10_000: 0.6})) == 100
-    assert find_knee(make_points({10: 0.0, 100: 0.1, 1000: 0.2, 10_000: 0.6})) is None
-    assert find_knee(make_points({10: 0.0, 100: 0.5})) is None
+    assert locate_knee([10, 100, 1000, 10_000], [0.0, 0.5, 0.55, 0.6]) == 100
+    assert locate_knee([10, 100, 1000, 10_000], [0.0, 0.1, 0.2, 0.6]) is None
+    assert locate_knee([10, 100], [0.0, 0.5]) is None
 
 
 def test_trace_without_full_blocks_has_a_flat_curve(tmp_path):

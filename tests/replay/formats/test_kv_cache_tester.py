@@ -32,8 +32,8 @@ def write(folder, number, requests, **more):
     return path
 
 
-def read(path, *options):
-    return list(KVCacheTesterReader(path, *options))
+def read(path, **options):
+    return list(KVCacheTesterReader(path, **options))
 
 
 def test_session_is_read(tmp_path):
@@ -63,7 +63,7 @@ def test_ids_are_local_unless_their_scope_is_global(tmp_path):
 def test_sessions_start_one_after_the_other(tmp_path):
     for number in range(3):
         write(tmp_path, number, [request(0.0, [1]), request(15.0, [1])])
-    found = [(one.session_id[-1], one.arrival_ms) for one in read(tmp_path, False, 10.0)]
+    found = [(one.session_id[-1], one.arrival_ms) for one in read(tmp_path, session_gap_s=10.0)]
     assert found == [
         ("0", 0.0),
         ("1", 10_000.0),
@@ -149,7 +149,7 @@ def test_broken_file_is_named_or_skipped(tmp_path, kind):
 
 def test_negative_gap_is_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="the session gap is -1"):
-        KVCacheTesterReader(tmp_path, False, -1)
+        KVCacheTesterReader(tmp_path, session_gap_s=-1)
 
 
 def test_absent_fields_may_be_null(tmp_path):
@@ -175,7 +175,7 @@ def test_a_file_may_have_a_session_on_each_line(tmp_path, suffix):
     text = "\n".join(map(json.dumps, sessions)).encode()
     path = tmp_path / f"traces{suffix}"
     path.write_bytes(lzma.compress(text) if suffix.endswith("xz") else text)
-    found = read(path, False, 5.0)
+    found = read(path, session_gap_s=5.0)
     assert [(one.session_id.split(".")[0], one.arrival_ms, one.line) for one in found] == [
         ("a", 0.0, 1),
         ("b", 5000.0, 2),
@@ -185,7 +185,7 @@ def test_a_file_may_have_a_session_on_each_line(tmp_path, suffix):
     ]
     assert found[0].blocks[0] == found[2].blocks[0] != found[1].blocks[0]
     if suffix == ".jsonl":
-        assert read(tmp_path, False, 5.0) == found
+        assert read(tmp_path, session_gap_s=5.0) == found
 
 
 def test_broken_sessions_of_a_file_are_named_or_skipped(tmp_path):
@@ -202,4 +202,4 @@ def test_broken_sessions_of_a_file_are_named_or_skipped(tmp_path):
 
 def test_times_may_be_in_another_unit(tmp_path):
     path = write(tmp_path, 0, [request(0.0, [1]), request(1500.0, [1])])
-    assert [one.arrival_ms for one in read(path, False, 0.0, 1.0)] == [0.0, 1500.0]
+    assert [one.arrival_ms for one in read(path, ms_per_unit=1.0)] == [0.0, 1500.0]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kv_pool.replay.workloads.growing_prompt import FreshIds, GrowingPrompt
+from kv_pool.replay.workloads.workload import FreshIds, GrowingPrompt
 
 
 @pytest.mark.parametrize("seed", range(10))
