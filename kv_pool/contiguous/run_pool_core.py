@@ -120,12 +120,9 @@ class RunPoolCore(BlockPoolCore):
             Any exception of a reuse watcher; all blocks are back in the queue.
         Cost: a bounded search and O(num_blocks).
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
+        num_blocks = as_count("num_blocks", num_blocks)
         if self.is_changing:
             refuse_interrupted()
-        if num_blocks < 0:
-            raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
         num_free = self.free_block_queue.num_free_blocks
         if num_blocks > num_free:
             raise OutOfBlocksError(

@@ -127,7 +127,11 @@ class RequestOptionsHandler:
         try:
             options = read_options(value)
             directives = options.list_directives(request.num_tokens)
-            self._check_session(request, options)
+            session = options.session
+            if session is not None and not (session.id or getattr(request, "session_id", None)):
+                raise InvalidArgumentError(
+                    "session has no id, and the request has no session_id; give one of them"
+                )
             if not self._manager.block_pool.enable_caching:
                 raise InvalidArgumentError("the engine's prefix cache is off; nothing can be retained")
             self._apply(request, options, directives, report)
@@ -236,13 +240,6 @@ class RequestOptionsHandler:
             retention = BlockRetention(manager.block_pool, self._clock, self._max_pinned_blocks)
             manager.attach_retention(retention)
         return retention
-
-    def _check_session(self, request: SchedulableRequest, options: RequestOptions) -> None:
-        session = options.session
-        if session is not None and not (session.id or getattr(request, "session_id", None)):
-            raise InvalidArgumentError(
-                "session has no id, and the request has no session_id; give one of them"
-            )
 
     def _check_pins(self, retention: BlockRetention, directives: list[RetentionDirective]) -> None:
         """Refuse a pin of more blocks than may be pinned at all, before its blocks are listed."""
