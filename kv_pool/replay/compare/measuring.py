@@ -22,8 +22,8 @@ _CONFIDENCE = 0.95
 _SAMPLES_AT_ONCE = 32
 
 
-class Resampler:
-    """Draws samples of as many units as a trace has, with replacement, and sums their counts.
+def resample(counts: NDArray[np.int64], num_samples: int, seed: int) -> _Sums:
+    """Return the sums of samples of as many units as a trace has, drawn with replacement (the bootstrap).
 
     All counts of a comparison are summed over the same samples, so that differences between policies are
     paired: what both have in common does not widen their intervals. Replays are not repeated. An interval
@@ -31,30 +31,21 @@ class Resampler:
     in the cache (Efron and Tibshirani, "An introduction to the bootstrap", 1993: the percentile interval).
 
     Args:
-        num_units: number of sessions or roots.
-        num_samples: number of samples.
+        counts: one row per unit, which is a session or a root. The result has one row per sample.
         seed: seed of the samples.
     """
-
-    def __init__(self, num_units: int, num_samples: int, seed: int) -> None:
-        self._num_units = num_units
-        self._num_samples = num_samples
-        self._seed = seed
-
-    def sum_up(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the sums of each sample. `counts` has one row per unit, the result one row per sample."""
-        random = np.random.default_rng(self._seed)
-        num_units = self._num_units
-        sums = np.empty((self._num_samples, counts.shape[1]))
-        numbers = counts.astype(np.float64)
-        for first in range(0, self._num_samples, _SAMPLES_AT_ONCE):
-            end = min(first + _SAMPLES_AT_ONCE, self._num_samples)
-            times = [
-                np.bincount(random.integers(num_units, size=num_units), minlength=num_units)
-                for _ in range(first, end)
-            ]
-            sums[first:end] = np.array(times, dtype=np.float64) @ numbers
-        return sums
+    random = np.random.default_rng(seed)
+    num_units = len(counts)
+    sums = np.empty((num_samples, counts.shape[1]))
+    numbers = counts.astype(np.float64)
+    for first in range(0, num_samples, _SAMPLES_AT_ONCE):
+        end = min(first + _SAMPLES_AT_ONCE, num_samples)
+        times = [
+            np.bincount(random.integers(num_units, size=num_units), minlength=num_units)
+            for _ in range(first, end)
+        ]
+        sums[first:end] = np.array(times, dtype=np.float64) @ numbers
+    return sums
 
 
 def find_interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
@@ -96,7 +87,7 @@ class _Samples:
             counts.append(unpack(point.hits, num_requests))
         self._places = places
         by_unit = sum_by_unit(np.hstack(counts), unit_of, num_units)
-        self._sums = Resampler(num_units, num_samples if num_units > 1 else 0, seed).sum_up(by_unit)
+        self._sums = resample(by_unit, num_samples if num_units > 1 else 0, seed)
 
     def find_above_lru(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
         """Return the interval of the token hit rate minus that of LRU."""

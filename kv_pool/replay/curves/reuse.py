@@ -13,7 +13,6 @@ Tarjan, 1983), whatever the number of blocks.
 """
 
 from array import array
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -178,14 +177,6 @@ class ReuseRecorder:
         if _count_distinct(self._new_keys, self._key_bytes) != reuse.num_distinct:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return reuse
-
-
-def record_reuse(prompts: Iterable[PromptKeys], block_size: int, key_bytes: int) -> Reuse:
-    """Return the pieces of all prompts, as `ReuseRecorder` does. Raises TraceError."""
-    recorder = ReuseRecorder(block_size, key_bytes)
-    for prompt in prompts:
-        recorder.add(prompt)
-    return recorder.finish()
 
 
 def _describe_misplaced(line: int, position: int) -> TraceError:

@@ -23,10 +23,10 @@ from kv_pool.replay.compare.comparison import (
     write_csv,
 )
 from kv_pool.replay.compare.measuring import (
-    Resampler,
     compare_trace,
     find_contradictions,
     find_interval,
+    resample,
     sum_by_unit,
 )
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, pack, unpack
@@ -191,11 +191,11 @@ def test_damaged_counts_are_an_error():
 def test_sums_and_intervals():
     counts = np.array([[1, 10], [2, 20], [3, 30]])
     assert sum_by_unit(counts, np.array([1, 0, 1]), 2).tolist() == [[2, 20], [4, 40]]
-    sums = Resampler(3, 40, 0).sum_up(counts)
+    sums = resample(counts, 40, 0)
     assert sums.shape == (40, 2)
     assert (sums[:, 1] == 10 * sums[:, 0]).all()
-    assert (sums == Resampler(3, 40, 0).sum_up(counts)).all()
-    assert (sums != Resampler(3, 40, 1).sum_up(counts)).any()
+    assert (sums == resample(counts, 40, 0)).all()
+    assert (sums != resample(counts, 40, 1)).any()
     assert find_interval(np.arange(1001.0)) == pytest.approx((25, 975))
     assert find_interval(np.array([])) is find_interval(np.array([1, np.nan])) is None
 

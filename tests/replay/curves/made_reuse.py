@@ -5,7 +5,7 @@ import random
 from replay.made_trace import record
 
 from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import record_reuse
+from kv_pool.replay.curves.reuse import ReuseRecorder
 from kv_pool.replay.settings import find_block_size
 
 ID_BYTES = 8
@@ -17,6 +17,14 @@ def read_prompts(settings):
     block_size = find_block_size(settings.block_size, trace)
     prompts = list(read_prompt_keys(settings, trace, block_size))
     return prompts, block_size, find_key_bytes(trace, block_size)
+
+
+def record_reuse(prompts, block_size, key_bytes):
+    """Return the pieces of these prompts."""
+    recorder = ReuseRecorder(block_size, key_bytes)
+    for prompt in prompts:
+        recorder.add(prompt)
+    return recorder.finish()
 
 
 def read_reuse(settings):

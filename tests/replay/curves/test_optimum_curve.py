@@ -6,14 +6,13 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from replay.curves.made_reuse import make_repeating_records, read_prompts, read_reuse
+from replay.curves.made_reuse import make_repeating_records, read_prompts, read_reuse, record_reuse
 from replay.curves.slow_optimum import replay_optimum
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
-from kv_pool.replay.curves.reuse import record_reuse
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
