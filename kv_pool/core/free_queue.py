@@ -117,18 +117,16 @@ class FreeKVCacheBlockQueue:
             return taken
         front = self.fake_free_list_head  # or the last band marker passed; the taken blocks follow it
         block = front.next_free_block
-        for _ in range(n):  # in a broken queue, it may take the tail, and end after it
-            while block is not None and block.ref_cnt == BAND_END:
+        while block is not None and len(taken) < n:  # may reach the tail, and end after it
+            after = block.next_free_block
+            if block.ref_cnt == BAND_END:
                 front.next_free_block = block
                 block.prev_free_block = front
                 front = block
-                block = block.next_free_block
-            if block is None:
-                break
-            after = block.next_free_block
-            block.prev_free_block = None
-            block.next_free_block = None
-            taken.append(block)
+            else:
+                block.prev_free_block = None
+                block.next_free_block = None
+                taken.append(block)
             block = after
         if block is None:  # in a sound queue, at least the tail is left
             raise CorruptedPoolError(
