@@ -242,7 +242,7 @@ class PrefixLookup:
                 elif num_found < num_current:
                     has_dropped = [False] * len(parts)
                 num_current = num_found
-                for group_id, listed in zip(part.group_ids, blocks, strict=True):
+                for group_id, listed in zip(part.group_ids, blocks):  # noqa: B905 (compiles to a loop)
                     found[group_id] = listed
                 if part.is_full:
                     num_full[index] = num_found
