@@ -70,8 +70,7 @@ class PolicyHost(BandPolicy):
         self._last_choice: int = 0
         self.policy: CachePolicy = LRU()
         self._start_policy()
-        if self.failure is not None:
-            raise self.failure
+        self._check_started()
         order.open()
         for _, blocks in order.list_bands():
             for block in blocks:
@@ -507,6 +506,11 @@ class PolicyHost(BandPolicy):
             policy.start()
         except Exception as error:
             self._fail("start()", error)
+
+    def _check_started(self) -> None:
+        """Raise the error of a policy that failed to start."""
+        if self.failure is not None:
+            raise self.failure
 
     def _choose(self) -> CachedRun | None:
         """Return the run that the policy evicts from; None if the policy fails. A free run exists."""

@@ -254,8 +254,9 @@ def keep_copied(original):
     return take
 
 
-def note_nothing(original):
-    return lambda pins, block, claims: None
+def note_no_pins(original):
+    """Blocks get their claims, but pins among them are not noted."""
+    return lambda placed, blocks, record: placed.records.put(blocks, record)
 
 
 def free_unwatched(original):
@@ -346,8 +347,8 @@ OMISSIONS = [
         "a retention's pin is not noted",
         "manager",
         "kv_pool.manager.retention.placed_claims",
-        "PinLedger.note",
-        note_nothing,
+        "PlacedClaims._put",
+        note_no_pins,
     ),
     Omission(
         "a copy on write frees its source early",

@@ -184,12 +184,12 @@ def is_pinned(manager, request, group_id, position, block):
         return False
     first = position * manager.groups[group_id].block_size
     tokens = range(first, first + manager.groups[group_id].block_size)
-    directed = retention._directives.by_request.get(request.request_id)
+    directed = retention._directives
     directives = [
         claim
-        for start, end, claim in ([] if directed is None else directed.ranges)
+        for start, end, claim in directed.by_request.get(request.request_id, [])
         if any(start <= token and (end is None or token < end) for token in tokens)
-        and (claim.strength != PINNED or (group_id, position) in directed.promised)
+        and (claim.strength != PINNED or directed.pins(request.request_id, group_id, position))
     ]
     claims = retention._records.get_claims(block)
     return any(claim.strength == PINNED for claim in [*claims, *directives])
