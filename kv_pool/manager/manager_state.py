@@ -68,6 +68,7 @@ class ManagerState:
             for group_id, spec in enumerate(specs)
         ]
         self._forgets: bool = any(group.forgets for group in self._groups)
+        # Entered last, when a request starts, and removed first, when it ends: a repair keeps what is here.
         self._tables: dict[RequestId, list[BlockTable]] = {}
         self.detached_requests: dict[RequestId, str] = {}
         self.detached_tables: dict[RequestId, list[BlockTable]] = {}
