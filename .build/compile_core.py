@@ -92,35 +92,68 @@ MANAGER = (
 )
 
 
-# With -Og, -O1 and -O3 gcc 12 takes 0.6, 1 and 1.6 times as long. Against -O1, -O3 saves a tenth of the time
-# of hits, of taking blocks and of decode steps, and nothing elsewhere; with -Og they take twice the time.
+# With -Og, -O1 and -O3 gcc 12 takes 0.5, 1 and 1.6 times as long. Against -O1, -O3 saves a tenth of the time
+# of hits, of taking blocks and of decode steps; -Og costs up to a tenth of the time that a module takes.
 OPTIMIZATION = "1"
-HOT_OPTIMIZATION = "-O3"
 # Modules of which each step of a scheduler runs many lines.
-HOT = {
-    "kv_pool.core.block_keys",
-    "kv_pool.core.caching",
-    "kv_pool.core.evicting",
-    "kv_pool.core.free_queue",
-    "kv_pool.core.freeing",
-    "kv_pool.core.hash_map",
-    "kv_pool.core.pool_core",
-    "kv_pool.core.taking",
-    "kv_pool.contiguous.run_index",
-    "kv_pool.manager.allocating",
-    "kv_pool.manager.block_groups.block_group",
-    "kv_pool.manager.engine.engine_manager",
-    "kv_pool.manager.kv_cache_manager",
-    "kv_pool.manager.manager_state",
-    "kv_pool.manager.prefix_caching",
-    "kv_pool.manager.prefix_lookup",
-    "kv_pool.manager.slot_needs",
-    "kv_pool.manager.step",
-    "kv_pool.manager.step_checks",
-}
-HOT_FILE = "hot_group"
-NUM_HOT_FILES = 5
-NUM_C_FILES = 16
+HOT = (
+    "core/block_keys",
+    "core/caching",
+    "core/evicting",
+    "core/free_queue",
+    "core/freeing",
+    "core/hash_map",
+    "core/pool_core",
+    "core/taking",
+    "contiguous/run_index",
+    "manager/allocating",
+    "manager/block_groups/block_group",
+    "manager/engine/engine_manager",
+    "manager/kv_cache_manager",
+    "manager/manager_state",
+    "manager/prefix_caching",
+    "manager/prefix_lookup",
+    "manager/slot_needs",
+    "manager/step",
+    "manager/step_checks",
+)
+# Modules that run once for a pool or a request, or for what few requests do.
+COLD = (
+    "core/block_checks",
+    "core/cache_policy",
+    "core/deadlines",
+    "core/extra_keys",
+    "core/holds",
+    "core/id_swap",
+    "core/live_curve",
+    "core/observer",
+    "core/policy_names",
+    "core/pool_size",
+    "core/pool_state",
+    "core/repairing",
+    "core/resizing",
+    "core/salt_regions",
+    "core/sampled_stack",
+    "contiguous/buddy",
+    "contiguous/move_check",
+    "contiguous/run_pool_core",
+    "manager/applied_rules",
+    "manager/block_copies",
+    "manager/block_groups/chunked_local_group",
+    "manager/block_groups/make_group",
+    "manager/block_groups/scratch_group",
+    "manager/block_groups/state_chains",
+    "manager/checkpoint_choice",
+    "manager/engine/zeroed_blocks",
+    "manager/forking",
+    "manager/requests/request_checks",
+    "manager/retention/directive",
+    "manager/retention/request_directives",
+    "manager/retention/segments",
+)
+# C files by the beginning of their names: modules, flags (beside `OPTIMIZATION`), number of files.
+LEVELS = {"hot": (HOT, ["-O3"], 5), "cold": (COLD, ["-Og"], 4)}
+NUM_OTHER_FILES = 7
 SHIMS_PER_FILE = 16
 
 
@@ -292,37 +325,36 @@ def substitute(pattern: str, replacement: str | Callable[[re.Match[str]], str], 
 
 
 def group_c_files(folder: Path, sources: list[str]) -> list[str]:
-    """Join the modules' C files into `NUM_C_FILES` of about one size, and those of mypyc's runtime into one.
+    """Join the modules' C files into a few of about one size for each level, and mypyc's runtime into one.
 
     Each compilation reads megabytes of headers, so one for each file costs a quarter more. Compilations that
     are much longer than others leave cores idle.
     """
     shutil.copy(".build/python_surface.h", folder)
     shutil.copy(".build/python_surface.c", folder)
-    modules = [Path(source) for source in sources if Path(source).name.startswith("__native_kv_pool___")]
-    runtime = [Path(source) for source in sources if not Path(source).name.startswith("__native")]
-    hot_names = {f"__native_{name.replace('.', '___')}.c" for name in HOT}
-    hot = [path for path in modules if path.name in hot_names]
-    others = [path for path in modules if path.name not in hot_names]
-    if len(hot) < len(HOT):
-        raise ValueError(f"HOT names {len(HOT)} modules, of which {len(hot)} are compiled")
+    modules = {Path(source) for source in sources if Path(source).name.startswith("__native_kv_pool___")}
+    groups = {"runtime": [Path(source) for source in sources if not Path(source).name.startswith("__native")]}
+    for level, (names, _, num_files) in LEVELS.items():
+        paths = {folder / f"__native_kv_pool___{name.replace('/', '___')}.c" for name in names}
+        if not paths <= modules:
+            raise ValueError(f"not compiled: {', '.join(sorted(path.name for path in paths - modules))}")
+        modules -= paths
+        for number, group in enumerate(split_evenly(paths, num_files)):
+            groups[f"{level}_{number}"] = group
+    for number, group in enumerate(split_evenly(modules, NUM_OTHER_FILES)):
+        groups[f"other_{number}"] = group
     grouped = [folder / "__native_kv_pool.c", folder / "python_surface.c"]
-    groups = {
-        f"{HOT_FILE}_{number}.c": group for number, group in enumerate(split_evenly(hot, NUM_HOT_FILES))
-    }
-    for number, group in enumerate([*split_evenly(others, NUM_C_FILES - NUM_HOT_FILES), runtime]):
-        groups[f"group_{number}.c"] = group
     for name, group in groups.items():
-        grouped.append(folder / name)
+        grouped.append(folder / f"{name}.c")
         grouped[-1].write_text("".join(f'#include "{path.name}"\n' for path in group))
     return [str(path) for path in grouped]
 
 
-def split_evenly(paths: list[Path], num_groups: int) -> list[list[Path]]:
+def split_evenly(paths: set[Path], num_groups: int) -> list[list[Path]]:
     """Divide files into groups of about the same number of bytes."""
     groups: list[list[Path]] = [[] for _ in range(num_groups)]
     sizes = [0] * num_groups
-    for path in sorted(paths, key=lambda path: -path.stat().st_size):
+    for path in sorted(paths, key=lambda path: (-path.stat().st_size, path)):
         smallest = sizes.index(min(sizes))
         groups[smallest].append(path)
         sizes[smallest] += path.stat().st_size
@@ -363,14 +395,13 @@ def build_in_parallel(command: Any) -> None:
 
     def compile_one(job: tuple[Any, str]) -> tuple[Any, list[str]]:
         extension, source = job
-        flags = list(extension.extra_compile_args)
-        if Path(source).name.startswith(HOT_FILE) and command.compiler.compiler_type == "unix":
-            flags.append(HOT_OPTIMIZATION)
+        level = Path(source).name.partition("_")[0]
+        flags = LEVELS[level][1] if level in LEVELS and command.compiler.compiler_type == "unix" else []
         objects = command.compiler.compile(
             [source],
             output_dir=command.build_temp,
             include_dirs=extension.include_dirs,
-            extra_postargs=flags,
+            extra_postargs=[*extension.extra_compile_args, *flags],
         )
         return extension, objects
 
