@@ -15,7 +15,6 @@ class EvictedRuns:
     """The stamps, times and classes of evicted runs by key, in a table of fixed size.
 
     A key has four places. If none is empty, the run with the lowest stamp there is forgotten.
-
     """
 
     def __init__(self, num_runs: int) -> None:

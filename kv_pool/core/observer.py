@@ -14,8 +14,7 @@ class BlockObserver(Protocol):
 
     On an allocation with caching on, `on_block_evicted` is called for every block, with or without a hash,
     before `on_block_allocated`. Hooks must not raise and must not call back into the pool.
-    Contract: vLLM 0.33 `KVCacheMetricsCollector`, which lacks `on_ids_swapped`: it serves pools that nobody
-    compacts.
+    Contract: vLLM 0.33 `KVCacheMetricsCollector`, but for `on_ids_swapped`, which is called by compaction only.
     """
 
     def on_block_allocated(self, block: KVCacheBlock) -> None: ...

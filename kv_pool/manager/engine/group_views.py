@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ByRequest(Mapping[RequestId, T]):
-    """What one group's live block tables say, by request id.
+    """A value of each running request, read from its block table in one group.
 
     Args:
         read: what to return for a table; None if it has no such value.

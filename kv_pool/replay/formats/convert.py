@@ -51,7 +51,10 @@ _MAKE_LINES: dict[str, _MakeLines] = {
     "vllm": vllm_log.make_vllm_lines,
     "dynamo": dynamo.make_dynamo_lines,
 }
-"""What makes the lines of a request, from its number and the tokens per id; sessions are documents."""
+"""By format: the function that makes a request's lines from the request, its number and the tokens per id.
+
+A file of kv-cache-tester holds a whole session: `_write_sessions` writes these.
+"""
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_REORDERED = 10_000
