@@ -14,7 +14,7 @@ class BlockObserver(Protocol):
 
     On an allocation with caching on, `on_block_evicted` is called for every block, with or without a hash,
     before `on_block_allocated`. Hooks must not raise and must not call back into the pool.
-    Contract: vLLM 0.33 `KVCacheMetricsCollector`, but for `on_ids_swapped`, which is called by compaction only.
+    Contract: vLLM 0.33 `KVCacheMetricsCollector`. `on_ids_swapped`, which compaction calls, is ours.
     """
 
     def on_block_allocated(self, block: KVCacheBlock) -> None: ...
