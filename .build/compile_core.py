@@ -219,7 +219,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
             paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
-            paths += sorted(str(path) for path in Path("kv_pool/policies").glob("[a-z]*.py"))
+            paths += sorted(str(path) for path in Path("kv_pool/policies").glob("*[a-z].py"))
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]

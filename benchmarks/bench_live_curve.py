@@ -38,7 +38,7 @@ def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -
         curve = LiveCurve(
             options.blocks, options.block_size, time.monotonic, half_life=WITHOUT_DECAY, salt=salt
         )
-        pool._live_curve = curve  # noqa: SLF001 (pools have no option for the sample)
+        pool.parts.append(curve)  # pools have no option for the sample
         run_requests(requests, pool)
         reports.append(read_live_curve(curve, MULTIPLES))
     rows = []

@@ -9,7 +9,8 @@ from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED, YOUNGEST
 from kv_pool.contiguous.buddy import BuddySystem
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
-from kv_pool.core.free_index import FreeIndex
+from kv_pool.core.pool_part import FreeIndex
+from kv_pool.core.pool_state import PoolState
 from kv_pool.ids import BlockId
 
 # Rows of one age: assigning a slice to a bytearray is three times as fast from a bytearray as from bytes.
@@ -48,6 +49,8 @@ class FreeAges(FreeIndex):
 
     def __init__(self, num_blocks: int) -> None:
         self.ages: bytearray = bytearray(num_blocks)
+        self._owner: Any = None
+        self._keeps_hashes: bool = True  # freed blocks with a hash have content
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
@@ -96,7 +99,8 @@ class FreeAges(FreeIndex):
 
     def rebuild_from(self, pool: Any) -> None:
         """Rebuild the ages from the pool's free queue. O(blocks)."""
-        owner = pool.block_owner
+        owner = self._owner = pool.block_owner
+        self._keeps_hashes = pool.enable_caching
         free = [block for block in pool.free_block_queue.get_all_free_blocks() if block.owner is owner]
         has_content = [
             (block.key is not None and pool.enable_caching) or block.block_id in pool.reuse_watchers
@@ -113,8 +117,9 @@ class FreeAges(FreeIndex):
                     self.note_moved(ours, RETAINED)
             self.note_moved(free[: len(free) - num_ordered], EMPTY + 1)
 
-    def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
+    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Mark these blocks as in use; skip blocks of another owner."""
+        owner = self._owner
         first: i64 = 0
         end: i64 = 0
         for block in blocks:
@@ -133,25 +138,23 @@ class FreeAges(FreeIndex):
         if end > first:
             self._store(first, end, IN_USE)
 
+    def note_unlinked(self, blocks: list[KVCacheBlock]) -> None:
+        self.note_taken(blocks)
+
+    def note_relinked(self, blocks: list[KVCacheBlock]) -> None:
+        self.note_freed(blocks, False)
+
+    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
+        self.note_taken(blocks)
+
     def note_range_taken(self, first: int, end: int) -> None:
         """Mark the blocks `[first, end)` as in use."""
         self._store(first, end, IN_USE)
 
-    def note_freed(
-        self,
-        blocks: list[KVCacheBlock],
-        owner: Any,
-        num_free_blocks: int,
-        keeps_hashes: bool,
-        keeps_all: bool,
-    ) -> None:
-        """Mark as free those of these blocks that have no reference left.
-
-        Args:
-            num_free_blocks: free blocks in the whole pool now.
-            keeps_hashes: blocks with a hash have content.
-            keeps_all: all blocks have content.
-        """
+    def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
+        """Mark as free those of these blocks that have no reference left."""
+        owner = self._owner
+        keeps_hashes = self._keeps_hashes
         now = self.now
         first: i64 = 0
         end: i64 = 0
@@ -181,7 +184,8 @@ class FreeAges(FreeIndex):
         if self._num_in_generation >= self._width:
             self.now += self._num_in_generation // self._width
             self._num_in_generation %= self._width
-            self._set_width(num_free_blocks)
+            pool: PoolState = self._owner()
+            self._set_width(pool.free_block_queue.num_free_blocks)
             if self.now > YOUNGEST:
                 self._renumber()
 
@@ -191,7 +195,6 @@ class FreeAges(FreeIndex):
             self.ages[block.block_id] = EMPTY if block.key is None else age
 
     def note_moved_to(self, blocks: list[KVCacheBlock], band: int) -> None:
-        """Give free blocks the age of the band that they were moved to."""
         if band == DEFAULT_BAND:
             self.note_moved(blocks, self.now)
         elif band < DEFAULT_BAND:
@@ -200,16 +203,13 @@ class FreeAges(FreeIndex):
             self.note_moved(blocks, RETAINED)
 
     def note_emptied(self, block_id: BlockId) -> None:
-        """Record that the block has lost its content; a free block stays free."""
         if self.ages[block_id] != IN_USE:
             self.ages[block_id] = EMPTY
 
-    def note_all_emptied(self) -> None:
-        """Record that all blocks have lost their content."""
+    def note_reset(self) -> None:
         self.ages = self.ages.translate(ANY_AGE)
 
-    def swap(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Record that the two blocks of each pair have exchanged their ids."""
+    def note_swapped(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         ages = self.ages
         self.num_runs = -1
         for first_id, second_id in pairs:
@@ -220,8 +220,7 @@ class FreeAges(FreeIndex):
                 self.buddies.note_changed(first_id, first_id + 1)
                 self.buddies.note_changed(second_id, second_id + 1)
 
-    def resize(self, num_blocks: int) -> None:
-        """Change the number of blocks. New blocks are free and empty; removed blocks must have been free."""
+    def note_resized(self, num_blocks: int) -> None:
         ages = self.ages
         self.num_runs = -1
         if num_blocks > len(ages):

@@ -11,7 +11,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.taking import notify_watchers_off_queue, take_listed
+from kv_pool.core.reuse_watchers import notify_watchers_off_queue
+from kv_pool.core.taking import take_listed
 from kv_pool.ids import BlockId
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
@@ -103,8 +104,7 @@ class FreeRunIndex(FreeAges):
                 return False
         has_watchers = len(pool.reuse_watchers) > 0
         if has_watchers:
-            num_free = pool.free_block_queue.num_free_blocks
-            self.note_freed(chosen, pool.block_owner, num_free, pool.enable_caching, False)
+            self.note_freed(chosen, False)
             pool.is_changing = was_changing
             notify_watchers_off_queue(pool, chosen)
             pool.is_changing = True
@@ -175,7 +175,7 @@ class FreeRunIndex(FreeAges):
                 block = block.next_free_block
             rest.sort()
             others = [blocks[block_id] for block_id in rest]
-            self.note_taken(others, owner)
+            self.note_taken(others)
             chosen.extend(others)
         return chosen
 

@@ -66,6 +66,7 @@ class RunPoolCore(BlockPoolCore):
         self.early_share: float = early_share
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)
         self.free_index = self.run_index
+        self.parts.append(self.run_index)
         # Moves of a compaction whose bytes have arrived, and the epoch in which their ids are the old ones.
         self.copied: list[tuple[BlockId, BlockId]] = []
         self.copied_at: int = -1

@@ -105,15 +105,8 @@ def cache_full(
         pool.lower_tiers.on_blocks_cached(
             request, range_blocks, hashes, num_cached_blocks, block_size, kv_cache_group_id
         )
-    if pool._policy_host is not None:
-        pool._policy_host.note_cached(
-            request, blocks, range_blocks, num_cached_blocks, kv_cache_group_id, block_size
-        )
-    if pool._live_curve is not None:
-        pool._live_curve.note_cached(
-            request, blocks, range_blocks, num_cached_blocks, block_size, num_skipped > 0
-        )
-
+    for part in pool.parts:
+        part.note_cached(request, blocks, range_blocks, num_cached_blocks, block_size, kv_cache_group_id)
     pool.is_changing = was_changing
 
 

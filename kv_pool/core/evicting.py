@@ -20,10 +20,7 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
     was_changing = pool.is_changing
     pool.is_changing = True
     num_before = pool.num_evictions
-    keys: list[BlockHashWithGroupId] = []
-    drop_keys(pool, block, keys)
-    if keys and pool.enable_kv_cache_events:
-        announce_removed(pool, keys)
+    evict_all(pool, [block])
     pool.is_changing = was_changing
     return pool.num_evictions > num_before
 
@@ -41,8 +38,9 @@ def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
         evict(pool, block)
         if own_hash is not None:
             note_own_hash(block, own_hash)
-        if pool.free_index is not None and block.block_id not in pool.reuse_watchers:
-            pool.free_index.note_emptied(block.block_id)
+        if block.block_id not in pool.reuse_watchers:
+            for part in pool.parts:
+                part.note_emptied(block.block_id)
     pool.is_changing = was_changing
 
 

@@ -6,6 +6,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import SENTINEL_ID, KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue, link
+from kv_pool.core.pool_part import PoolPart
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
 MAX_BAND: Final = 100
@@ -22,7 +23,7 @@ EMPTY_BAND: Final = -MAX_BAND - 2
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class BandPolicy:
+class BandPolicy(PoolPart):
     """A policy that chooses the bands of freed blocks. A pool has at most one: `BlockPool.open_bands`."""
 
     def place(self, freed: list[KVCacheBlock]) -> None:
@@ -40,16 +41,11 @@ class BandPolicy:
         """Like `place`, for blocks of `unpin_blocks`: those without a hash are in the default band, too."""
         self.place(freed)
 
-    def note_reset(self) -> None:
-        """Handle a reset of the prefix cache: all blocks are without content, in the empty band."""
-        raise NotImplementedError
-
-    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle blocks that were removed from the pool."""
-        raise NotImplementedError
-
-    def begin_repair(self) -> None:
-        """Forget the references that the policy has, before a repair counts all references."""
+    def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
+        if keeps_all:
+            self.place_unpinned(blocks)
+        else:
+            self.place(blocks)
 
 
 class EvictionOrder:

@@ -1,15 +1,13 @@
-"""Drop references to blocks: `free_blocks`, `unpin_blocks`."""
+"""Drop references to blocks: `free_blocks`."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from mypy_extensions import i64
 
-from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours, raise_typed, refuse_interrupted
-from kv_pool.core.pool_state import PoolState, ReuseWatcher
-from kv_pool.errors import InvalidBlockError, InvalidTypeError
+from kv_pool.core.block_checks import raise_typed, refuse_interrupted
+from kv_pool.core.pool_state import PoolState
+from kv_pool.errors import InvalidBlockError
 
 
 def free_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
@@ -17,11 +15,8 @@ def free_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     was_changing = pool.is_changing
     pool.is_changing = True
     by_pool = free_ours(pool, listed, was_changing)
-    if pool.free_index is not None:
-        num_free = pool.free_block_queue.num_free_blocks
-        pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
-    if pool._band_policy is not None:
-        pool._band_policy.place(listed)
+    for part in pool.parts:
+        part.note_freed(listed, False)
     pool.is_changing = was_changing
     if by_pool is not None:
         for other, theirs in by_pool:
@@ -96,49 +91,6 @@ def free_ours(
                 block.ref_cnt += 1
         pool.is_changing = was_changing
         raise_typed(error, listed, "free_blocks(ordered_blocks)")
-
-
-def unpin_listed(
-    pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
-) -> None:
-    """Implement `BlockPool.unpin_blocks`."""
-    if not callable(on_reuse):
-        raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; expected a callable")
-    listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
-    check_unpinnable(pool, listed)
-    was_changing = pool.is_changing
-    pool.is_changing = True
-    watcher = ReuseWatcher(on_reuse, pool.holds.clock())
-    freed: list[KVCacheBlock] = []
-    for block in listed:
-        block.ref_cnt -= 1
-        if block.ref_cnt == 0:
-            freed.append(block)
-        pool.reuse_watchers[block.block_id] = watcher
-    pool.free_block_queue.append_n(freed)
-    if pool.free_index is not None:
-        num_free = pool.free_block_queue.num_free_blocks
-        pool.free_index.note_freed(listed, pool.block_owner, num_free, True, True)
-    if pool._band_policy is not None:
-        pool._band_policy.place_unpinned(listed)
-    pool.is_changing = was_changing
-
-
-def check_unpinnable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Raise unless each of these blocks has as many references as it is listed."""
-    references: dict[KVCacheBlock, int] = {}
-    try:
-        for block in listed:
-            check_ours(block, pool.block_owner, "unpin_blocks()")
-            left = references.get(block, block.ref_cnt)
-            if block.is_null or left < 1:
-                raise InvalidBlockError(
-                    f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
-                    "unpin_blocks() takes blocks that are in use"
-                )
-            references[block] = left - 1
-    except Exception as error:
-        raise_typed(error, listed, "unpin_blocks()")
 
 
 def group_by_pool(own: PoolState, blocks: list[KVCacheBlock]) -> list[tuple[Any, list[KVCacheBlock]]]:

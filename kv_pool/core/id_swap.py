@@ -57,8 +57,8 @@ def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
         update_successors(old)
     pool.blocks = tuple(new)
     pool.epoch += 1
-    if pool.free_index is not None:
-        pool.free_index.swap(pairs)
+    for part in pool.parts:
+        part.note_swapped(pairs)
     pool.is_changing = was_changing
 
 

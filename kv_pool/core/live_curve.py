@@ -14,6 +14,7 @@ from typing import Any, Final
 from mypy_extensions import i64
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.sampled_stack import SampledBlock, SampledStack
 
 MAX_MULTIPLE: Final = 4
@@ -34,7 +35,7 @@ _SALT_FACTOR: Final = 0x9E3779B97F4A7C15
 """Spreads a salt over the bits of a hash that choose the sample (Knuth's multiplicative hashing)."""
 
 
-class LiveCurve:
+class LiveCurve(PoolPart):
     """Counts the look-ups of a pool by their distance in the LRU stack, in multiples of the capacity.
 
     Look-ups are the blocks that requests touch, and the prompt blocks that they cache. The request's
@@ -127,8 +128,10 @@ class LiveCurve:
 
     # ---- calls of the pool -------------------------------------------------------------------------
 
-    def note_touched(self, listed: list[KVCacheBlock]) -> None:
+    def note_touched(self, listed: list[KVCacheBlock], is_access: bool) -> None:
         """Handle a hit: the blocks of one request, or of one of its groups, first block first."""
+        if not is_access:
+            return
         if self.is_stale:
             self.restart()
         num_blocks: i64 = len(listed)
@@ -148,9 +151,8 @@ class LiveCurve:
         blocks: list[KVCacheBlock],
         num_before: int,
         block_size: int,
-        has_gaps: bool,
+        group_id: int,
     ) -> None:
-        """Handle blocks that a request has computed and cached. Arguments as in `PolicyHost.note_cached`."""
         if self.is_stale:
             self.restart()
         self.block_size = block_size
@@ -162,6 +164,11 @@ class LiveCurve:
             num_counted = max(0, min(len(blocks), num_full - num_before))
             if num_before < num_full <= num_before + len(blocks):
                 num_partial = num_prompt - num_full * block_size
+        has_gaps = False
+        for block in blocks:
+            if block.is_null:
+                has_gaps = True
+                break
         is_chained = not has_gaps and not (num_before > 0 and table[0].is_null)
         last: SampledBlock | None = None
         num_known: i64 = 0  # blocks of the sample, `last` and before it, that are not counted yet
@@ -211,14 +218,14 @@ class LiveCurve:
         self._add_lookups(0, num_lookups, num_partial)
 
     def note_reset(self) -> None:
-        """Handle a reset of the prefix cache: no pool has a hit of an earlier block. Counts stay."""
+        """Handle a reset: no pool has a hit of an earlier block. Counts stay."""
         if not self.is_stale:
             self.stack = SampledStack(self.stack.limit)
 
-    def note_resized(self, capacity: int) -> None:
-        """Handle another number of blocks: start again, since distances are in multiples of it."""
+    def note_resized(self, num_blocks: int) -> None:
+        """Start again, since distances are in multiples of the capacity."""
         self.is_stale = True
-        self.capacity = capacity
+        self.capacity = num_blocks - 1
 
     # ---- steps of these calls ----------------------------------------------------------------------
 

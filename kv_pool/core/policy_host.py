@@ -83,7 +83,6 @@ class PolicyHost(BandPolicy):
     # ---- calls of the pool -------------------------------------------------------------------------
 
     def note_missed(self, key: Any) -> None:
-        """Handle a lookup whose first missing block has this key."""
         if self.failure is not None:
             return
         pool = self._owner()
@@ -101,15 +100,9 @@ class PolicyHost(BandPolicy):
         table: Any,
         blocks: list[KVCacheBlock],
         num_before: int,
-        group_id: i32,
-        block_size: i32,
+        block_size: int,
+        group_id: int,
     ) -> None:
-        """Handle blocks that a request has cached.
-
-        Args:
-            table: the request's blocks from the start.
-            blocks: the blocks of the table from `num_before` on that were cached; null for others.
-        """
         if self.failure is not None:
             return
         is_chained = not self.is_flat and (len(self.unchained) == 0 or group_id not in self.unchained)
@@ -136,7 +129,6 @@ class PolicyHost(BandPolicy):
             start = end
 
     def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
-        """Handle blocks that have got a reference. `is_access`: a request has hit them."""
         if self.failure is not None:
             return
         self._before = None
@@ -221,7 +213,6 @@ class PolicyHost(BandPolicy):
                 self._adopt(block)
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle free blocks that were taken by a caller's choice, not the policy's."""
         if self.failure is not None:
             return
         for block in blocks:
@@ -270,9 +261,8 @@ class PolicyHost(BandPolicy):
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         self.note_taken(blocks)
 
-    def note_resized(self) -> None:
-        """Handle another number of blocks."""
-        self.capacity = self._owner().num_gpu_blocks - 1
+    def note_resized(self, num_blocks: int) -> None:
+        self.capacity = num_blocks - 1
         self.policy.capacity = self.capacity
 
     def unchain(self, group_id: GroupId) -> None:

@@ -23,7 +23,7 @@ from kv_pool.core.deadlines import NEVER, read_clock
 from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.core.freeing import free_listed, unpin_listed
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
@@ -33,13 +33,13 @@ from kv_pool.core.observer import BlockObserver
 from kv_pool.core.policy_host import PolicyHost
 from kv_pool.core.policy_names import find_policy
 from kv_pool.core.pool_size import check_fits_memory
-from kv_pool.core.pool_state import PoolState
+from kv_pool.core.pool_state import PoolState, check_whole
 from kv_pool.core.repairing import forget_all, repair_pool
 from kv_pool.core.resizing import add_last, remove_last
+from kv_pool.core.reuse_watchers import notify_watchers, unpin_listed
 from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.core.taking import (
     check_takeable,
-    notify_watchers,
     refuse_count,
     take,
     take_listed,
@@ -70,8 +70,7 @@ class BlockPoolCore(PoolState):
         policy: Any = None,
         live_curve: bool = False,
     ) -> None:
-        if not isinstance(num_gpu_blocks, int):
-            num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
+        num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
         check_type("enable_caching", enable_caching, bool)
         check_type("medium", medium, str)
         check_type("live_curve", live_curve, bool)
@@ -134,8 +133,8 @@ class BlockPoolCore(PoolState):
                 if not isinstance(block, KVCacheBlock):
                     block = cache.get_one_block(BlockHashWithGroupId(key))
                     if block is None:
-                        if self._policy_host is not None:
-                            self._policy_host.note_missed(key)
+                        for part in self.parts:
+                            part.note_missed(key)
                         return None
                 found.append(block)
             if found:
@@ -166,7 +165,7 @@ class BlockPoolCore(PoolState):
         if not isinstance(max_num_blocks, int):
             max_num_blocks = as_int("max_num_blocks", max_num_blocks)
         if not isinstance(kv_cache_group_id, int):
-            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+            kv_cache_group_id = GroupId(as_int("kv_cache_group_id", kv_cache_group_id))
         if self.is_changing:
             refuse_interrupted()
         suffix = group_suffix(kv_cache_group_id)
@@ -188,8 +187,8 @@ class BlockPoolCore(PoolState):
                 key = BlockHashWithGroupId(block_hash + suffix)
                 block = cache.get_one_block(key)
                 if block is None:
-                    if self._policy_host is not None:
-                        self._policy_host.note_missed(key)
+                    for part in self.parts:
+                        part.note_missed(key)
                     break
                 found.append(block)
                 next_id = block._next_cached_id
@@ -269,8 +268,7 @@ class BlockPoolCore(PoolState):
         Cost: O(len(blocks)), whatever the size of the pool.
         """
         listed = as_list("blocks", blocks)
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         check_takeable(self, listed)
         take_listed(self, listed)
 
@@ -328,8 +326,7 @@ class BlockPoolCore(PoolState):
                 nothing has changed.
         Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
         """
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         unpin_listed(self, blocks, on_reuse)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
@@ -382,7 +379,7 @@ class BlockPoolCore(PoolState):
         if not isinstance(block_size, int):
             block_size = as_int("block_size", block_size)
         if not isinstance(kv_cache_group_id, int):
-            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+            kv_cache_group_id = GroupId(as_int("kv_cache_group_id", kv_cache_group_id))
         if num_cached_blocks >= num_full_blocks:
             return
         if not isinstance(blocks, (list, tuple)):
@@ -432,16 +429,12 @@ class BlockPoolCore(PoolState):
         """
         if not isinstance(block, KVCacheBlock):
             refuse_type("block", block, "KVCacheBlock")
-        if not isinstance(num_tokens, int):
-            num_tokens = as_int("num_tokens", num_tokens)
-        if not isinstance(kv_cache_group_id, int):
-            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
-        if not isinstance(block_size, int):
-            block_size = as_int("block_size", block_size)
+        num_tokens = as_int("num_tokens", num_tokens)
+        kv_cache_group_id = GroupId(as_int("kv_cache_group_id", kv_cache_group_id))
+        block_size = as_int("block_size", block_size)
         if not isinstance(replace_existing_hashes, bool):
             refuse_type("replace_existing_hashes", replace_existing_hashes, "bool")
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         return cache_partial(
             self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
         )
@@ -458,12 +451,9 @@ class BlockPoolCore(PoolState):
         One `BlockStored` from the start of the sequence, covering every block; none with events off or for 0
         blocks. Changes nothing else. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
         """
-        if not isinstance(num_cached_blocks, int):
-            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
-        if not isinstance(block_size, int):
-            block_size = as_int("block_size", block_size)
-        if not isinstance(kv_cache_group_id, int):
-            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        block_size = as_int("block_size", block_size)
+        kv_cache_group_id = GroupId(as_int("kv_cache_group_id", kv_cache_group_id))
         if not self.enable_kv_cache_events or num_cached_blocks <= 0:
             return
         hashes: list[BlockHash | None] = [*hashes_of(self, request, 0, num_cached_blocks, block_size)]
@@ -484,8 +474,7 @@ class BlockPoolCore(PoolState):
             refuse_type("src_block", src_block, "KVCacheBlock")
         if not isinstance(dst_block, KVCacheBlock):
             refuse_type("dst_block", dst_block, "KVCacheBlock")
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         move_keys(self, src_block, dst_block)
 
     def _insert_block_hash(
@@ -502,8 +491,7 @@ class BlockPoolCore(PoolState):
         Args:
             parent: see `KVCacheBlock.parent`; None if unknown.
         """
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         add_key(self, block_hash_with_group_id, block, num_tokens, parent)
 
     # ---- evicting --------------------------------------------------------------------------------
@@ -530,8 +518,7 @@ class BlockPoolCore(PoolState):
                     "Did a KV connector report a block that was never allocated here?"
                 )
             evicted.append(self.blocks[block_id])
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         evict_invalid(self, evicted)
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -541,8 +528,7 @@ class BlockPoolCore(PoolState):
         """
         if block.owner is not self.block_owner:
             check_ours(block, self.block_owner, "_maybe_evict_cached_block()")
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
         return evict(self, block)
@@ -571,8 +557,7 @@ class BlockPoolCore(PoolState):
         The order of the free queue does not change. O(number of blocks).
         Contract: vLLM 0.33 `BlockPool.reset_prefix_cache`.
         """
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         num_in_use = self.num_gpu_blocks - 1 - self.free_block_queue.num_free_blocks
         if num_in_use:
             import logging
@@ -630,8 +615,7 @@ class BlockPoolCore(PoolState):
                     f"cannot hold blocks until {until}: it is {self.holds.clock()} now"
                 )
         listed = as_list_of("blocks", blocks, KVCacheBlock)
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         return self.holds.open(listed, reason, movable, NEVER if until is None else until)
 
     def expire_holds(self) -> list[Hold]:
@@ -640,8 +624,7 @@ class BlockPoolCore(PoolState):
         Returns:
             These holds, earliest deadline first. O(1) if there are none.
         """
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         return self.holds.expire()
 
     def explain_holds(self, block_id: BlockId) -> list[HoldReport]:
@@ -653,8 +636,7 @@ class BlockPoolCore(PoolState):
             InvalidBlockError: the id is not one of this pool's.
         Cost: O(held blocks).
         """
-        if not isinstance(block_id, int):
-            block_id = as_int("block_id", block_id)
+        block_id = BlockId(as_int("block_id", block_id))
         if not 0 <= block_id < self.num_gpu_blocks:
             raise InvalidBlockError(
                 f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}"
@@ -673,8 +655,7 @@ class BlockPoolCore(PoolState):
         Cost: O(number of blocks), a few nanoseconds each, and O(len(pairs)).
         """
         listed = as_pairs(pairs)
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         swap_ids(self, listed)
 
     def add_blocks(self, num_blocks: int) -> None:
@@ -683,10 +664,8 @@ class BlockPoolCore(PoolState):
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
-        if self.is_changing:
-            refuse_interrupted()
+        num_blocks = as_int("num_blocks", num_blocks)
+        check_whole(self)
         add_last(self, num_blocks)
 
     def remove_last_blocks(self, num_blocks: int) -> None:
@@ -699,10 +678,8 @@ class BlockPoolCore(PoolState):
             InvalidBlockError: one of the blocks is in use, or is the null block. Nothing has changed.
             Any exception of a reuse watcher; the blocks are then at the front of the queue.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
-        if self.is_changing:
-            refuse_interrupted()
+        num_blocks = as_int("num_blocks", num_blocks)
+        check_whole(self)
         remove_last(self, num_blocks)
 
     # ---- after an interrupted call -----------------------------------------------------------------
@@ -740,8 +717,8 @@ class BlockPoolCore(PoolState):
         self.eviction_order.check_movable(blocks, band)
         self.is_changing = True
         self.eviction_order.move(blocks, band)
-        if self.free_index is not None:
-            self.free_index.note_moved_to(blocks, band)
+        for part in self.parts:
+            part.note_moved_to(blocks, band)
         self.is_changing = was_changing
 
     # ---- the order of eviction ------------------------------------------------------------------
@@ -754,19 +731,21 @@ class BlockPoolCore(PoolState):
         Cost: O(free blocks without content).
         """
         check_type("policy", policy, BandPolicy)
-        if self._policy_host is not None:
+        host = self.policy_host
+        if host is not None:
             raise InvalidArgumentError(
-                f"the pool has the cache policy {self._policy_host.name}, which orders its free blocks; for "
+                f"the pool has the cache policy {host.name}, which orders its free blocks; for "
                 "directives, pins and sessions make the pool without a policy, or give the policy hints "
                 "(a request's kv_hints)"
             )
-        if self._band_policy is not None:
+        other = self._find_band_policy()
+        if other is not None:
             raise InvalidArgumentError(
-                f"the pool already has a band policy, {self._band_policy!r}, which orders its free blocks; "
+                f"the pool already has a band policy, {other!r}, which orders its free blocks; "
                 "use that one, or make another pool"
             )
         self.eviction_order.open()
-        self._band_policy = policy
+        self.parts.append(policy)
 
     def open_policy(self, policy: Any) -> None:
         """Let a cache policy choose the blocks to evict, instead of the least recently freed ones.
@@ -783,9 +762,10 @@ class BlockPoolCore(PoolState):
         choice = find_policy(policy)
         if not self.enable_caching:
             raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
-        if self._band_policy is not None:
+        other = self._find_band_policy()
+        if other is not None:
             raise InvalidArgumentError(
-                f"the pool already has {self._band_policy!r}, which orders its free blocks; for the cache "
+                f"the pool already has {other!r}, which orders its free blocks; for the cache "
                 f"policy {choice.name} make a pool without retention and without another policy"
             )
         host = PolicyHost(
@@ -797,18 +777,28 @@ class BlockPoolCore(PoolState):
             self.holds.clock,
             choice.is_flat,
         )
-        self._band_policy = host
-        self._policy_host = host
+        self.parts.append(host)
+        self.free_index = None  # the policy chooses each block
+
+    def _find_band_policy(self) -> BandPolicy | None:
+        for part in self.parts:
+            if isinstance(part, BandPolicy):
+                return part
+        return None
 
     @property
     def policy_host(self) -> PolicyHost | None:
         """The host of the cache policy; None without one."""
-        return self._policy_host
+        found = self._find_band_policy()
+        return found if isinstance(found, PolicyHost) else None
 
     @property
     def live_curve(self) -> LiveCurve | None:
         """The sample behind the curve that `read_live_curve` returns; None without `live_curve=True`."""
-        return self._live_curve
+        for part in self.parts:
+            if isinstance(part, LiveCurve):
+                return part
+        return None
 
     def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band of the eviction order, in the given order. O(len(blocks)).
@@ -821,8 +811,7 @@ class BlockPoolCore(PoolState):
         """
         listed = as_list_of("blocks", blocks, KVCacheBlock)
         band = as_int("band", band)
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         for block in listed:
             if block.owner is not self.block_owner:
                 check_ours(block, self.block_owner, "move_to_band()")
@@ -833,12 +822,11 @@ class BlockPoolCore(PoolState):
 
         The order of the free blocks does not change.
         """
-        if self.is_changing:
-            refuse_interrupted()
+        check_whole(self)
         self.is_changing = True
         self.eviction_order.merge()
-        if self.free_index is not None:
-            self.free_index.rebuild_from(self)
+        for part in self.parts:
+            part.rebuild_from(self)
         self.is_changing = False
 
     # ---- usage -----------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.eviction_order import BandPolicy, EvictionOrder
-from kv_pool.core.free_index import FreeIndex
+from kv_pool.core.block_checks import refuse_interrupted
+from kv_pool.core.eviction_order import EvictionOrder
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
@@ -19,7 +19,7 @@ from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver, LowerTiers
-from kv_pool.core.policy_host import PolicyHost
+from kv_pool.core.pool_part import FreeIndex, PoolPart
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
 
@@ -42,6 +42,8 @@ class PoolState:
 
     Attributes:
         is_changing: a call changes the pool now, or has been interrupted while it did.
+        parts: what follows each change, such as an index of runs, a band policy, a curve; in this order.
+        free_index: the part that chooses which free blocks are taken; None: those in front of the queue.
     """
 
     def __init__(
@@ -105,15 +107,13 @@ class PoolState:
         self.holds: BlockHolds = BlockHolds(self.block_owner, clock)
         self.holds.open_place_hold("watched until its reuse", partial(get_watched_blocks, self.block_owner))
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
-        self._band_policy: BandPolicy | None = None
-        self._policy_host: PolicyHost | None = None  # the band policy, if it runs a cache policy
+        self.parts: list[PoolPart] = []
         self.free_index: FreeIndex | None = None
         self.epoch: int = 0
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
-        self._live_curve: LiveCurve | None = None
         if live_curve:
-            self._live_curve = LiveCurve(len(blocks) - 1, hash_block_size, clock)
+            self.parts.append(LiveCurve(len(blocks) - 1, hash_block_size, clock))
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
@@ -123,6 +123,12 @@ class PoolState:
     @kv_event_queue.setter
     def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
         self._kv_event_queue = events
+
+
+def check_whole(pool: PoolState) -> None:
+    """Raise PoolInterruptedError if a call of the pool was interrupted."""
+    if pool.is_changing:
+        refuse_interrupted()
 
 
 def get_watched_blocks(owner: Any) -> dict[KVCacheBlock, float]:

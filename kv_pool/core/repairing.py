@@ -4,7 +4,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.resizing import set_blocks
-from kv_pool.core.taking import notify_watchers
+from kv_pool.core.reuse_watchers import notify_watchers
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockId
 
@@ -16,8 +16,8 @@ def repair_pool(pool: PoolState, referenced: list[KVCacheBlock]) -> None:
             raise InvalidBlockError(f"block {block.block_id} is not one of this pool's; it cannot be kept")
     pool.is_changing = True
     pool.holds.begin_repair()
-    if pool._band_policy is not None:
-        pool._band_policy.begin_repair()
+    for part in pool.parts:
+        part.begin_repair()
     counts = pool.holds.count_references()
     for block in referenced:
         if not block.is_null:
@@ -32,8 +32,8 @@ def repair_pool(pool: PoolState, referenced: list[KVCacheBlock]) -> None:
     pool.eviction_order.relink(free)
     set_blocks(pool, pool.blocks)
     forget_all(pool)
-    if pool.free_index is not None:
-        pool.free_index.rebuild_from(pool)
+    for part in pool.parts:
+        part.rebuild_from(pool)
     pool.is_changing = False
     notify_watchers(pool, [block for block in free if block.block_id in pool.reuse_watchers])
 
@@ -75,11 +75,7 @@ def forget_all(pool: PoolState) -> None:
         block._next_cached_id = -1
     pool.num_evictions += num_keys
     pool.eviction_order.note_all_empty()
-    if pool._band_policy is not None:
-        pool._band_policy.note_reset()
-    if pool._live_curve is not None:
-        pool._live_curve.note_reset()
-    if pool.free_index is not None:
-        pool.free_index.note_all_emptied()
+    for part in pool.parts:
+        part.note_reset()
     if pool.enable_kv_cache_events:
         pool.kv_event_queue.append(pool.cleared_type())

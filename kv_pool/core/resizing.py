@@ -5,7 +5,7 @@ from typing import cast
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.taking import notify_watchers_off_queue
+from kv_pool.core.reuse_watchers import notify_watchers_off_queue
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId
 
@@ -53,8 +53,8 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
         block.generation += 1
     pool._last_found = pool.null_block
     set_blocks(pool, pool.blocks[:num_left])
-    if pool._band_policy is not None:
-        pool._band_policy.note_removed(removed)
+    for part in pool.parts:
+        part.note_removed(removed)
     pool.is_changing = False
 
 
@@ -65,9 +65,5 @@ def set_blocks(pool: PoolState, blocks: tuple[KVCacheBlock, ...]) -> None:
     pool.num_gpu_blocks = num_blocks
     if pool._num_guessable:
         pool._num_guessable = num_blocks
-    if pool.free_index is not None:
-        pool.free_index.resize(num_blocks)
-    if pool._live_curve is not None:
-        pool._live_curve.note_resized(num_blocks - 1)
-    if pool._policy_host is not None:
-        pool._policy_host.note_resized()
+    for part in pool.parts:
+        part.note_resized(num_blocks)

@@ -10,6 +10,7 @@ from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_ta
 from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_state import PoolState
+from kv_pool.core.reuse_watchers import notify_before
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 
 MAX_REFERENCES: Final = 2**31 - 1
@@ -69,7 +70,7 @@ def take(pool: PoolState, num_blocks: int, after: KVCacheBlock | None = None) ->
     """
     # A function, as all parts of calls are: compiled, a method of a `BlockPool` is called as Python calls it.
     index = pool.free_index
-    if index is not None and pool._policy_host is None:  # a policy chooses each block
+    if index is not None:
         taken = index.take(pool, after, num_blocks)
         if taken is not None:
             return taken
@@ -79,10 +80,10 @@ def take(pool: PoolState, num_blocks: int, after: KVCacheBlock | None = None) ->
 def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
     """Take the blocks that are next in eviction order. At least this many are free."""
     was_changing = pool.is_changing
-    if pool._policy_host is not None:
-        pool.is_changing = True
-        pool._policy_host.order_victims(num_blocks)
-        pool.is_changing = was_changing
+    pool.is_changing = True
+    for part in pool.parts:
+        part.order_victims(num_blocks)
+    pool.is_changing = was_changing
     if pool.reuse_watchers or pool.lower_tiers is not None:
         first = islice(pool.free_block_queue.iter_blocks_after(None), num_blocks)
         notify_before(pool, list(first))  # a watcher may take blocks, but not these: they stay at the front
@@ -105,8 +106,6 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock], is_noted: bool = Fa
     pool.is_changing = True
     pool.free_block_queue.remove_n(listed)
     mark_taken(pool, listed, is_noted)
-    if pool._policy_host is not None:
-        pool._policy_host.note_taken(listed)
     pool.is_changing = was_changing
 
 
@@ -128,8 +127,9 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = Fals
         evict_observed(pool, taken, pool.metrics_collector)
     elif any_cached and pool.enable_caching:
         evict_all(pool, taken)
-    if pool.free_index is not None and not is_noted:
-        pool.free_index.note_taken(taken, pool.block_owner)
+    for part in pool.parts:
+        if not (is_noted and part is pool.free_index):
+            part.note_taken(taken)
 
 
 def evict_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
@@ -152,19 +152,13 @@ def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = 
     pool.is_changing = True
     if count_up(pool, listed, was_changing) > 0:
         pool.free_block_queue.remove_n(listed)
-        if pool.free_index is not None:
-            pool.free_index.note_taken(listed, pool.block_owner)
-    if pool._policy_host is not None:
-        pool._policy_host.note_touched(listed, is_access)
-    if is_access:
-        if pool._live_curve is not None:
-            pool._live_curve.note_touched(listed)
-        observer = pool.metrics_collector
-        if observer is not None:
-            for block in listed:
-                if not block.is_null:
-                    observer.on_block_accessed(block)
+    for part in pool.parts:
+        part.note_touched(listed, is_access)
     pool.is_changing = was_changing
+    if is_access and pool.metrics_collector is not None:
+        for block in listed:
+            if not block.is_null:
+                pool.metrics_collector.on_block_accessed(block)
 
 
 def count_up(pool: PoolState, listed: list[KVCacheBlock], was_changing: bool) -> i64:
@@ -195,53 +189,3 @@ def count_up(pool: PoolState, listed: list[KVCacheBlock], was_changing: bool) ->
         pool.is_changing = was_changing
         raise_typed(error, listed, "touch()")
     return num_free
-
-
-# ---- who is notified before blocks are reused ------------------------------------------------------
-
-
-def notify_before(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Notify the reuse watchers, then the lower tiers, that these free blocks are about to be taken."""
-    if pool.reuse_watchers:
-        notify_watchers_off_queue(pool, listed)
-    if pool.lower_tiers is not None and pool.enable_caching:
-        cached = [block for block in listed if block.key is not None]
-        if cached:
-            pool.lower_tiers.on_blocks_reused(cached)
-
-
-def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these free blocks, in order.
-
-    During the calls the blocks are not in the queue, so that a watcher may use the pool. Afterwards they are
-    at its front, even if a watcher raises.
-    """
-    was_changing = pool.is_changing
-    pool.is_changing = True
-    queue = pool.free_block_queue
-    queue.remove_n(listed)
-    if pool.free_index is not None:
-        pool.free_index.note_taken(listed, pool.block_owner)
-    pool.is_changing = False
-    is_told = False
-    try:
-        notify_watchers(pool, listed)
-        is_told = True
-    finally:
-        pool.is_changing = True
-        queue.prepend_n(listed)
-        if pool.free_index is not None and is_told:
-            num_free = queue.num_free_blocks
-            pool.free_index.note_freed(listed, pool.block_owner, num_free, pool.enable_caching, False)
-        elif pool.free_index is not None:
-            pool.free_index.rebuild_from(pool)
-        pool.is_changing = was_changing
-
-
-def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these blocks, in order, and remove the watchers."""
-    for block in blocks:
-        watcher = pool.reuse_watchers.get(block.block_id)
-        if watcher is not None:
-            del pool.reuse_watchers[block.block_id]
-            watcher.on_reuse(block)

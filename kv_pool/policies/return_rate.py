@@ -1,8 +1,8 @@
 """`ReturnRate`: evict what is worth least per block and time, by learned return times."""
 
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
-from kv_pool.core.evicted_runs import EvictedRuns
-from kv_pool.core.return_times import NUM_AGES, ReturnTimes
+from kv_pool.policies._evicted_runs import EvictedRuns
+from kv_pool.policies._return_times import NUM_AGES, ReturnTimes
 
 NUM_CLASSES = 8
 LOSS_SHARE = 0.0007  # hits that may be lost against LRU, of the blocks freed

@@ -45,7 +45,7 @@ class SlowCurve:
 def make_sampled(num_blocks):
     """Return a manager whose live curve has all blocks in its sample."""
     manager = make_manager(num_blocks, None, live_curve=True)
-    manager.block_pool._live_curve = LiveCurve(num_blocks, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
+    manager.block_pool.parts[:] = [LiveCurve(num_blocks, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)]
     return manager
 
 
@@ -69,7 +69,8 @@ def test_a_sample_of_all_blocks_has_exact_stack_distances(kind, seed):
     options = {"early_share": 0.0} if kind == "runs" else {}
     manager = make_manager(capacity, None, KINDS[kind], live_curve=True, **options)
     pool = manager.block_pool
-    curve = pool._live_curve = LiveCurve(capacity, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
+    curve = LiveCurve(capacity, BLOCK_SIZE, lambda: 0.0, max_rate=1.0)
+    pool.parts.append(curve)
     slow = SlowCurve(capacity)
     for number, tokens in enumerate(make_prompts(rng, 300, 12)):
         num_hits = run(manager, str(number), tokens)
@@ -100,7 +101,7 @@ def test_the_stack_is_sound_after_any_calls(seed):
     curve = LiveCurve(
         pool.num_gpu_blocks - 1, 4, lambda: 0.0, max_samples=rng.choice([1, 3, 16, 60]), max_rate=1.0
     )
-    pool._live_curve = curve
+    pool.parts[:] = [curve]
     chains = [[]]
     for number in range(600):
         known = rng.choice(chains[-8:])
@@ -114,12 +115,15 @@ def test_the_stack_is_sound_after_any_calls(seed):
         table = make_blocks(*[None] * nulls, *chain[nulls:])
         kind = rng.random()
         if kind < 0.4:
-            curve.note_touched(table[:start_at])
+            curve.note_touched(table[:start_at], True)
         elif kind < 0.97:
             request = SimpleNamespace(num_prompt_tokens=4 * rng.randrange(12)) if rng.random() < 0.5 else None
-            curve.note_cached(request, table, table[start_at:], start_at, 4, rng.random() < 0.1)
+            cached = table[start_at:]
+            if cached and rng.random() < 0.1:
+                cached[rng.randrange(len(cached))] = make_blocks(None)[0]
+            curve.note_cached(request, table, cached, start_at, 4, 0)
         elif kind < 0.98:
-            curve.note_resized(rng.randint(1, 300))
+            curve.note_resized(rng.randint(2, 301))
         else:
             curve.note_reset()
         invariants.check_live_curve(pool)
@@ -170,9 +174,9 @@ def test_a_resized_pool_starts_its_curve_again():
 def test_weights_stay_finite():
     curve = LiveCurve(10, 4, lambda: 0.0, half_life=16, max_rate=1.0)
     blocks = make_blocks(b"a", b"b")
-    curve.note_cached(None, blocks, blocks, 0, 4, False)
+    curve.note_cached(None, blocks, blocks, 0, 4, 0)
     for _ in range(10_000):
-        curve.note_touched(blocks)
+        curve.note_touched(blocks, True)
     assert curve.weight < 2.0**41
     assert curve.hit_blocks / curve.looked_up_blocks == pytest.approx(1)
     assert sum(curve.counts) == pytest.approx(curve.looked_up_blocks)

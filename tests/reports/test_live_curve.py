@@ -30,7 +30,7 @@ def draw_curve(settings, size, salt=0):
     """Return the curve of a pool after the trace, of a sample of at most this size."""
     curve = LiveCurve(CAPACITY, 512, lambda: 0.0, size, NEVER, 1.0, salt)
     manager = KVCacheManager(BlockPool(CAPACITY + 1, True, 512, live_curve=True))
-    manager.block_pool._live_curve = curve
+    manager.block_pool.parts[:] = [curve]
     for request in settings.read_requests(settings.open_trace(), 512):
         prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
         manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
@@ -99,7 +99,7 @@ def test_a_half_life_is_also_a_time():
     assert read_live_curve(curve).half_life_seconds is None
     for _ in range(100):
         now[0] += 0.5
-        curve.note_touched([BlockPool(2, True, 4).blocks[1]] * 8)
+        curve.note_touched([BlockPool(2, True, 4).blocks[1]] * 8, True)
     assert read_live_curve(curve).half_life_seconds == pytest.approx(0.5 * 320 / 8, rel=0.05)
 
 

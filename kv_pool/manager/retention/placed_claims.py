@@ -200,8 +200,8 @@ class PlacedClaims(BandPolicy):
         self.release(self.held.blocks)
         self.note_reset()
         self._order.merge()
-        if self._pool.free_index is not None:
-            self._pool.free_index.rebuild_from(self._pool)
+        for part in self._pool.parts:
+            part.rebuild_from(self._pool)
 
     def _place_stretch(self, blocks: list[KVCacheBlock]) -> None:
         """Place blocks that just became free, are consecutive in the queue, and have the same record."""
@@ -269,8 +269,8 @@ class PlacedClaims(BandPolicy):
             band = find_band(strength)
             if is_chain:
                 self._order.move_chain(blocks[0], blocks[-1], band)
-                if self._pool.free_index is not None:
-                    self._pool.free_index.note_moved_to(blocks, band)
+                for part in self._pool.parts:
+                    part.note_moved_to(blocks, band)
             else:
                 self._pool.place_in_band(blocks, band)
             return

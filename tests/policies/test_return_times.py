@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kv_pool.core.return_times import NUM_AGES, NUM_COHORTS, ReturnTimes
+from kv_pool.policies._return_times import NUM_AGES, NUM_COHORTS, ReturnTimes
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kv_pool.core.evicted_runs import NUM_WAYS, EvictedRuns
+from kv_pool.policies._evicted_runs import NUM_WAYS, EvictedRuns
 
 
 def make_key(number):

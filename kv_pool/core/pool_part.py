@@ -1,0 +1,102 @@
+"""`PoolPart`: what a pool keeps in step with its blocks: an index, a band policy, a curve."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockId
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class PoolPart:
+    """Follows the changes of a pool: see `PoolState.parts`. Here, all methods do nothing.
+
+    The pool calls these methods as parts of its changes. The blocks of a list may include blocks of other
+    pools, null blocks and, after a free, blocks that are still in use.
+    """
+
+    def order_victims(self, num_blocks: int) -> None:
+        """Prepare the free queue: this many blocks are about to be taken from its front."""
+
+    def note_missed(self, key: Any) -> None:
+        """Handle a lookup whose first missing block has this key."""
+
+    def note_unlinked(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle free blocks that have left the queue while their reuse watchers are called."""
+
+    def note_relinked(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle these blocks when they are back at the front of the queue."""
+
+    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle free blocks that have left the queue, and got their first reference."""
+
+    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
+        """Handle blocks that have got a reference. Free ones among them have left the queue.
+
+        Args:
+            is_access: a request has hit them; False for a hold.
+        """
+
+    def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
+        """Handle blocks that have lost a reference. Those without one are in the queue.
+
+        Args:
+            keeps_all: by `unpin_blocks`: those without a hash have content, too.
+        """
+
+    def note_cached(
+        self,
+        request: Any,
+        table: Any,
+        blocks: list[KVCacheBlock],
+        num_before: int,
+        block_size: int,
+        group_id: int,
+    ) -> None:
+        """Handle blocks that a request has cached.
+
+        Args:
+            table: the request's blocks from the start.
+            blocks: the blocks of the table from `num_before` on that were cached; null for others.
+        """
+
+    def note_moved_to(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Handle free blocks that were moved to a band of the eviction order."""
+
+    def note_emptied(self, block_id: BlockId) -> None:
+        """Handle a block that has lost its content. If it is free, it stays where it is."""
+
+    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle free blocks that were removed from the pool."""
+
+    def note_swapped(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Handle blocks of which the two of each pair have exchanged their ids."""
+
+    def note_resized(self, num_blocks: int) -> None:
+        """Handle another number of blocks. New blocks are free and empty."""
+
+    def note_reset(self) -> None:
+        """Handle a reset of the prefix cache: all blocks are without content."""
+
+    def begin_repair(self) -> None:
+        """Forget references to blocks, before a repair counts all references."""
+
+    def rebuild_from(self, pool: Any) -> None:
+        """Rebuild what follows from the free queue. O(blocks)."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class FreeIndex(PoolPart):
+    """An index of a pool's free blocks, which chooses blocks to take: `PoolState.free_index`."""
+
+    def take(self, pool: Any, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock] | None:
+        """Take blocks that the index chooses, preferably those with the ids after that of `after`.
+
+        Args:
+            pool: the pool, a `PoolState`, which has at least as many free blocks.
+        Returns:
+            The blocks, as `get_new_blocks` returns them; None if the index has no choice: take the first.
+        """
+        raise NotImplementedError
