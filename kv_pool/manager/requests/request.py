@@ -8,6 +8,7 @@ from kv_pool.core.arguments import as_count, as_int, as_list, check_type, refuse
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.salt_regions import check_region
+from kv_pool.core.token_packing import check_token_ids
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, RequestId, TokenIds
 
@@ -212,7 +213,7 @@ class Request:
             InvalidArgumentError, InvalidTypeError: not token ids; or tokens were removed from
                 `all_token_ids`, and their hashes are still there. Nothing has changed.
         """
-        appended = _to_list("token_ids", token_ids)
+        appended = check_token_ids(token_ids)
         tokens, hashes, hasher = self.all_token_ids, self.block_hashes, self._hasher
         num_tokens = len(tokens)
         if len(hashes) * hasher.block_size > num_tokens:
@@ -221,6 +222,8 @@ class Request:
                 f"{len(hashes) * hasher.block_size}; withdraw tokens with truncate()"
             )
         tokens.extend(appended)
+        if len(tokens) < (len(hashes) + 1) * hasher.block_size:
+            return  # no block becomes full
         try:
             hashes.extend(hasher.hash_request(self))
         except Exception:
