@@ -377,7 +377,7 @@ OMISSIONS = [
     Omission(
         "a reuse watcher is not called",
         "manager",
-        "kv_pool.core.taking",
+        "kv_pool.core.reuse_watchers",
         "notify_watchers",
         call_no_watchers,
     ),
