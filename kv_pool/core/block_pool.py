@@ -3,6 +3,7 @@
 from typing import NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import refuse_copy
+from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_core import BlockPoolCore
 
 
@@ -68,8 +69,11 @@ class BlockPool(BlockPoolCore):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(self)
 
-    def __delattr__(self, name: str) -> None:
-        # For a compiled property, mypyc 2.4 would call the setter with a null pointer and crash.
-        if name == "kv_event_queue":
-            raise AttributeError("kv_event_queue cannot be deleted; take_events() empties it")
-        super().__delattr__(name)
+    # For a compiled property, mypyc 2.4 would call the setter with a null pointer and crash. With this method
+    # all attributes are assigned slowly, so the plain pool, which assigns many, goes without.
+    if COMPILED:
+
+        def __delattr__(self, name: str) -> None:
+            if name == "kv_event_queue":
+                raise AttributeError("kv_event_queue cannot be deleted; take_events() empties it")
+            super().__delattr__(name)
