@@ -9,6 +9,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
 from kv_pool.core.cached_runs import CachedRun, RunQueue, unlink
 from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy, EvictionOrder
+from kv_pool.core.policy_names import find_policy
+from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.run_table import RunTable
 from kv_pool.errors import CachePolicyError, InvalidArgumentError
 from kv_pool.ids import GroupId
@@ -589,3 +591,35 @@ class PolicyHost(BandPolicy):
         self.failure = failure
         self.name = "lru"
         self.policy = LRU()  # for the rest of this call
+
+
+def open_policy(pool: Any, policy: Any) -> None:
+    """Implement `BlockPool.open_policy`."""
+    choice = find_policy(policy)
+    if not pool.enable_caching:
+        raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
+    other = find_band_policy(pool.parts)
+    if other is not None:
+        raise InvalidArgumentError(
+            f"the pool already has {other!r}, which orders its free blocks; for the cache "
+            f"policy {choice.name} make a pool without retention and without another policy"
+        )
+    host = PolicyHost(
+        pool.block_owner,
+        pool.eviction_order,
+        choice.make,
+        choice.name,
+        pool.num_gpu_blocks - 1,
+        pool.holds.clock,
+        choice.is_flat,
+    )
+    pool.parts.append(host)
+    pool.free_index = None  # the policy chooses each block
+
+
+def find_band_policy(parts: list[PoolPart]) -> BandPolicy | None:
+    """Return the part of a pool that chooses bands; None if there is none."""
+    for part in parts:
+        if isinstance(part, BandPolicy):
+            return part
+    return None

@@ -19,7 +19,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, refuse_interrupted
 from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
 from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
-from kv_pool.core.deadlines import NEVER, read_clock
+from kv_pool.core.deadlines import NEVER
 from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
@@ -27,12 +27,9 @@ from kv_pool.core.freeing import free_listed
 from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
-from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.live_curve import LiveCurve
-from kv_pool.core.observer import BlockObserver
-from kv_pool.core.policy_host import PolicyHost
-from kv_pool.core.policy_names import find_policy
-from kv_pool.core.pool_size import check_fits_memory
+from kv_pool.core.policy_host import PolicyHost, find_band_policy, open_policy
 from kv_pool.core.pool_state import PoolState, check_whole
 from kv_pool.core.repairing import forget_all, repair_pool
 from kv_pool.core.resizing import add_last, remove_last
@@ -52,50 +49,6 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPoolCore(PoolState):
     """The compiled base class of `BlockPool`; see there."""
-
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        enable_caching: bool,
-        hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: BlockObserver | None = None,
-        num_hash_lookahead_tokens: int = 0,
-        medium: str = MEDIUM_GPU,
-        *,
-        event_types: KVEventTypes = KV_EVENT_TYPES,
-        use_int_block_hashes: bool = True,
-        dense_events: bool = False,
-        clock: Callable[[], float] = read_clock,
-        policy: Any = None,
-        live_curve: bool = False,
-    ) -> None:
-        num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
-        check_type("enable_caching", enable_caching, bool)
-        check_type("medium", medium, str)
-        check_type("live_curve", live_curve, bool)
-        if num_gpu_blocks < 1:
-            raise InvalidArgumentError(
-                f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
-            )
-        check_fits_memory(num_gpu_blocks)
-        blocks = [KVCacheBlock(cast(BlockId, number)) for number in range(num_gpu_blocks)]
-        super().__init__(
-            blocks,
-            enable_caching,
-            hash_block_size,
-            enable_kv_cache_events,
-            metrics_collector,
-            num_hash_lookahead_tokens,
-            medium,
-            event_types,
-            use_int_block_hashes,
-            dense_events,
-            clock,
-            live_curve,
-        )
-        if policy is not None:
-            self.open_policy(policy)
 
     # ---- lookups and events ------------------------------------------------------------------------
 
@@ -738,7 +691,7 @@ class BlockPoolCore(PoolState):
                 "directives, pins and sessions make the pool without a policy, or give the policy hints "
                 "(a request's kv_hints)"
             )
-        other = self._find_band_policy()
+        other = find_band_policy(self.parts)
         if other is not None:
             raise InvalidArgumentError(
                 f"the pool already has a band policy, {other!r}, which orders its free blocks; "
@@ -759,37 +712,12 @@ class BlockPoolCore(PoolState):
             CachePolicyError: the policy cannot be started. Nothing has changed.
         Cost: O(blocks of the pool).
         """
-        choice = find_policy(policy)
-        if not self.enable_caching:
-            raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
-        other = self._find_band_policy()
-        if other is not None:
-            raise InvalidArgumentError(
-                f"the pool already has {other!r}, which orders its free blocks; for the cache "
-                f"policy {choice.name} make a pool without retention and without another policy"
-            )
-        host = PolicyHost(
-            self.block_owner,
-            self.eviction_order,
-            choice.make,
-            choice.name,
-            self.num_gpu_blocks - 1,
-            self.holds.clock,
-            choice.is_flat,
-        )
-        self.parts.append(host)
-        self.free_index = None  # the policy chooses each block
-
-    def _find_band_policy(self) -> BandPolicy | None:
-        for part in self.parts:
-            if isinstance(part, BandPolicy):
-                return part
-        return None
+        open_policy(self, policy)
 
     @property
     def policy_host(self) -> PolicyHost | None:
         """The host of the cache policy; None without one."""
-        found = self._find_band_policy()
+        found = find_band_policy(self.parts)
         return found if isinstance(found, PolicyHost) else None
 
     @property

@@ -3,23 +3,26 @@
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from weakref import ref
 
 from mypy_extensions import i32, mypyc_attr
 
-from kv_pool.core.arguments import as_count
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
+from kv_pool.core.deadlines import read_clock
 from kv_pool.core.eviction_order import EvictionOrder
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
-from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
+from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver, LowerTiers
+from kv_pool.core.policy_host import open_policy
 from kv_pool.core.pool_part import FreeIndex, PoolPart
+from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
 
@@ -48,19 +51,31 @@ class PoolState:
 
     def __init__(
         self,
-        blocks: list[KVCacheBlock],
+        num_gpu_blocks: int,
         enable_caching: bool,
         hash_block_size: int,
-        enable_kv_cache_events: bool,
-        metrics_collector: BlockObserver | None,
-        num_hash_lookahead_tokens: int,
-        medium: str,
-        event_types: KVEventTypes,
-        use_int_block_hashes: bool,
-        dense_events: bool,
-        clock: Callable[[], float],
-        live_curve: bool,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: BlockObserver | None = None,
+        num_hash_lookahead_tokens: int = 0,
+        medium: str = MEDIUM_GPU,
+        *,
+        event_types: KVEventTypes = KV_EVENT_TYPES,
+        use_int_block_hashes: bool = True,
+        dense_events: bool = False,
+        clock: Callable[[], float] = read_clock,
+        policy: Any = None,
+        live_curve: bool = False,
     ) -> None:
+        num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
+        check_type("enable_caching", enable_caching, bool)
+        check_type("medium", medium, str)
+        check_type("live_curve", live_curve, bool)
+        if num_gpu_blocks < 1:
+            raise InvalidArgumentError(
+                f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
+            )
+        check_fits_memory(num_gpu_blocks)
+        blocks = [KVCacheBlock(cast(BlockId, number)) for number in range(num_gpu_blocks)]
         if not isinstance(hash_block_size, int) or hash_block_size < 1:
             raise InvalidArgumentError(
                 f"hash_block_size is {hash_block_size!r}; it counts tokens, at least 1"
@@ -114,6 +129,8 @@ class PoolState:
         self.null_block.is_null = True
         if live_curve:
             self.parts.append(LiveCurve(len(blocks) - 1, hash_block_size, clock))
+        if policy is not None:
+            open_policy(self, policy)
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
