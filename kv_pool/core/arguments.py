@@ -58,6 +58,21 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
     return count
 
 
+def as_small_int(name: str, value: Any, expected: str) -> int:
+    """Return an integer as an int in -2**62..2**62-1, which compiled code stores unboxed.
+
+    Called by compiled code, for arguments that are declared as int.
+
+    Raises:
+        InvalidTypeError: the value is not an integer.
+        InvalidArgumentError: the value is out of range.
+    """
+    number = as_int(name, value)
+    if not -(2**62) <= number < 2**62:
+        raise InvalidArgumentError(f"{name} is {number}; a number this large must be a Python int")
+    return number
+
+
 def as_list(name: str, values: Iterable[Any]) -> list[Any]:
     """Return the list itself, or a new list of the elements of another iterable.
 
