@@ -144,8 +144,9 @@ class FreeAges(FreeIndex):
     def note_relinked(self, blocks: list[KVCacheBlock]) -> None:
         self.note_freed(blocks, False)
 
-    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
-        self.note_taken(blocks)
+    def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
+        if num_free > 0:
+            self.note_taken(blocks)
 
     def note_range_taken(self, first: int, end: int) -> None:
         """Mark the blocks `[first, end)` as in use."""

@@ -128,17 +128,17 @@ class LiveCurve(PoolPart):
 
     # ---- calls of the pool -------------------------------------------------------------------------
 
-    def note_touched(self, listed: list[KVCacheBlock], is_access: bool) -> None:
+    def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
         """Handle a hit: the blocks of one request, or of one of its groups, first block first."""
         if not is_access:
             return
         if self.is_stale:
             self.restart()
-        num_blocks: i64 = len(listed)
-        if num_blocks > 0 and listed[0].is_null:
-            num_blocks = self._note_touched_singly(listed)
+        num_blocks: i64 = len(blocks)
+        if num_blocks > 0 and blocks[0].is_null:
+            num_blocks = self._note_touched_singly(blocks)
         elif num_blocks > 0:
-            last = self._find_deepest(listed, num_blocks - 1)
+            last = self._find_deepest(blocks, num_blocks - 1)
             if last is not None:
                 self._count(last, len(self.stack.blocks))
                 self.stack.access(last)

@@ -130,7 +130,7 @@ class PolicyHost(BandPolicy):
             self._add_cached(request, blocks[start:end], parent, group_id, block_size)
             start = end
 
-    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
+    def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
         if self.failure is not None:
             return
         self._before = None

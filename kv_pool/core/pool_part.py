@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId
@@ -32,10 +32,11 @@ class PoolPart:
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Handle free blocks that have left the queue, and got their first reference."""
 
-    def note_touched(self, blocks: list[KVCacheBlock], is_access: bool) -> None:
-        """Handle blocks that have got a reference. Free ones among them have left the queue.
+    def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
+        """Handle blocks that have got a reference.
 
         Args:
+            num_free: number of those that were free, and have left the queue.
             is_access: a request has hit them; False for a hold.
         """
 

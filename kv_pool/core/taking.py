@@ -150,10 +150,11 @@ def touch_listed(pool: PoolState, listed: list[KVCacheBlock], is_access: bool = 
     """
     was_changing = pool.is_changing
     pool.is_changing = True
-    if count_up(pool, listed, was_changing) > 0:
+    num_free = count_up(pool, listed, was_changing)
+    if num_free > 0:
         pool.free_block_queue.remove_n(listed)
     for part in pool.parts:
-        part.note_touched(listed, is_access)
+        part.note_touched(listed, num_free, is_access)
     pool.is_changing = was_changing
     if is_access and pool.metrics_collector is not None:
         for block in listed:

@@ -115,7 +115,7 @@ def test_the_stack_is_sound_after_any_calls(seed):
         table = make_blocks(*[None] * nulls, *chain[nulls:])
         kind = rng.random()
         if kind < 0.4:
-            curve.note_touched(table[:start_at], True)
+            curve.note_touched(table[:start_at], 0, True)
         elif kind < 0.97:
             request = SimpleNamespace(num_prompt_tokens=4 * rng.randrange(12)) if rng.random() < 0.5 else None
             cached = table[start_at:]
@@ -176,7 +176,7 @@ def test_weights_stay_finite():
     blocks = make_blocks(b"a", b"b")
     curve.note_cached(None, blocks, blocks, 0, 4, 0)
     for _ in range(10_000):
-        curve.note_touched(blocks, True)
+        curve.note_touched(blocks, 0, True)
     assert curve.weight < 2.0**41
     assert curve.hit_blocks / curve.looked_up_blocks == pytest.approx(1)
     assert sum(curve.counts) == pytest.approx(curve.looked_up_blocks)

@@ -99,7 +99,7 @@ def test_a_half_life_is_also_a_time():
     assert read_live_curve(curve).half_life_seconds is None
     for _ in range(100):
         now[0] += 0.5
-        curve.note_touched([BlockPool(2, True, 4).blocks[1]] * 8, True)
+        curve.note_touched([BlockPool(2, True, 4).blocks[1]] * 8, 0, True)
     assert read_live_curve(curve).half_life_seconds == pytest.approx(0.5 * 320 / 8, rel=0.05)
 
 
