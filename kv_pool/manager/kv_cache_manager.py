@@ -122,8 +122,11 @@ class KVCacheManager(ManagerState):
         )
         if tracks_owners:
             self._owners = OwnedPrefixes(
-                block_pool, [group.group_id for group in self._groups if group.is_cacheable]
+                block_pool,
+                [group.group_id for group in self._groups if group.is_cacheable],
+                self._caching.uncached,
             )
+            self.listeners.append(self._owners)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._tables)} requests over {self.block_pool!r}>"

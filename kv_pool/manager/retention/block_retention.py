@@ -11,6 +11,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
@@ -38,7 +39,7 @@ class Session(TimedItem):
         self.blocks: list[KVCacheBlock] = blocks
 
 
-class BlockRetention:
+class BlockRetention(TableListener):
     """The retention of cached blocks: directives, pins and sessions decide how long each is kept.
 
         >>> from kv_pool import BlockPool
@@ -238,7 +239,7 @@ class BlockRetention:
         """Keep the cached blocks of this request for the next turn of its conversation.
 
         Call it just before or after the request is freed. A second call for the same session replaces the
-        first. The session also ends when a request with this `session_id` takes its hits: `note_admitted`.
+        first. The session also ends when a request with this `session_id` takes its hits: `note_started`.
 
         Args:
             until: a time of the clock. After it, blocks without other claims are evicted first.
@@ -342,8 +343,8 @@ class BlockRetention:
         self._directives.block_sizes = tuple(block_sizes)
         self._tables = tables
 
-    def note_admitted(self, request: SchedulableRequest) -> None:
-        """End the session of a request that has just got its first blocks, hits included."""
+    def note_started(self, request: SchedulableRequest) -> None:
+        """End the session of a request that has just got its hits."""
         if self._sessions:
             session_id: str | None = getattr(request, "session_id", None)
             if session_id is not None and session_id in self._sessions:
@@ -371,7 +372,7 @@ class BlockRetention:
         """Release pins of these blocks, to which a request has just taken references; their claims stay."""
         self._placed.release(blocks)
 
-    def label_table(
+    def note_leaving(
         self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
     ) -> None:
         """Put the claims of a request's directives on blocks that it is about to free.
@@ -422,6 +423,10 @@ class BlockRetention:
                         if _is_lasting(claims):
                             lasting.add(blocks[index])
         return lasting
+
+    def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
+        """See `forget_request`."""
+        self.forget_request(request_id)
 
     def forget_request(self, request_id: RequestId) -> None:
         """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""

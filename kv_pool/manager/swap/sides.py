@@ -67,9 +67,10 @@ class SwapSide:
 
     def note_leaving(self, request_id: RequestId, blocks_by_group: list[list[KVCacheBlock]]) -> None:
         """Note that a request leaves this side and drops its references: whole tables, one per group."""
-        if self._retention is not None and self._retention.is_active:
+        if self._manager is not None:
             for group_id, blocks in enumerate(blocks_by_group):
-                self._retention.label_table(request_id, GroupId(group_id), 0, blocks)
+                for listener in self._manager.listeners:
+                    listener.note_leaving(request_id, GroupId(group_id), 0, blocks)
 
     def release(self, hold: Hold) -> None:
         """End a hold and drop its references."""
