@@ -19,7 +19,7 @@ from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.placed_claims import PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
-from kv_pool.manager.retention.segments import cut_into_segments, find_cached, find_in_tables
+from kv_pool.manager.retention.segments import cut_into_segments, find_cached
 
 
 class Session(TimedItem):
@@ -262,31 +262,23 @@ class BlockRetention(TableListener):
             raise InvalidArgumentError(f"a session cannot be kept until {until}: it is {now} now")
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidArgumentError(f"the priority is {priority}; it must be 0 to {MAX_PRIORITY}")
-        block_sizes = self._directives.block_sizes
-        tables = self._tables.get(request.request_id)
-        blocks = None if tables is None else find_in_tables(self.block_pool, request, tables, block_sizes)
-        is_in_use = blocks is not None
-        if blocks is None:
-            blocks = []
-            for group_id, block_size in enumerate(block_sizes):
-                blocks += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
-            if self.block_pool.cached_block_hashes_by_block:  # a block may be found under several keys
-                blocks = list(dict.fromkeys(blocks))
+        found: list[KVCacheBlock] = []
+        for group_id, block_size in enumerate(self._directives.block_sizes):
+            found += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
+        blocks = list(dict.fromkeys(found))  # a block may be found under several keys
         session = Session(session_id, until, priority, blocks)
         self.block_pool.is_changing = True
-        if is_in_use:
-            self._placed.add(blocks, session.claim.alone, now)
-        else:
-            changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-            for stretch in cut_by_number(blocks):
-                claims = self._records.get_claims(stretch[0])
-                left = [claim for claim in claims if claim.until > now]
-                changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
-            self._placed.change(changes, False)
+        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        for stretch in cut_by_number(blocks):
+            claims = self._records.get_claims(stretch[0])
+            left = [claim for claim in claims if claim.until > now]
+            changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
+        self._placed.change(changes, False)
         if session_id in self._sessions:
             self._end_session(session_id)
         elif blocks and len(self._sessions) >= self.max_sessions:
-            self._end_session(self._find_next_to_end())
+            next_to_end = min(self._sessions.values(), key=lambda one: one.changes_at)
+            self._end_session(next_to_end.session_id)
         if blocks:
             self._sessions[session_id] = session
             self._deadlines.push(session)
@@ -463,15 +455,6 @@ class BlockRetention(TableListener):
             if len(left) < len(claims):
                 changes.append((stretch, left))
         self._placed.change(changes, False)
-
-    def _find_next_to_end(self) -> str:
-        """Return the session with the earliest deadline. O(sessions)."""
-        first: Session | None = None
-        for session in self._sessions.values():
-            if first is None or session.changes_at < first.changes_at:
-                first = session
-        assert first is not None
-        return first.session_id
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""

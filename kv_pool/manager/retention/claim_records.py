@@ -44,13 +44,6 @@ class Record(TimedItem):
         self.num_blocks: int = 0
         self.retention_id: int = 0
 
-    def be_about(self, blocks: list[KVCacheBlock], freed_at: float) -> None:
-        """Make this the record of these blocks alone, which became free together at `freed_at`."""
-        self.blocks = blocks
-        self.freed_at = freed_at
-        self.is_shared = False
-        self.changes_at = self.find_next_end()
-
     def find_next_end(self) -> float:
         """Return when the next claim ends; NEVER for a shared record."""
         next_end = NEVER
@@ -113,21 +106,12 @@ class ClaimRecords:
     def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
         """Return a new record for blocks that became free together at `freed_at`, to be assigned next."""
         record = Record(claims)
-        record.be_about(blocks, freed_at)
+        record.blocks = blocks
+        record.freed_at = freed_at
+        record.is_shared = False
+        record.changes_at = record.find_next_end()
         self._add(record)
         return record
-
-    def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
-        """Make the blocks' shared record their own, instead of a new one; False if it is not shared.
-
-        Claims of this record end, so no other free block has it. Blocks in use keep its number and get a
-        record of their own when they become free.
-        """
-        if not record.is_shared:
-            return False
-        del self._shared[record.claims]
-        record.be_about(blocks, freed_at)
-        return True
 
     def put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
         """Replace the claims on distinct blocks, void or not, by those of a record; None removes them."""
