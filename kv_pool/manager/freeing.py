@@ -1,8 +1,9 @@
-"""`free_tables`, `truncate_tables`: release the blocks of a request, or those of withdrawn tokens."""
+"""`free_tables`, `truncate_tables`, `release_blocks`, `release_hold`: release the blocks of requests."""
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.freeing import free_listed
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -38,6 +39,13 @@ def release_blocks(
     if len(state.copies):
         state.copies.drop(blocks)
     free_listed(state.block_pool, blocks[::-1])
+
+
+def release_hold(state: ManagerState, hold: Hold) -> None:
+    """End a hold that a plan has on blocks, and drop the copies into them."""
+    if len(state.copies):
+        state.copies.drop(hold.blocks)
+    state.block_pool.holds.end(hold, HoldState.RELEASED)
 
 
 def truncate_tables(

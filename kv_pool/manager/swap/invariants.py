@@ -57,19 +57,14 @@ def check_references(swapper: BlockSwapper) -> None:
     manager = swapper.manager
     on_host = _count(
         swapper.host_pool,
-        (
-            block
-            for swapped in swapper._host.requests.values()
-            for table in swapped.tables
-            for block in table.blocks
-        ),
+        (block for _, _, table in list_tables(swapper._host) for block in table.blocks),
     )
     on_device = _count(
         manager.block_pool, (block for _, _, table in list_tables(manager) for block in table.blocks)
     )
     for plan in swapper.list_open_plans():
         _count(swapper.host_pool, plan.list_blocks(swapper._host))
-        _count(manager.block_pool, plan.list_blocks(swapper._device))
+        _count(manager.block_pool, plan.list_blocks(manager))
     _count_holds(swapper.host_pool, on_host)
     _count_holds(manager.block_pool, on_device)
     for pool, named, what in (
@@ -87,7 +82,8 @@ def check_references(swapper: BlockSwapper) -> None:
 
 def check_tables(swapper: BlockSwapper) -> None:
     """Verify W5."""
-    for request_id, (tables, num_computed) in swapper._host.requests.items():
+    for request_id, tables in swapper._host._tables.items():
+        num_computed = swapper._swapped_out[request_id]
         for spec, table in zip(swapper.manager.groups, tables, strict=True):
             if not all(block.is_null for block in table.blocks[: table.num_null_blocks]):
                 raise CorruptedPoolError(

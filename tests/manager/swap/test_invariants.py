@@ -20,11 +20,11 @@ def make_engine():
 
 
 def be_in_two_places(engine):
-    engine.swapper._host.put_tables("running", [], 10)
+    engine.swapper._host._tables["running"] = []
 
 
 def lose_a_host_reference(engine):
-    engine.swapper.host_pool.free_blocks([engine.swapper._host.requests["swapped"].tables[0].blocks[2]])
+    engine.swapper.host_pool.free_blocks([engine.swapper._host._tables["swapped"][0].blocks[2]])
 
 
 def keep_a_host_reference(engine):
@@ -36,16 +36,16 @@ def lose_a_device_reference(engine):
 
 
 def name_a_block_of_the_other_pool(engine):
-    blocks = engine.swapper._host.requests["swapped"].tables[0].blocks
+    blocks = engine.swapper._host._tables["swapped"][0].blocks
     blocks[0] = engine.manager.block_pool.blocks[blocks[0].block_id]
 
 
 def count_a_block_as_null(engine):
-    engine.swapper._host.requests["swapped"].tables[0].num_null_blocks = 1
+    engine.swapper._host._tables["swapped"][0].num_null_blocks = 1
 
 
 def count_a_block_as_cached(engine):
-    engine.swapper._host.requests["swapped"].tables[0].num_cached_blocks = 3
+    engine.swapper._host._tables["swapped"][0].num_cached_blocks = 3
 
 
 def copy_twice_into_one(engine):
