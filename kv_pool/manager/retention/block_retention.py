@@ -227,7 +227,7 @@ class BlockRetention(TableListener):
                     sessions = [claim for claim in old if claim.is_session]
                     changes.append((stretch, (*sessions, *directed) if sessions else directed))
         if num_pinned:
-            self._check_pins(num_pinned, sum([self._records.is_pinned(block) for block in changed]))
+            self._check_pins(num_pinned, sum([is_pin(self._records.get_claims(block)) for block in changed]))
         pool.is_changing = True
         self._placed.change(changes, True)
         pool.is_changing = False
@@ -392,9 +392,7 @@ class BlockRetention(TableListener):
         """
         if block.key is None:
             return False
-        if self._records.is_pinned(block):
-            return True
-        return self._directives.pins(request_id, group_id, index)
+        return is_pin(self._records.get_claims(block)) or self._directives.pins(request_id, group_id, index)
 
     def list_lasting_pins(self, request_id: RequestId | None) -> set[KVCacheBlock]:
         """Return the blocks that pins without a deadline keep from this request, as long as they exist.

@@ -71,10 +71,7 @@ def add_claims(claims: tuple[Claim, ...], added: tuple[Claim, ...]) -> tuple[Cla
 
 def is_pin(claims: tuple[Claim, ...]) -> bool:
     """Return True if one of the claims is a pin."""
-    for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
-        if claim.strength == PINNED:
-            return True
-    return False
+    return find_strength(claims) == PINNED
 
 
 def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[Claim, ...]:

@@ -4,7 +4,7 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, TimedItem
-from kv_pool.manager.retention.claim import NO_CLAIMS, PINNED, Claim, find_strength, is_lasting
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, find_strength
 
 
 class Record(TimedItem):
@@ -13,7 +13,6 @@ class Record(TimedItem):
     Attributes:
         claims: never empty.
         strength: the strength of the strongest claim.
-        is_lasting: True if no claim ends before the blocks lose their content.
         is_shared: True for the one record of all blocks with these claims. Otherwise the record is for blocks
             that became free together.
         freed_at: when these blocks became free.
@@ -26,7 +25,6 @@ class Record(TimedItem):
         "blocks",
         "claims",
         "freed_at",
-        "is_lasting",
         "is_shared",
         "num_blocks",
         "retention_id",
@@ -37,7 +35,6 @@ class Record(TimedItem):
         super().__init__(NEVER)
         self.claims: tuple[Claim, ...] = claims
         self.strength: int = find_strength(claims)
-        self.is_lasting: bool = is_lasting(claims)
         self.is_shared: bool = True
         self.freed_at: float = 0.0
         self.blocks: list[KVCacheBlock] = []
@@ -86,13 +83,6 @@ class ClaimRecords:
             return NO_CLAIMS
         record = self._records[block.retention_id]
         return NO_CLAIMS if record is None else record.claims
-
-    def is_pinned(self, block: KVCacheBlock) -> bool:
-        """Return `is_pin` of the claims on the block; O(1)."""
-        if block.retention_id <= 0 or block.key is None:
-            return False
-        record = self._records[block.retention_id]
-        return record is not None and record.strength == PINNED
 
     def share(self, claims: tuple[Claim, ...]) -> Record:
         """Return the shared record of these claims (at least one), for blocks to be assigned to it next."""

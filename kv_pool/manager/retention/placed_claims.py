@@ -22,6 +22,7 @@ from kv_pool.manager.retention.claim import (
     add_claims,
     find_strength,
     is_lasting,
+    is_pin,
     list_live,
 )
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
@@ -139,7 +140,7 @@ class PlacedClaims(BandPolicy):
 
     def drop_evicted(self) -> None:
         """Remove the claims on pinned blocks that were evicted without a call of the retention. O(pins)."""
-        self._put([block for block in self.pinned if not self.records.is_pinned(block)], None)
+        self._put([block for block in self.pinned if not is_pin(self.records.get_claims(block))], None)
 
     def forget(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that have lost their content; free ones are reused first."""
@@ -192,11 +193,9 @@ class PlacedClaims(BandPolicy):
         """Place blocks that just became free, are consecutive in the queue, and have the same record."""
         record = self.records.find(blocks[0])
         assert record is not None
-        live = record.claims
-        if not (record.is_lasting and record.is_shared):
-            now = self._clock()
-            live = list_live(record.claims, now, now)
-            self._put_claims(blocks, live, now)
+        now = self._clock()
+        live = list_live(record.claims, now, now)
+        self._put_claims(blocks, live, now)
         if live:
             self._put_in_place(blocks, find_strength(live), True)
 
