@@ -88,10 +88,8 @@ class BlockRetention(TableListener):
         check_type("block_pool", block_pool, BlockPoolCore)
         if not callable(clock):
             refuse_type("clock", clock, "a function")
-        if not isinstance(max_pinned_blocks, int):
-            max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
-        if not isinstance(max_sessions, int):
-            max_sessions = as_int("max_sessions", max_sessions)
+        max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
+        max_sessions = as_int("max_sessions", max_sessions)
         if max_pinned_blocks < 0 or max_sessions < 1:
             raise InvalidArgumentError(
                 f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
@@ -167,8 +165,7 @@ class BlockRetention(TableListener):
             PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
                 changed.
         """
-        if not isinstance(request_id, str):
-            refuse_type("request_id", request_id, "str")
+        check_type("request_id", request_id, str)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self._check_whole()
         ranges, pins = self._directives.read(listed)
@@ -249,12 +246,10 @@ class BlockRetention(TableListener):
             InvalidArgumentError: `until` is not in the future, or an invalid priority. Nothing has changed.
         Cost: O(blocks of the request).
         """
-        if not isinstance(session_id, str):
-            refuse_type("session_id", session_id, "str")
+        check_type("session_id", session_id, str)
         get_request_id("request", request)
         check_number("until", until)
-        if not isinstance(priority, int):
-            priority = as_int("priority", priority)
+        priority = as_int("priority", priority)
         self._check_whole()
         now = self._clock()
         self.expire()
@@ -291,8 +286,7 @@ class BlockRetention(TableListener):
         Returns:
             False if there is no such session, such as after its deadline. Nothing has changed then.
         """
-        if not isinstance(session_id, str):
-            refuse_type("session_id", session_id, "str")
+        check_type("session_id", session_id, str)
         self._check_whole()
         self.expire()
         if session_id not in self._sessions:
@@ -314,8 +308,7 @@ class BlockRetention(TableListener):
         A block with a higher priority keeps it. O(len(blocks)).
         """
         blocks = list(dict.fromkeys(as_list_of("blocks", blocks, KVCacheBlock)))
-        if not isinstance(priority, int):
-            priority = as_int("priority", priority)
+        priority = as_int("priority", priority)
         claim = self._directives.make_claim(RetentionDirective(priority=priority))
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True

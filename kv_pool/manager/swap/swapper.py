@@ -325,10 +325,15 @@ class BlockSwapper:
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
         self._plans.check_whole()
-        self._check_elsewhere(request.request_id)
-        tables = [self.manager.get_table(request.request_id, group.group_id) for group in self._groups]
+        request_id = request.request_id
+        plan = self._plans.by_request.get(request_id)
+        if plan is not None:
+            raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
+        if self._host.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
+        tables = [self.manager.get_table(request_id, group.group_id) for group in self._groups]
         for table in tables:
-            self.manager.copies.check_made(request.request_id, table.blocks)
+            self.manager.copies.check_made(request_id, table.blocks)
         return tables
 
     def _check_swap_in(self, request: SchedulableRequest) -> list[BlockTable]:
@@ -348,13 +353,6 @@ class BlockSwapper:
                     "invalid blocks decreases it"
                 )
         return tables
-
-    def _check_elsewhere(self, request_id: RequestId) -> None:
-        plan = self._plans.by_request.get(request_id)
-        if plan is not None:
-            raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
-        if self._host.holds_blocks(request_id):
-            raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
 
     def _tables_of(self, request_id: RequestId) -> list[BlockTable]:
         tables = self._host._tables.get(request_id)
