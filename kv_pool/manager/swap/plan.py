@@ -21,7 +21,6 @@ from kv_pool.core.pool_state import note_continued, note_copy
 from kv_pool.core.taking import take, touch_listed
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove, GroupId, RequestId
-from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -104,8 +103,7 @@ class SwapPlan(TwoPhasePlan):
         if self._target.block_pool.enable_kv_cache_events:
             check_announceable(self._request)
         self._plans.begin(self, PlanState.COMMITTED)
-        for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
-            self._cache(group, table, row)
+        self._cache_copies()
         self._attach()
         for group_id, blocks in enumerate(self._sources):
             for listener in self._source.listeners:
@@ -244,23 +242,22 @@ class SwapPlan(TwoPhasePlan):
                 f"{self.direction.value}; free them first"
             )
 
-    def _cache(self, group: BlockGroup, table: BlockTable, row: list[KVCacheBlock]) -> None:
+    def _cache_copies(self) -> None:
         """Cache copies of cached blocks under the same keys: one event for each gapless part."""
         pool = self._target.block_pool
         if not pool.enable_caching:
             return
-        first = 0
-        for position in range(len(row) + 1):
-            if position < len(row) and self._is_uncached_copy(group, table, row, position):
-                continue
-            if first < position:
-                cache_full(pool, self._request, row, first, position, group.block_size, group.group_id, None)
-            first = position + 1
-
-    def _is_uncached_copy(
-        self, group: BlockGroup, table: BlockTable, row: list[KVCacheBlock], position: int
-    ) -> bool:
-        block = row[position]
-        if block.is_null or block.block_hash is not None:
-            return False
-        return find_key(self._request, group, table, position, self.num_computed_tokens) is not None
+        for group, table, found, row in zip(
+            self._groups, self._tables, self._match.rows, self._targets, strict=True
+        ):
+            first = 0
+            for position, there in enumerate([*found, pool.null_block]):
+                if there is None and find_key(
+                    self._request, group, table, position, self.num_computed_tokens
+                ):
+                    continue
+                if first < position:
+                    cache_full(
+                        pool, self._request, row, first, position, group.block_size, group.group_id, None
+                    )
+                first = position + 1
