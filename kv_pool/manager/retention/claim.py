@@ -59,9 +59,13 @@ def rank_claim(claim: Claim) -> tuple[int, float]:
 def add_claims(claims: tuple[Claim, ...], added: tuple[Claim, ...]) -> tuple[Claim, ...]:
     """Return these claims and those of directives, without directives' that another outlives and outranks.
 
+    No claim in `added` outlives and outranks another.
+
     So a block shared by thousands of requests has at most one such claim for each strength. Returns the same
     object if nothing is added. O(n log n) for n claims.
     """
+    if not claims:
+        return added
     directives = [claim for claim in claims if not claim.is_session]
     joined = join_claims(sorted([*directives, *added], key=rank_claim))
     if set(joined) == set(directives):

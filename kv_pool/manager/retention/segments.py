@@ -6,7 +6,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.retention.claim import Claim, join_claims, rank_claim
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, join_claims, rank_claim
 
 
 def cut_into_segments(
@@ -17,6 +17,13 @@ def cut_into_segments(
     Returns:
         (low, high, claims), in order and without gaps, counted from `first`.
     """
+    if len(ranges) == 1:  # the usual case, which needs no sorting
+        start, end, claim = ranges[0]
+        low = min(num_blocks, max(0, start // block_size - first))
+        high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
+        high = max(low, high)
+        parts = [(0, low, NO_CLAIMS), (low, high, claim.alone), (high, num_blocks, NO_CLAIMS)]
+        return [part for part in parts if part[0] < part[1]]
     in_order = sorted({claim for _, _, claim in ranges}, key=rank_claim)
     counts = [0] * len(in_order)
     ranks = {claim: rank for rank, claim in enumerate(in_order)}
