@@ -298,11 +298,11 @@ class Holdings:
         request_id = RequestId(str(holder.sequence_id))
         table = list(holder.blocks)
         if blocks == table:
-            retention.label_table(request_id, GroupId(0), 0, blocks)
+            retention.note_leaving(request_id, GroupId(0), 0, blocks)
         else:
             positions = {block: position for position, block in enumerate(table)}
             for block in blocks:
-                retention.label_table(request_id, GroupId(0), positions[block], [block])
+                retention.note_leaving(request_id, GroupId(0), positions[block], [block])
         if len(blocks) == len(table):
             retention.forget_request(request_id)
 

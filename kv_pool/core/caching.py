@@ -293,28 +293,3 @@ def add_keys(
                 before._next_cached_id = block.block_id
             before = block
     cache._num_keys += num_added
-
-
-def are_sole_holders(
-    pool: PoolState, blocks: list[KVCacheBlock], last_hash: BlockHash, block_size: int, group_id: GroupId
-) -> bool:
-    """Return True if `find_cached_prefix` is certain to find these blocks of a table.
-
-    False does not mean the opposite: the prefix map may still find them. O(len(blocks)), without a lookup
-    in the prefix map.
-
-    Args:
-        blocks: the first blocks of the table, at least one; they were cached as such.
-        last_hash: hash of the last block; it covers the blocks before it.
-    """
-    cache = pool.cached_block_hash_to_block
-    if pool.cached_block_hashes_by_block or cache._num_keys != len(cache._cache):
-        return False
-    step: i32 = block_size
-    num_tokens: i32 = 0
-    for block in blocks:
-        num_tokens += step
-        if block._next_cached_id < 0 or block.num_key_tokens != num_tokens:
-            return False
-    is_last: bool = blocks[-1].key == last_hash + group_suffix(group_id)
-    return is_last

@@ -14,6 +14,7 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
+from kv_pool.manager.freeing import release_blocks
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.step import Step
@@ -79,8 +80,8 @@ def carry_out(
     if is_new:
         # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
         start_tables(state, request, tables, step)
-        if retention is not None and retention.is_active:
-            retention.note_admitted(request)
+        for listener in state.listeners:
+            listener.note_started(request)
         if num_external:
             add_external(state, tables, step.num_before)
     elif state._has_forks:
@@ -98,8 +99,6 @@ def carry_out(
         if state._rules is not None and state._rules.chains is not None:
             release_superseded(state, state._rules.chains)
     if is_new:
-        if state._owners is not None:
-            state._owners.note_started(request)
         state._tables[step.request_id] = tables
     pool.is_changing = False
     return added
@@ -318,16 +317,12 @@ def free_skipped_blocks(
             table.num_null_blocks = end
             pool.is_changing = False
             continue  # all null: between two states
-        if len(state.copies):
-            state.copies.drop(passed)
-        if state.retention is not None and state.retention.is_active:
-            state.retention.label_table(request_id, group.group_id, first, passed)
         note_uncached(group, table, first, passed)
         table.add_past(first, passed)
         blocks[first:end] = [pool.null_block] * (end - first)
         table.num_null_blocks = end
         table.num_edits += 1
-        free_listed(pool, passed[::-1])
+        release_blocks(state, request_id, group.group_id, first, passed)
         pool.is_changing = False
 
 

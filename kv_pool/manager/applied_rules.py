@@ -1,17 +1,20 @@
 """`AppliedRules`: `PrefixRules` for the groups of one manager: its look-ups and its caching."""
 
+from collections.abc import Sequence
+
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, GroupId
+from kv_pool.ids import BlockHash, GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
+from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
@@ -21,7 +24,7 @@ from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
-class AppliedRules:
+class AppliedRules(TableListener):
     """The parts of a manager that its `PrefixRules` replace.
 
     Args:
@@ -130,8 +133,11 @@ class AppliedRules:
                 if step.num_scheduled > (position + 1) * group.block_size:
                     tables[group.group_id].unaligned_position = position
 
-    def note_ended(self, tables: list[BlockTable]) -> None:
-        """Record where a request ends, before its blocks are released."""
+    def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
+        """Record where a request has ended, and withdraw the offers of its states."""
+        caching = self.caching
+        if caching.state_offers:
+            caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
         if self.chains is not None and self.lookup.full is not None:
             table = tables[self.lookup.full.first.group_id]
             if table.num_cached_blocks:

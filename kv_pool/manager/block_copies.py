@@ -4,7 +4,8 @@ Also those of blocks that a hit shares in part, and of cached states that are ab
 """
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.holds import Hold, HoldState
+from kv_pool.core.freeing import free_listed
+from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError
@@ -85,21 +86,14 @@ class BlockCopies:
             needed = self._list_needed()
             self._pool.holds.drop_references(hold, [block for block in hold.blocks if block not in needed])
 
-    def take(self) -> list[BlockMove]:
-        """Return the pending copies and release their sources, which the next allocation may reuse."""
-        if not self._holds:
-            return []
-        moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
-        self._pool.is_changing = True
-        self._pool.holds.end(self._holds.pop(), HoldState.RELEASED)
-        self._source_of = {}
-        self._pool.is_changing = False
-        return moves
+    def take(self, keeps_blocks: bool) -> tuple[list[BlockMove], list[KVCacheBlock]]:
+        """Return the pending copies, and their held blocks in the order to free them.
 
-    def take_with_blocks(self) -> tuple[list[BlockMove], list[KVCacheBlock]]:
-        """Return the pending copies, and their held blocks with one reference each.
+        Copies of states come last, by group.
 
-        Copies of states come last, by group. Free the blocks in this order after the copies.
+        Args:
+            keeps_blocks: whether the caller frees the blocks, after the copies; otherwise they are free now,
+                and the next allocation may reuse them.
         """
         if not self._holds:
             return [], []
@@ -114,8 +108,11 @@ class BlockCopies:
         self._pool.holds.hand_over(self._holds.pop())
         self._source_of = {}
         self.state_pairs = []
+        blocks = list(order)
+        if not keeps_blocks:
+            free_listed(self._pool, blocks)
         self._pool.is_changing = False
-        return moves, list(order)
+        return moves, blocks
 
     def repair(self) -> None:
         """Let the hold contain the blocks of the pending copies, before references are counted again."""

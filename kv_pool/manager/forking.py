@@ -77,8 +77,6 @@ def fork_tables(
                 note_continued(pool, block, start, child.block_hashes)
     state._has_forks = True
     if state._owners is not None:
-        state._owners.note_started(child)
-        if parent.request_id in state._caching.uncached:
-            state._caching.uncached.add(child.request_id)
+        state._owners.note_forked(parent.request_id, child)
     state._tables[child.request_id] = copies
     pool.is_changing = False

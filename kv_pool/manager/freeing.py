@@ -1,7 +1,9 @@
-"""`free_tables`, `truncate_tables`: release the blocks of a request, or those of withdrawn tokens."""
+"""`free_tables`, `truncate_tables`, `release_blocks`, `release_hold`: release the blocks of requests."""
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.freeing import free_listed
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -12,31 +14,38 @@ from kv_pool.manager.manager_state import ManagerState
 
 def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTable]) -> None:
     """See `KVCacheManager.free`."""
-    retention = state.retention
-    if retention is not None:
-        retention.expire()
-        if not retention.is_active:
-            retention = None
-    pool = state.block_pool
-    pool.is_changing = True
-    if state._rules is not None:
-        state._rules.note_ended(tables)
-    if state._owners is not None:
-        state._owners.note_ended(request_id)
-        state._caching.uncached.discard(request_id)
+    if state.retention is not None:
+        state.retention.expire()  # before these blocks, others become the next to be reused
+    state.block_pool.is_changing = True
     del state._tables[request_id]
     for group_id, table in enumerate(tables):
         first = table.num_null_blocks
-        leaving = table.blocks[first:]  # a copy: a caller may still read the table's own list
-        if len(state.copies):
-            state.copies.drop(leaving)
-        if retention is not None:
-            retention.label_table(request_id, GroupId(group_id), first, leaving)
-        leaving.reverse()
-        free_listed(pool, leaving)
-    if retention is not None:
-        retention.forget_request(request_id)
-    pool.is_changing = False
+        release_blocks(state, request_id, GroupId(group_id), first, table.blocks[first:])
+    for listener in state.listeners:
+        listener.note_ended(request_id, tables)
+    state.block_pool.is_changing = False
+
+
+def release_blocks(
+    state: ManagerState, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+) -> None:
+    """Drop a request's references to blocks of its table, and the copies into them; the last one goes first.
+
+    Args:
+        first: the table index of the first block.
+    """
+    for listener in state.listeners:
+        listener.note_leaving(request_id, group_id, first, blocks)
+    if len(state.copies):
+        state.copies.drop(blocks)
+    free_listed(state.block_pool, blocks[::-1])
+
+
+def release_hold(state: ManagerState, hold: Hold) -> None:
+    """End a hold that a plan has on blocks, and drop the copies into them."""
+    if len(state.copies):
+        state.copies.drop(hold.blocks)
+    state.block_pool.holds.end(hold, HoldState.RELEASED)
 
 
 def truncate_tables(
@@ -65,7 +74,6 @@ def truncate_tables(
                 f"group {group.group_id} has only the state, or the window, of a later token. Free the "
                 "request, truncate it, and admit it again"
             )
-    retention = state.retention
     pool = state.block_pool
     pool.is_changing = True
     for group in state._groups:
@@ -76,13 +84,9 @@ def truncate_tables(
         position = num_tokens // group.block_size
         leaving = table.blocks[num_left:]
         if leaving:
-            if len(state.copies):
-                state.copies.drop(leaving)
-            if retention is not None and retention.is_active:
-                retention.label_table(request_id, group.group_id, num_left, leaving)
             del table.blocks[num_left:]
             table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-            free_listed(pool, leaving[::-1])
+            release_blocks(state, request_id, group.group_id, num_left, leaving)
         table.num_cached_blocks = min(table.num_cached_blocks, position)
         if position < len(table.blocks):
             block = table.blocks[position]

@@ -297,5 +297,3 @@ def check_leases(leases: BlockLeases) -> None:
             raise CorruptedPoolError(
                 f"L3: block {block.block_id} is written, and also read or cached: {listed}"
             )
-    if by_block != leases._by_block and leases._book.num_overdue == leases._num_overdue:
-        raise CorruptedPoolError("L1: the leases of each block differ from the listed leases")

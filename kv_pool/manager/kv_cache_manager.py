@@ -122,8 +122,11 @@ class KVCacheManager(ManagerState):
         )
         if tracks_owners:
             self._owners = OwnedPrefixes(
-                block_pool, [group.group_id for group in self._groups if group.is_cacheable]
+                block_pool,
+                [group.group_id for group in self._groups if group.is_cacheable],
+                self._caching.uncached,
             )
+            self.listeners.append(self._owners)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._tables)} requests over {self.block_pool!r}>"
@@ -373,11 +376,7 @@ class KVCacheManager(ManagerState):
         if self.block_pool.is_changing:
             refuse_interrupted()
         self._caching.begin_step()
-        if not self.copies.state_pairs:
-            return self.copies.take()
-        moves, blocks = self.copies.take_with_blocks()
-        self.block_pool.free_blocks(blocks)
-        return moves
+        return self.copies.take(False)[0]
 
     def take_block_copies_with_blocks(self) -> tuple[list[BlockMove], list[KVCacheBlock]]:
         """Return the copies as `take_block_copies` does, but keep their blocks until they are made.
@@ -388,7 +387,7 @@ class KVCacheManager(ManagerState):
         Does not begin a step: see `begin_step`.
         """
         self.block_pool.holds.check_whole()
-        return self.copies.take_with_blocks()
+        return self.copies.take(True)
 
     def begin_step(self) -> None:
         """Begin a step: states written by the steps before it can be hit. `take_block_copies` calls it."""

@@ -129,7 +129,6 @@ class BlockLeases:
         if clock is not None:
             self._book.clock = clock
         self._leases: dict[Hold, Lease] = {}  # active and quarantined leases, oldest first
-        self._by_block: dict[KVCacheBlock, list[Lease]] = {}
         self._num_overdue = 0  # overdue holds of the pool that are already processed
         self._last_id = 0
         self._opening: Lease | None = None  # by a call that runs now, or was interrupted
@@ -159,6 +158,7 @@ class BlockLeases:
             blocks: distinct blocks of this pool. To read: cached (free or not) or in use. To write: in use by
                 one holder, without a hash, and not leased; their previous content is flushed to the lower
                 tiers before this returns. A block that is being written cannot be leased again.
+        Cost: O(blocks + leased blocks).
         Raises:
             InvalidArgumentError: no blocks, or a deadline that has passed.
             InvalidBlockError: a block that does not meet the conditions above. In both cases nothing has
@@ -177,10 +177,9 @@ class BlockLeases:
         if len(set(listed)) != len(listed):
             raise InvalidBlockError(f"{holder} requests a lease that lists a block twice")
         self._book.check_whole()
-        if self._book.num_overdue != self._num_overdue:
-            self._rebuild()  # some leases may have expired and are not reported yet
+        leased = {block: lease for lease in self.list_leases() for block in lease.blocks}
         for block in listed:
-            self._check_block(block, holder, kind)
+            self._check_block(block, leased.get(block), holder, kind)
         is_written = kind is LeaseKind.WRITE
         if is_written:
             self.block_pool.flush_evicted()
@@ -191,8 +190,6 @@ class BlockLeases:
         self._opening = lease
         self._leases[hold] = lease
         self._book.take_references(hold, listed)
-        for block in listed:
-            self._by_block.setdefault(block, []).append(lease)
         self._opening = None
         self.block_pool.is_changing = False
         return lease
@@ -210,7 +207,7 @@ class BlockLeases:
         self._book.check_whole()
         self.block_pool.is_changing = True
         self._book.end(lease.hold, HoldState.RELEASED)
-        self._remove(lease)
+        self._leases.pop(lease.hold, None)
         self.block_pool.is_changing = False
 
     def extend(self, lease: Lease, deadline: float) -> None:
@@ -227,9 +224,6 @@ class BlockLeases:
                 f"{lease!r} cannot be extended: its deadline has passed and was reported. Release it with "
                 "release() once the transfer is known to be over."
             )
-        now = self._book.clock()
-        if not deadline > now:
-            raise InvalidArgumentError(f"{lease!r} cannot be extended to {deadline}: it is {now} now")
         lease.hold.extend(deadline)
         lease._last_deadline = deadline
 
@@ -251,7 +245,6 @@ class BlockLeases:
             if lease.state is LeaseState.EXPIRED:
                 del self._leases[lease.hold]
         self._num_overdue = self._book.num_overdue
-        self._rebuild()
         return sorted(overdue, key=lambda lease: lease.deadline)
 
     def list_leases(self) -> list[Lease]:
@@ -271,24 +264,27 @@ class BlockLeases:
         check_type("block", block, KVCacheBlock)
         return any(lease.hold.contains(block) for lease in self.list_leases())
 
-    def _check_block(self, block: KVCacheBlock, holder: str, kind: LeaseKind) -> None:
+    def _check_block(self, block: KVCacheBlock, lease: Lease | None, holder: str, kind: LeaseKind) -> None:
+        """Raise InvalidBlockError unless the block can be leased.
+
+        Args:
+            lease: one on this block; of several, all read.
+        """
         if block.is_null or block.pool is not self.block_pool:
             raise InvalidBlockError(
                 f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; it "
                 f"cannot be leased to {holder}"
             )
-        leases = self._by_block.get(block, [])
-        for lease in leases:
-            if lease.kind is LeaseKind.WRITE:
-                raise InvalidBlockError(
-                    f"block {block.block_id} cannot be leased to {holder}: {lease!r} writes it"
-                )
+        if lease is not None and lease.kind is LeaseKind.WRITE:
+            raise InvalidBlockError(
+                f"block {block.block_id} cannot be leased to {holder}: {lease!r} writes it"
+            )
         if kind is LeaseKind.READ:
             if block.ref_cnt == 0 and block.block_hash is None:
                 raise InvalidBlockError(
                     f"block {block.block_id} is free and has no content; {holder} has nothing to read there"
                 )
-        elif block.ref_cnt != 1 or block.block_hash is not None or leases:
+        elif block.ref_cnt != 1 or block.block_hash is not None or lease is not None:
             raise InvalidBlockError(
                 f"block {block.block_id} cannot be leased to {holder} for writing: it has {block.ref_cnt} "
                 f"references and is {'not ' if block.block_hash is None else ''}cached; it needs one "
@@ -303,15 +299,6 @@ class BlockLeases:
                 "may hold other content by now"
             )
 
-    def _remove(self, lease: Lease) -> None:
-        """Remove a lease whose hold has ended."""
-        self._leases.pop(lease.hold, None)
-        for block in lease.blocks:
-            leases = self._by_block[block]
-            leases.remove(lease)
-            if not leases:
-                del self._by_block[block]
-
     def begin_repair(self) -> None:
         """Drop the lease whose `acquire` was interrupted. Called by a repair of the pool."""
         if self._opening is not None:
@@ -319,15 +306,6 @@ class BlockLeases:
             if not self._opening.hold.is_released:
                 self._book.end(self._opening.hold, HoldState.RELEASED)
             self._opening = None
-        self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Rebuild the index from the holds."""
         self._leases = {
             hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.RELEASED
         }
-        by_block: dict[KVCacheBlock, list[Lease]] = {}
-        for lease in self.list_leases():
-            for block in lease.blocks:
-                by_block.setdefault(block, []).append(lease)
-        self._by_block = by_block

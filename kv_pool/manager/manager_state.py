@@ -17,6 +17,7 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.host_blocks import HostBlocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
@@ -36,6 +37,7 @@ class ManagerState:
         prefix_rules, policy: as for `KVCacheManager`.
 
     Attributes:
+        listeners: what follows the life of tables: the retention, the owners of prefixes, the rules; or none.
         detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
     """
 
@@ -74,6 +76,7 @@ class ManagerState:
         self.detached_tables: dict[RequestId, list[BlockTable]] = {}
         self._hosts: list[Callable[[], HostBlocks | None]] = []  # weak references
         self._has_forks: bool = False
+        self.listeners: list[TableListener] = []
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
         parts = [EqualGroups([one], self.alignment, False) for one in self._groups if one.is_cacheable]
@@ -84,6 +87,8 @@ class ManagerState:
             self._rules = AppliedRules(prefix_rules, specs, self._groups, block_pool, self.alignment)
             self._caching = self._rules.caching
             self._lookup = self._rules.lookup
+            if self._rules.has_states or self._rules.chains is not None:
+                self.listeners.append(self._rules)
         elif any(isinstance(spec, MambaSpec) and spec.prefill_checkpoint_alignment for spec in specs):
             raise InvalidArgumentError(
                 "a MambaSpec with prefill_checkpoint_alignment needs prefix_rules, which select its states"
@@ -140,6 +145,8 @@ class ManagerState:
         block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in self.groups]
         retention.attach(block_sizes, self._tables)
         self._needs.retention = retention
+        if self.retention is None:
+            self.listeners.append(retention)
         self.retention = retention
 
 

@@ -8,6 +8,8 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.salt_regions import read_salt_regions
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.table_listener import TableListener
 
 
 class OwnedPrefix(NamedTuple):
@@ -20,18 +22,20 @@ class OwnedPrefix(NamedTuple):
     hashes: tuple[BlockHash, ...]
 
 
-class OwnedPrefixes:
+class OwnedPrefixes(TableListener):
     """Remembers requests with an adapter, a salt or a session as long as a block of theirs is cached.
 
     Args:
         groups: the ids of the groups whose blocks are cached.
+        uncached: the running requests whose blocks are not cached any more, by id.
 
     Memory: the hashes of ended requests, about four per block of the pool and of its lower tiers at most.
     """
 
-    def __init__(self, pool: BlockPoolCore, groups: Collection[GroupId]) -> None:
+    def __init__(self, pool: BlockPoolCore, groups: Collection[GroupId], uncached: set[RequestId]) -> None:
         self._pool = pool
         self._groups = tuple(groups)
+        self._uncached = uncached
         self._running: dict[RequestId, Any] = {}
         self._ended: list[OwnedPrefix] = []
         self._num_hashes = 0
@@ -39,7 +43,7 @@ class OwnedPrefixes:
 
     def note_started(self, request: Any) -> None:
         """Remember a request that gets its first blocks."""
-        self.note_ended(request.request_id)  # one that ended elsewhere, such as in another pool
+        self._keep(request.request_id)  # one that ended elsewhere, such as in another pool
         if (
             request.lora_request
             or request.cache_salt
@@ -48,8 +52,19 @@ class OwnedPrefixes:
         ):
             self._running[request.request_id] = request
 
-    def note_ended(self, request_id: RequestId) -> None:
-        """Keep the hashes of a request that has no blocks any more. No-op for one that is not remembered."""
+    def note_forked(self, parent_id: RequestId, child: Any) -> None:
+        """Remember a request that starts in the blocks of another one."""
+        self.note_started(child)
+        if parent_id in self._uncached:
+            self._uncached.add(child.request_id)
+
+    def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
+        """Keep the hashes of a request that has no blocks any more."""
+        self._keep(request_id)
+        self._uncached.discard(request_id)
+
+    def _keep(self, request_id: RequestId) -> None:
+        """Keep the hashes of a running request as those of one that has ended, if it is remembered."""
         request = self._running.pop(request_id, None)
         if request is None:
             return

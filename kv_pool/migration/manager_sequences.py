@@ -207,7 +207,7 @@ class ManagerSequences:
         retention = self.manager.retention
         if retention is not None and retention.is_active:
             for group_id, row in enumerate(rows):
-                retention.label_table(sequence_id, GroupId(group_id), 0, row)
+                retention.note_leaving(sequence_id, GroupId(group_id), 0, row)
             if not self.manager.holds_blocks(sequence_id):
                 retention.forget_request(sequence_id)
         free_listed(self.pool, [block for row in rows for block in reversed(row) if not block.is_null])

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.core.holds import HoldState
 from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
-from kv_pool.manager.swap.sides import list_tail_first
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
 from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -200,10 +199,8 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
         self._attach()
-        if len(self._manager.copies):
-            self._manager.copies.drop(self.list_blocks())
-        for book, hold in self._holds:
-            book.end(hold, HoldState.RELEASED)
+        for _, hold in self._holds:
+            release_hold(self._manager, hold)
         self._tiered_cache.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 

@@ -89,7 +89,7 @@ def list_planned(node):
     blocks = [
         block
         for plan in node.swapper.list_open_plans()
-        for block in plan.list_blocks(node.swapper._device)
+        for block in plan.list_blocks(node.swapper.manager)
         if not block.is_null
     ]
     return blocks + [

@@ -607,7 +607,7 @@ class FailingLife:
                 f"{request.request_id} reads wrong bytes and was not named"
             )
         for request in self.swapped:
-            tables = self.engine.swapper._host.requests[request.request_id].tables
+            tables = self.engine.swapper._host._tables[request.request_id]
             assert self.engine.reads_good(request, request.num_computed_tokens, tables), (
                 f"{request.request_id} is swapped out with wrong bytes and was not named"
             )

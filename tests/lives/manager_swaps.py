@@ -77,7 +77,7 @@ class ManagerSwaps:
         source = self.device if is_out else self.host
         sources = [source.pool.blocks[move.source] for move in plan.moves]
         opened.promises.append(self.expect(source, sources, "a source of an open plan"))
-        on_device = plan.list_blocks(self.swapper._device)
+        on_device = plan.list_blocks(self.swapper.manager)
         opened.hits = [(block, block.block_hash) for block in on_device if block.block_hash is not None]
         found = [block for block, _ in opened.hits]
         opened.promises.append(self.expect(self.device, found, "in an open plan"))

@@ -213,7 +213,7 @@ def free_sources(original):
     def open_plan(plan):
         original(plan)
         sources = [block for table in plan._tables for block in table.blocks if not block.is_null]
-        plan._source.pool.free_blocks(sources[-1:])
+        plan._source.block_pool.free_blocks(sources[-1:])
 
     return open_plan
 
@@ -246,10 +246,10 @@ def free_copied(original):
 
 
 def keep_copied(original):
-    def take(copies):
-        moves = original(copies)
+    def take(copies, keeps_blocks):
+        moves, blocks = original(copies, keeps_blocks)
         copies._pool.touch([copies._pool.blocks[move.source] for move in moves])
-        return moves
+        return moves, blocks
 
     return take
 

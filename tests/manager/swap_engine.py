@@ -101,7 +101,7 @@ class SwapEngine:
         self.check_tables(request, tables, self.device_kv)
 
     def check_on_host(self, request):
-        self.check_tables(request, self.swapper._host.requests[request.request_id].tables, self.host_kv)
+        self.check_tables(request, self.swapper._host._tables[request.request_id], self.host_kv)
 
     def check_tables(self, request, tables, content):
         num_computed = request.num_computed_tokens

@@ -375,7 +375,7 @@ def make_swapped(is_partial=False):
 def test_a_swapped_out_request_is_named(is_partial):
     manager, swapper, request, table = make_swapped(is_partial)
     assert manager.report_invalid_blocks([table[1].block_id]).num_valid_tokens == {"a": 4}
-    assert all(block.block_hash is None for block in swapper._host.requests["a"].tables[0].blocks[1:])
+    assert all(block.block_hash is None for block in swapper._host._tables["a"][0].blocks[1:])
     request.num_computed_tokens = 4
     plan = swapper.swap_in(request)
     plan.commit()

@@ -35,10 +35,6 @@ def list_a_lease_under_the_hold_of_another(leases, read, written, quarantined):
     read.hold = written.hold
 
 
-def count_a_block_twice(leases, read, written, quarantined):
-    leases._by_block[read.blocks[0]].append(read)
-
-
 def quarantine_a_reader(leases, read, written, quarantined):
     quarantined.kind = LeaseKind.READ
 
@@ -62,22 +58,16 @@ def read_a_block_that_is_written(leases, read, written, quarantined):
     read.hold._blocks[written.blocks[0]] = None
 
 
-def forget_a_writer(leases, read, written, quarantined):
-    leases._by_block.clear()
-
-
 @pytest.mark.parametrize(
     ("damage", "broken"),
     [
         (lease_another_block_than_is_held, "L1"),
         (list_a_lease_under_the_hold_of_another, "L1"),
-        (count_a_block_twice, "L1"),
         (quarantine_a_reader, "L2"),
         (hold_without_a_deadline, "L2"),
         (lose_the_deadlines, "L2"),
         (hash_a_block_that_is_written, "L3"),
         (read_a_block_that_is_written, "L3"),
-        (forget_a_writer, "L1"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -220,7 +220,7 @@ def test_a_kept_block_is_kept_again_after_its_lease():
     retention = BlockRetention(pool, clock)
     leases = BlockLeases(pool, clock)
     retention.set_directives("request", [RetentionDirective(priority=90)])
-    retention.label_table("request", 0, 0, [pool.blocks[1]])
+    retention.note_leaving("request", 0, 0, [pool.blocks[1]])
     pool.free_blocks([pool.blocks[1]])
     assert retention.num_retained == 1
     lease = acquire(leases, [1])

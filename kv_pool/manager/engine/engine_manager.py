@@ -411,7 +411,6 @@ class EngineManager:
         if has_options:
             self.request_options.note_leaving(request)
         if tables is not None:
-            self._drop_offers(request_id)
             self.manager.free(request)
         if has_options:
             self.request_options.note_left(request)
@@ -428,15 +427,14 @@ class EngineManager:
         popped: list[KVCacheBlock] = []
         tables = self.manager._tables.get(request_id)
         if tables is not None:
-            self._drop_offers(request_id)
-            retention = self.manager.retention if has_options else None
             for group_id, table in enumerate(tables):
                 first = table.num_null_blocks
-                if retention is not None:
-                    retention.label_table(request_id, GroupId(group_id), first, table.blocks[first:])
-                popped += table.blocks[first:]
-            if retention is not None:
-                retention.forget_request(request_id)
+                leaving = table.blocks[first:]
+                for listener in self.manager.listeners:
+                    listener.note_leaving(request_id, GroupId(group_id), first, leaving)
+                popped += leaving
+            for listener in self.manager.listeners:
+                listener.note_ended(request_id, tables)
             self.manager.pop_tables(request_id)
             self.manager.forget_tables(request_id)
         if has_options:
@@ -475,12 +473,6 @@ class EngineManager:
             for request_id, group_id, block, num_tokens in offers:
                 taken.setdefault(request_id, []).append((group_id, block.block_id, num_tokens))
         return taken
-
-    def _drop_offers(self, request_id: RequestId) -> None:
-        """Drop the states of a request whose blocks are released."""
-        caching = self._rules.caching
-        if caching.state_offers:
-            caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, BlockId, int]]:
         """Return the states within a block that a finished request leaves: (group, block, tokens).

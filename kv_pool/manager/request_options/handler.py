@@ -1,7 +1,7 @@
 """`RequestOptionsHandler`: applies the `kv_pool` objects of requests to a manager's retention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -52,9 +52,9 @@ class RequestReport(msgspec.Struct, omit_defaults=True):
 class OpenOptions:
     """The options of a request that has not ended, its directives and its report so far."""
 
-    options: RequestOptions
-    directives: list[RetentionDirective]
-    report: RequestReport
+    options: RequestOptions = field(default_factory=RequestOptions)
+    directives: list[RetentionDirective] = field(default_factory=list)
+    report: RequestReport = field(default_factory=RequestReport)
     num_computed: int = 0
     has_ended: bool = False
 
@@ -122,8 +122,7 @@ class RequestOptionsHandler:
         request_id = get_request_id("request", request)
         if request_id in self.by_request:
             return
-        report = RequestReport()
-        kept = OpenOptions(RequestOptions(), [], report)
+        kept = OpenOptions()
         try:
             options = read_options(value)
             directives = options.list_directives(request.num_tokens)
@@ -134,22 +133,21 @@ class RequestOptionsHandler:
                 )
             if not self._manager.block_pool.enable_caching:
                 raise InvalidArgumentError("the engine's prefix cache is off; nothing can be retained")
-            self._apply(request, options, directives, report)
+            self._apply(request, options, directives, kept.report)
             if options.hints is not None:
                 hinted: Any = request
                 hinted.kv_hints = options.hints
-            kept = OpenOptions(options, directives, report)
+            kept.options, kept.directives = options, directives
         except KVPoolError as error:
-            self._refuse(request_id, report, error)
+            self._refuse(request_id, kept.report, error)
         self.by_request[request_id] = kept
 
     def refuse(self, request: SchedulableRequest, reason: str) -> None:
         """Refuse the options of a request that has arrived, for a reason of the engine."""
         request_id = get_request_id("request", request)
         if request_id not in self.by_request:
-            report = RequestReport()
-            self.by_request[request_id] = OpenOptions(RequestOptions(), [], report)
-            self._refuse(request_id, report, InvalidArgumentError(reason))
+            kept = self.by_request[request_id] = OpenOptions()
+            self._refuse(request_id, kept.report, InvalidArgumentError(reason))
 
     def note_end(self, request: SchedulableRequest) -> RequestReport | None:
         """Keep the session of a request that ends, and return its report; None without options.

@@ -11,6 +11,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
@@ -18,7 +19,7 @@ from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.placed_claims import PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
-from kv_pool.manager.retention.segments import cut_into_segments, find_cached, find_in_tables
+from kv_pool.manager.retention.segments import cut_into_segments, find_cached
 
 
 class Session(TimedItem):
@@ -38,7 +39,7 @@ class Session(TimedItem):
         self.blocks: list[KVCacheBlock] = blocks
 
 
-class BlockRetention:
+class BlockRetention(TableListener):
     """The retention of cached blocks: directives, pins and sessions decide how long each is kept.
 
         >>> from kv_pool import BlockPool
@@ -87,10 +88,8 @@ class BlockRetention:
         check_type("block_pool", block_pool, BlockPoolCore)
         if not callable(clock):
             refuse_type("clock", clock, "a function")
-        if not isinstance(max_pinned_blocks, int):
-            max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
-        if not isinstance(max_sessions, int):
-            max_sessions = as_int("max_sessions", max_sessions)
+        max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
+        max_sessions = as_int("max_sessions", max_sessions)
         if max_pinned_blocks < 0 or max_sessions < 1:
             raise InvalidArgumentError(
                 f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
@@ -166,8 +165,7 @@ class BlockRetention:
             PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
                 changed.
         """
-        if not isinstance(request_id, str):
-            refuse_type("request_id", request_id, "str")
+        check_type("request_id", request_id, str)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self._check_whole()
         ranges, pins = self._directives.read(listed)
@@ -226,7 +224,7 @@ class BlockRetention:
                     sessions = [claim for claim in old if claim.is_session]
                     changes.append((stretch, (*sessions, *directed) if sessions else directed))
         if num_pinned:
-            self._check_pins(num_pinned, sum([self._records.is_pinned(block) for block in changed]))
+            self._check_pins(num_pinned, sum([is_pin(self._records.get_claims(block)) for block in changed]))
         pool.is_changing = True
         self._placed.change(changes, True)
         pool.is_changing = False
@@ -238,7 +236,7 @@ class BlockRetention:
         """Keep the cached blocks of this request for the next turn of its conversation.
 
         Call it just before or after the request is freed. A second call for the same session replaces the
-        first. The session also ends when a request with this `session_id` takes its hits: `note_admitted`.
+        first. The session also ends when a request with this `session_id` takes its hits: `note_started`.
 
         Args:
             until: a time of the clock. After it, blocks without other claims are evicted first.
@@ -248,12 +246,10 @@ class BlockRetention:
             InvalidArgumentError: `until` is not in the future, or an invalid priority. Nothing has changed.
         Cost: O(blocks of the request).
         """
-        if not isinstance(session_id, str):
-            refuse_type("session_id", session_id, "str")
+        check_type("session_id", session_id, str)
         get_request_id("request", request)
         check_number("until", until)
-        if not isinstance(priority, int):
-            priority = as_int("priority", priority)
+        priority = as_int("priority", priority)
         self._check_whole()
         now = self._clock()
         self.expire()
@@ -261,31 +257,23 @@ class BlockRetention:
             raise InvalidArgumentError(f"a session cannot be kept until {until}: it is {now} now")
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidArgumentError(f"the priority is {priority}; it must be 0 to {MAX_PRIORITY}")
-        block_sizes = self._directives.block_sizes
-        tables = self._tables.get(request.request_id)
-        blocks = None if tables is None else find_in_tables(self.block_pool, request, tables, block_sizes)
-        is_in_use = blocks is not None
-        if blocks is None:
-            blocks = []
-            for group_id, block_size in enumerate(block_sizes):
-                blocks += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
-            if self.block_pool.cached_block_hashes_by_block:  # a block may be found under several keys
-                blocks = list(dict.fromkeys(blocks))
+        found: list[KVCacheBlock] = []
+        for group_id, block_size in enumerate(self._directives.block_sizes):
+            found += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
+        blocks = list(dict.fromkeys(found))  # a block may be found under several keys
         session = Session(session_id, until, priority, blocks)
         self.block_pool.is_changing = True
-        if is_in_use:
-            self._placed.add(blocks, session.claim.alone, now)
-        else:
-            changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-            for stretch in cut_by_number(blocks):
-                claims = self._records.get_claims(stretch[0])
-                left = [claim for claim in claims if claim.until > now]
-                changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
-            self._placed.change(changes, False)
+        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        for stretch in cut_by_number(blocks):
+            claims = self._records.get_claims(stretch[0])
+            left = [claim for claim in claims if claim.until > now]
+            changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
+        self._placed.change(changes, False)
         if session_id in self._sessions:
             self._end_session(session_id)
         elif blocks and len(self._sessions) >= self.max_sessions:
-            self._end_session(self._find_next_to_end())
+            next_to_end = min(self._sessions.values(), key=lambda one: one.changes_at)
+            self._end_session(next_to_end.session_id)
         if blocks:
             self._sessions[session_id] = session
             self._deadlines.push(session)
@@ -298,8 +286,7 @@ class BlockRetention:
         Returns:
             False if there is no such session, such as after its deadline. Nothing has changed then.
         """
-        if not isinstance(session_id, str):
-            refuse_type("session_id", session_id, "str")
+        check_type("session_id", session_id, str)
         self._check_whole()
         self.expire()
         if session_id not in self._sessions:
@@ -321,8 +308,7 @@ class BlockRetention:
         A block with a higher priority keeps it. O(len(blocks)).
         """
         blocks = list(dict.fromkeys(as_list_of("blocks", blocks, KVCacheBlock)))
-        if not isinstance(priority, int):
-            priority = as_int("priority", priority)
+        priority = as_int("priority", priority)
         claim = self._directives.make_claim(RetentionDirective(priority=priority))
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
@@ -342,8 +328,8 @@ class BlockRetention:
         self._directives.block_sizes = tuple(block_sizes)
         self._tables = tables
 
-    def note_admitted(self, request: SchedulableRequest) -> None:
-        """End the session of a request that has just got its first blocks, hits included."""
+    def note_started(self, request: SchedulableRequest) -> None:
+        """End the session of a request that has just got its hits."""
         if self._sessions:
             session_id: str | None = getattr(request, "session_id", None)
             if session_id is not None and session_id in self._sessions:
@@ -371,7 +357,7 @@ class BlockRetention:
         """Release pins of these blocks, to which a request has just taken references; their claims stay."""
         self._placed.release(blocks)
 
-    def label_table(
+    def note_leaving(
         self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
     ) -> None:
         """Put the claims of a request's directives on blocks that it is about to free.
@@ -399,9 +385,7 @@ class BlockRetention:
         """
         if block.key is None:
             return False
-        if self._records.is_pinned(block):
-            return True
-        return self._directives.pins(request_id, group_id, index)
+        return is_pin(self._records.get_claims(block)) or self._directives.pins(request_id, group_id, index)
 
     def list_lasting_pins(self, request_id: RequestId | None) -> set[KVCacheBlock]:
         """Return the blocks that pins without a deadline keep from this request, as long as they exist.
@@ -422,6 +406,10 @@ class BlockRetention:
                         if _is_lasting(claims):
                             lasting.add(blocks[index])
         return lasting
+
+    def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
+        """See `forget_request`."""
+        self.forget_request(request_id)
 
     def forget_request(self, request_id: RequestId) -> None:
         """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""
@@ -458,15 +446,6 @@ class BlockRetention:
             if len(left) < len(claims):
                 changes.append((stretch, left))
         self._placed.change(changes, False)
-
-    def _find_next_to_end(self) -> str:
-        """Return the session with the earliest deadline. O(sessions)."""
-        first: Session | None = None
-        for session in self._sessions.values():
-            if first is None or session.changes_at < first.changes_at:
-                first = session
-        assert first is not None
-        return first.session_id
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""

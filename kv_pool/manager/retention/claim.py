@@ -38,27 +38,6 @@ NOTHING: Final = Claim(EXPIRED, 0.0, inf, False)
 """The claim of a directive without effect; any other outranks it."""
 
 
-def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
-    """Return these claims and one more, without directives' claims that another outlives and outranks.
-
-    So a block shared by thousands of requests has at most one such claim for each strength. Returns the same
-    object if nothing is added.
-    """
-    left: list[Claim] = []
-    for old in claims:
-        if old.is_session:
-            left.append(old)
-            continue
-        if old.strength >= claim.strength and old.duration_s >= claim.duration_s:
-            return claims
-        if old.strength > claim.strength or old.duration_s > claim.duration_s:
-            left.append(old)
-    if not left:
-        return claim.alone
-    left.append(claim)
-    return tuple(left)
-
-
 def join_claims(in_order: Iterable[Claim]) -> tuple[Claim, ...]:
     """Return the directives' claims that no other of them outlives and outranks.
 
@@ -78,9 +57,15 @@ def rank_claim(claim: Claim) -> tuple[int, float]:
 
 
 def add_claims(claims: tuple[Claim, ...], added: tuple[Claim, ...]) -> tuple[Claim, ...]:
-    """As `add_claim`, with several claims of directives. O(n log n) for n claims."""
-    if len(added) == 1:
-        return add_claim(claims, added[0])
+    """Return these claims and those of directives, without directives' that another outlives and outranks.
+
+    No claim in `added` outlives and outranks another.
+
+    So a block shared by thousands of requests has at most one such claim for each strength. Returns the same
+    object if nothing is added. O(n log n) for n claims.
+    """
+    if not claims:
+        return added
     directives = [claim for claim in claims if not claim.is_session]
     joined = join_claims(sorted([*directives, *added], key=rank_claim))
     if set(joined) == set(directives):
@@ -90,10 +75,7 @@ def add_claims(claims: tuple[Claim, ...], added: tuple[Claim, ...]) -> tuple[Cla
 
 def is_pin(claims: tuple[Claim, ...]) -> bool:
     """Return True if one of the claims is a pin."""
-    for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
-        if claim.strength == PINNED:
-            return True
-    return False
+    return find_strength(claims) == PINNED
 
 
 def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[Claim, ...]:

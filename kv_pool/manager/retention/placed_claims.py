@@ -22,6 +22,7 @@ from kv_pool.manager.retention.claim import (
     add_claims,
     find_strength,
     is_lasting,
+    is_pin,
     list_live,
 )
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
@@ -125,39 +126,21 @@ class PlacedClaims(BandPolicy):
         for stretch, claims in reversed(changes):
             old = self.records.find(stretch[0]) if self.records.get_claims(stretch[0]) else None
             freed_at = now if restarts or old is None or old.is_shared else old.freed_at
-            free: list[KVCacheBlock] = []
-            used: list[KVCacheBlock] = []
-            for block in reversed(stretch):
-                if self._is_unused(block):
-                    free.append(block)
-                else:
-                    used.append(block)
-            if used:
-                self._put(used, self.records.share(claims) if claims else None)
-                self.release(used)
+            free = self._change_used(stretch[::-1], claims)
             if free:
                 self._claim_free(free, list_live(claims, freed_at, now), freed_at, old, DEFAULT_BAND)
 
-    def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], now: float = -NEVER) -> None:
-        """Add a session's claim, or directives' claims, to the cached ones of these blocks, which are in use.
-
-        Args:
-            now: claims of sessions that have ended by then are removed from these blocks.
-        """
+    def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
+        """Add the claims of directives to the cached ones of these blocks, which are in use."""
         for stretch in cut_by_number(blocks, True):
             before = self.records.get_claims(stretch[0])
-            after = before
-            for old in before:
-                if old.until <= now:
-                    after = tuple([claim for claim in before if claim.until > now])
-                    break
-            after = (*after, *claims) if claims[0].is_session else add_claims(after, claims)
+            after = add_claims(before, claims)
             if after is not before:
                 self._put(stretch, self.records.share(after))
 
     def drop_evicted(self) -> None:
         """Remove the claims on pinned blocks that were evicted without a call of the retention. O(pins)."""
-        self._put([block for block in self.pinned if not self.records.is_pinned(block)], None)
+        self._put([block for block in self.pinned if not is_pin(self.records.get_claims(block))], None)
 
     def forget(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that have lost their content; free ones are reused first."""
@@ -171,29 +154,32 @@ class PlacedClaims(BandPolicy):
     def end_claims(self, record: Record) -> None:
         """End the claims that end at the record's `changes_at`, and move its free blocks accordingly."""
         left = list_live(record.claims, record.freed_at, record.changes_at)
-        free: list[KVCacheBlock] = []
-        used: list[KVCacheBlock] = []
+        claimed: list[KVCacheBlock] = []
         void: list[KVCacheBlock] = []
-        retention_id: i32 = record.retention_id
         for block in record.blocks:
-            if block.retention_id == -retention_id or (
-                block.retention_id == retention_id and block.key is None
-            ):
-                void.append(block)
-                continue
-            if block.retention_id != retention_id:
-                continue
-            if self._is_unused(block):
-                free.append(block)
-            else:
-                used.append(block)
+            if self.records.find(block) is record:
+                is_void = block.retention_id < 0 or block.key is None
+                (void if is_void else claimed).append(block)
         self._put(void, None)
-        if used:
-            self._put(used, self.records.share(record.claims))
-            self.release(used)
+        free = self._change_used(claimed, record.claims)
         if free:
             self._claim_free(free, left, record.freed_at, record, EXPIRED_BAND)
         record.changes_at = NEVER
+
+    def _change_used(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> list[KVCacheBlock]:
+        """Replace the claims on those of these blocks that are in use; return the others."""
+        free: list[KVCacheBlock] = []
+        used: list[KVCacheBlock] = []
+        for block in blocks:
+            # A block that is held as pinned only is not in use.
+            is_unused = block.next_free_block is not None or (
+                block.ref_cnt == 1 and self.held.contains(block)
+            )
+            (free if is_unused else used).append(block)
+        if used:
+            self._put(used, self.records.share(claims) if claims else None)
+            self.release(used)
+        return free
 
     def drop_all(self) -> None:
         """Remove all claims; free blocks stay cached, in their order, in the default band."""
@@ -207,14 +193,9 @@ class PlacedClaims(BandPolicy):
         """Place blocks that just became free, are consecutive in the queue, and have the same record."""
         record = self.records.find(blocks[0])
         assert record is not None
-        live = record.claims
-        if not (record.is_lasting and record.is_shared):
-            now = self._clock()
-            live = list_live(record.claims, now, now)
-            if live is record.claims and self.records.take_over(record, blocks, now):
-                self.deadlines.push(record)
-            else:
-                self._put_claims(blocks, live, now)
+        now = self._clock()
+        live = list_live(record.claims, now, now)
+        self._put_claims(blocks, live, now)
         if live:
             self._put_in_place(blocks, find_strength(live), True)
 
@@ -283,10 +264,6 @@ class PlacedClaims(BandPolicy):
             self._is_moving = True
             self._pool.holds.drop_references(self.held, held)
             self._is_moving = False
-
-    def _is_unused(self, block: KVCacheBlock) -> bool:
-        """Return True for a block that is free, or held as pinned only."""
-        return block.next_free_block is not None or (block.ref_cnt == 1 and self.held.contains(block))
 
 
 def find_band(strength: int) -> int:

@@ -3,10 +3,8 @@
 from itertools import pairwise
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.caching import are_sole_holders
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
-from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, join_claims, rank_claim
 
@@ -19,19 +17,13 @@ def cut_into_segments(
     Returns:
         (low, high, claims), in order and without gaps, counted from `first`.
     """
-    segments: list[tuple[int, int, tuple[Claim, ...]]] = []
-    if len(ranges) == 1:  # the usual case
+    if len(ranges) == 1:  # the usual case, which needs no sorting
         start, end, claim = ranges[0]
         low = min(num_blocks, max(0, start // block_size - first))
         high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
         high = max(low, high)
-        if low > 0:
-            segments.append((0, low, NO_CLAIMS))
-        if high > low:
-            segments.append((low, high, claim.alone))
-        if num_blocks > high:
-            segments.append((high, num_blocks, NO_CLAIMS))
-        return segments
+        parts = [(0, low, NO_CLAIMS), (low, high, claim.alone), (high, num_blocks, NO_CLAIMS)]
+        return [part for part in parts if part[0] < part[1]]
     in_order = sorted({claim for _, _, claim in ranges}, key=rank_claim)
     counts = [0] * len(in_order)
     ranks = {claim: rank for rank, claim in enumerate(in_order)}
@@ -43,6 +35,7 @@ def cut_into_segments(
         if low < high:
             changes.setdefault(low, []).append((ranks[claim], 1))
             changes.setdefault(high, []).append((ranks[claim], -1))
+    segments: list[tuple[int, int, tuple[Claim, ...]]] = []
     for low, high in pairwise(sorted(changes)):
         for rank, change in changes[low]:
             counts[rank] += change
@@ -89,30 +82,4 @@ def find_cached(
         blocks = pool.get_cached_block(ours[index], group_ids)
         if blocks is not None:
             found.append(blocks[0])
-    return found
-
-
-def find_in_tables(
-    pool: BlockPoolCore,
-    request: SchedulableRequest,
-    tables: list[BlockTable],
-    block_sizes: tuple[int, ...],
-) -> list[KVCacheBlock] | None:
-    """Return what `find_cached` finds for all tokens and groups, if it is in the tables; else None."""
-    hashes = request.block_hashes
-    found: list[KVCacheBlock] = []
-    for number, block_size in enumerate(block_sizes):
-        group_id = GroupId(number)
-        stride = block_size // pool.hash_block_size
-        if stride < 1:
-            continue
-        num_blocks = min(tables[group_id].num_cached_blocks, len(hashes) // stride)
-        if num_blocks == 0:
-            return None
-        blocks = tables[group_id].blocks[:num_blocks]
-        if not are_sole_holders(pool, blocks, hashes[num_blocks * stride - 1], block_size, group_id):
-            return None
-        if find_cached(pool, request, group_id, block_size, num_blocks * block_size, None):
-            return None
-        found += blocks
     return found

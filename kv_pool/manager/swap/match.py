@@ -16,17 +16,15 @@ class Match(NamedTuple):
     """A request's tables, matched against the cached blocks of the other side.
 
     Attributes:
-        found: for each group and table entry, the block on the other side with the same prefix; None if there
-            is none, or the entry needs no block.
-        num_new: blocks to take and to copy into.
-        num_shared: blocks found.
-        num_free: found blocks that are free; sharing them reduces the free blocks, too.
+        rows: for each group and table entry, the block on the other side with the same prefix; the null block
+            if the entry needs none; None for a block to take and to copy into.
+        shared: the blocks found.
+        num_new: blocks to take.
     """
 
-    found: list[list[KVCacheBlock | None]]
+    rows: list[list[KVCacheBlock | None]]
+    shared: list[KVCacheBlock]
     num_new: int
-    num_shared: int
-    num_free: int
 
 
 def find_key(
@@ -57,13 +55,12 @@ def match_tables(
 ) -> Match:
     """Look up every block of the tables in the target pool. Changes nothing. O(blocks)."""
     num_computed_tokens = request.num_computed_tokens
-    found: list[list[KVCacheBlock | None]] = []
+    rows: list[list[KVCacheBlock | None]] = []
+    shared: list[KVCacheBlock] = []
     num_new = 0
-    num_shared = 0
-    num_free = 0
     for group, table in zip(groups, tables, strict=True):
         first = count_skipped_blocks(group, table, num_computed_tokens)
-        row: list[KVCacheBlock | None] = [None] * len(table.blocks)
+        row: list[KVCacheBlock | None] = [target.null_block] * len(table.blocks)
         for position in range(first, len(table.blocks)):
             if table.blocks[position].is_null:
                 continue
@@ -71,14 +68,13 @@ def match_tables(
             key = find_key(request, group, table, position, num_computed_tokens)
             if key is not None:
                 block = target.cached_block_hash_to_block.get_one_block(key)
+            row[position] = block
             if block is None:
                 num_new += 1
-                continue
-            row[position] = block
-            num_shared += 1
-            num_free += block.ref_cnt == 0
-        found.append(row)
-    return Match(found, num_new, num_shared, num_free)
+            else:
+                shared.append(block)
+        rows.append(row)
+    return Match(rows, shared, num_new)
 
 
 def count_skipped_blocks(group: BlockGroup, table: BlockTable, num_computed_tokens: int) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
@@ -125,3 +127,8 @@ class OpenPlans(Generic[P]):
             if plan.request_id in self.by_request:
                 del self.by_request[plan.request_id]
             self._changing = None
+
+
+def list_tail_first(blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:
+    """Return the blocks in the order of reuse: group by group, last block first, without null blocks."""
+    return [block for blocks in blocks_by_group for block in reversed(blocks) if not block.is_null]

@@ -11,22 +11,22 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from enum import Enum
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_state import note_continued, note_copy
-from kv_pool.core.taking import take
+from kv_pool.core.taking import take, touch_listed
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockMove
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.ids import BlockMove, GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.freeing import release_hold
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, count_skipped_blocks, find_key
-from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
-from kv_pool.manager.swap.sides import SwapSide, list_tail_first
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
 
 
 class SwapDirection(Enum):
@@ -53,29 +53,32 @@ class SwapPlan(TwoPhasePlan):
         state: open, committed or aborted.
 
     Args:
+        device, host: the managers of the two sides; the rules of each for taking and freeing apply there.
         tables: the source side's tables, which the plan detaches.
         match: the blocks that the target side already has.
+        swapped_out: the computed tokens of the requests on the host.
     """
 
     def __init__(
         self,
         direction: SwapDirection,
         request: SchedulableRequest,
-        groups: Sequence[BlockGroup],
-        source: SwapSide,
-        target: SwapSide,
+        device: KVCacheManager,
+        host: KVCacheManager,
         tables: list[BlockTable],
         match: Match,
+        swapped_out: dict[RequestId, int],
         plans: OpenPlans[SwapPlan],
     ) -> None:
         purpose = f"swap request {request.request_id!r} {direction.value}"
         super().__init__(request, request.num_computed_tokens, plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
-        self.num_shared_blocks = match.num_shared
-        self._groups = groups
-        self._source = source
-        self._target = target
+        self.num_shared_blocks = len(match.shared)
+        self._groups = device._groups
+        self._host = host
+        self._source, self._target = (device, host) if direction is SwapDirection.OUT else (host, device)
+        self._swapped_out = swapped_out
         self._tables = tables
         self._match = match
         self._sources = [table.blocks for table in tables]
@@ -97,13 +100,14 @@ class SwapPlan(TwoPhasePlan):
         self._check_open()
         self._check_valid()
         self._check_absent(self._target)
-        if self._target.pool.enable_kv_cache_events:
+        if self._target.block_pool.enable_kv_cache_events:
             check_announceable(self._request)
         self._plans.begin(self, PlanState.COMMITTED)
-        for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
-            self._cache(group, table, row)
+        self._cache_copies()
         self._attach()
-        self._source.note_leaving(self.request_id, self._sources)
+        for group_id, blocks in enumerate(self._sources):
+            for listener in self._source.listeners:
+                listener.note_leaving(self.request_id, GroupId(group_id), 0, blocks)
         self._end_holds(self._source, self._target)
         self._plans.end(self, PlanState.COMMITTED)
 
@@ -145,7 +149,7 @@ class SwapPlan(TwoPhasePlan):
 
         Invalid blocks of the source side are not cached on the target side; reports name their request.
         """
-        if any(block in blocks for row in self._match.found for block in row if block is not None):
+        if any(block in blocks for block in self._match.shared):
             self._is_invalid = True
 
     def _check_valid(self) -> None:
@@ -164,43 +168,31 @@ class SwapPlan(TwoPhasePlan):
     def open(self) -> None:
         """Take the targets and detach the tables. The target side has enough blocks."""
         self._plans.begin(self, PlanState.ABORTED)
-        source_hold = self._open_hold(self._source.pool)
-        target_hold = self._open_hold(self._target.pool)
+        pool = self._target.block_pool
+        source_hold = self._open_hold(self._source.block_pool)
+        target_hold = self._open_hold(pool)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
-        self._target.touch([block for row in self._match.found for block in row if block is not None])
-        self._targets = self._list_targets(take(self._target.pool, self._match.num_new))
+        touch_listed(pool, self._match.shared)
+        if self._target.retention is not None:
+            self._target.retention.note_taken(self._match.shared)
+        taken = iter(take(pool, self._match.num_new))
+        self._targets = [
+            [next(taken) if block is None else block for block in row] for row in self._match.rows
+        ]
         self.moves = [
             BlockMove(before.block_id, after.block_id)
-            for row, targets, found in zip(self._sources, self._targets, self._match.found, strict=True)
+            for row, targets, found in zip(self._sources, self._targets, self._match.rows, strict=True)
             for before, after, there in zip(row, targets, found, strict=True)
-            if there is None and not after.is_null
+            if there is None
         ]
         # A hold drops its references last block first.
-        self._source.pool.holds.take_over(source_hold, list_tail_first(self._sources)[::-1])
-        self._target.pool.holds.take_over(target_hold, list_tail_first(self._targets)[::-1])
+        self._source.block_pool.holds.take_over(source_hold, list_tail_first(self._sources)[::-1])
+        pool.holds.take_over(target_hold, list_tail_first(self._targets)[::-1])
         self._source.pop_tables(self.request_id)
         self._plans.end(self, PlanState.OPEN)
-        self._target.pool.flush_evicted()
+        pool.flush_evicted()
 
-    def _list_targets(self, new: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
-        """Return the target side's block for each group and table entry: found there, new, or null."""
-        taken = iter(new)
-        targets: list[list[KVCacheBlock]] = []
-        for group, table, found in zip(self._groups, self._tables, self._match.found, strict=True):
-            first = count_skipped_blocks(group, table, self.num_computed_tokens)
-            row: list[KVCacheBlock] = []
-            for position, block in enumerate(table.blocks):
-                there = found[position]
-                if there is not None:
-                    row.append(there)
-                elif block.is_null or position < first:
-                    row.append(self._target.pool.null_block)
-                else:
-                    row.append(next(taken))
-            targets.append(row)
-        return targets
-
-    def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
+    def list_blocks(self, side: KVCacheManager) -> list[KVCacheBlock]:
         """Return the blocks of one side that the plan holds at their ids, in the order of reuse."""
         return list_tail_first(self._sources if side is self._source else self._targets)
 
@@ -209,60 +201,63 @@ class SwapPlan(TwoPhasePlan):
         if self.outcome is PlanState.COMMITTED:
             side = self._target
             self._change_tables()
-        if not side.holds(self.request_id):
-            side.put_tables(self.request_id, self._tables, self.num_computed_tokens)
+        if not side.holds_blocks(self.request_id):
+            side.put_tables(self.request_id, self._tables)
+        if side is self._host:
+            self._swapped_out[self.request_id] = self.num_computed_tokens
+        else:
+            self._swapped_out.pop(self.request_id, None)
+            self._host.forget_tables(self.request_id)
 
-    def _end_holds(self, leaving: SwapSide, staying: SwapSide) -> None:
+    def _end_holds(self, leaving: KVCacheManager, staying: KVCacheManager) -> None:
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
         holds = dict(self._holds)
-        staying.pool.holds.hand_over(holds[staying.pool.holds])
-        leaving.release(holds[leaving.pool.holds])
+        staying.block_pool.holds.hand_over(holds[staying.block_pool.holds])
+        release_hold(leaving, holds[leaving.block_pool.holds])
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
-        moved = {(move.source, move.target) for move in self.moves}
-        for place, (group, table, row) in enumerate(
-            zip(self._groups, self._tables, self._targets, strict=True)
+        for group, table, found, sources, row in zip(
+            self._groups, self._tables, self._match.rows, self._sources, self._targets, strict=True
         ):
-            for position, (before, after) in enumerate(zip(self._sources[place], row, strict=True)):
-                if not after.is_null and (before.block_id, after.block_id) in moved:
-                    note_copy(self._target.pool, after, before)
+            for position, (there, before, after) in enumerate(zip(found, sources, row, strict=True)):
+                if there is None:
+                    note_copy(self._target.block_pool, after, before)
                     if before.key is None:
                         start = position * group.block_size
-                        note_continued(self._source.pool, before, start, self._request.block_hashes)
+                        note_continued(self._source.block_pool, before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
-            table.add_past(0, self._sources[place])
+            table.add_past(0, sources)
             table.blocks = row
             table.num_null_blocks = num_skipped
             table.num_hits = len(row)
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
 
-    def _check_absent(self, side: SwapSide) -> None:
-        if side.holds(self.request_id):
+    def _check_absent(self, side: KVCacheManager) -> None:
+        if side.holds_blocks(self.request_id):
             raise InvalidArgumentError(
                 f"request {self.request_id!r} was given blocks while it was being swapped "
                 f"{self.direction.value}; free them first"
             )
 
-    def _cache(self, group: BlockGroup, table: BlockTable, row: list[KVCacheBlock]) -> None:
+    def _cache_copies(self) -> None:
         """Cache copies of cached blocks under the same keys: one event for each gapless part."""
-        pool = self._target.pool
+        pool = self._target.block_pool
         if not pool.enable_caching:
             return
-        first = 0
-        for position in range(len(row) + 1):
-            if position < len(row) and self._is_uncached_copy(group, table, row, position):
-                continue
-            if first < position:
-                cache_full(pool, self._request, row, first, position, group.block_size, group.group_id, None)
-            first = position + 1
-
-    def _is_uncached_copy(
-        self, group: BlockGroup, table: BlockTable, row: list[KVCacheBlock], position: int
-    ) -> bool:
-        block = row[position]
-        if block.is_null or block.block_hash is not None:
-            return False
-        return find_key(self._request, group, table, position, self.num_computed_tokens) is not None
+        for group, table, found, row in zip(
+            self._groups, self._tables, self._match.rows, self._targets, strict=True
+        ):
+            first = 0
+            for position, there in enumerate([*found, pool.null_block]):
+                if there is None and find_key(
+                    self._request, group, table, position, self.num_computed_tokens
+                ):
+                    continue
+                if first < position:
+                    cache_full(
+                        pool, self._request, row, first, position, group.block_size, group.group_id, None
+                    )
+                first = position + 1

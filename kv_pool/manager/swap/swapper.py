@@ -16,14 +16,12 @@ from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.match import Match, match_tables
-from kv_pool.manager.swap.open_plans import OpenPlans
+from kv_pool.manager.swap.open_plans import OpenPlans, list_tail_first
 from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
-from kv_pool.manager.swap.sides import SwapSide, list_tail_first
 
 
 class BlockSwapper:
@@ -71,12 +69,10 @@ class BlockSwapper:
         self.manager = manager
         self.host_pool = host_pool
         manager.add_host(weakref.ref(self))
-        self._device = SwapSide(device_pool, manager)
-        self._host = SwapSide(host_pool)
-        self._groups: list[BlockGroup] = [
-            make_group(spec, host_pool, GroupId(group_id), manager.alignment)
-            for group_id, spec in enumerate(manager.groups)
-        ]
+        # The host's tables are those of a manager that allocates for no request.
+        self._host = KVCacheManager(host_pool, groups=manager.groups, prefix_rules=manager.prefix_rules)
+        self._groups: list[BlockGroup] = manager._groups
+        self._swapped_out: dict[RequestId, int] = {}  # their computed tokens
         self._plans: OpenPlans[SwapPlan] = OpenPlans(device_pool, host_pool)
         # For each reset since events were taken, the last event of the device and of the host before its end.
         self._resets: list[tuple[KVCacheEvent, KVCacheEvent]] = []
@@ -85,11 +81,11 @@ class BlockSwapper:
 
     def is_swapped_out(self, request_id: RequestId) -> bool:
         """Return True if the request's blocks are on the host and no plan is open for it."""
-        return self._host.holds(request_id)
+        return self._host.holds_blocks(request_id)
 
     def list_swapped_out(self) -> list[RequestId]:
         """Return the swapped-out requests, in the order in which they were swapped out."""
-        return list(self._host.requests)
+        return self._host.list_request_ids()
 
     def list_open_plans(self) -> list[SwapPlan]:
         """Return the plans that are neither committed nor aborted, oldest first."""
@@ -97,7 +93,7 @@ class BlockSwapper:
 
     def list_device_ids_in_flight(self) -> list[BlockId]:
         """Return the ids of the device blocks of open plans, which hold them in place (`BlockPool.holds`)."""
-        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks(self._device)]
+        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks(self.manager)]
 
     def get_host_block_ids(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> list[BlockId]:
         """Return the block table of a swapped-out request: ids of the host pool; 0 where there is no block.
@@ -105,10 +101,8 @@ class BlockSwapper:
         Raises:
             InvalidArgumentError: the request is not swapped out, or there is no such group.
         """
-        tables = self._tables_of(request_id)
-        if not 0 <= group_id < len(tables):
-            raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
-        return tables[group_id].list_ids()
+        self._tables_of(request_id)
+        return self._host.get_block_ids(request_id, group_id)
 
     def can_swap_out(self, request: SchedulableRequest) -> AllocStatus:
         """Return OK if `swap_out` would return a plan now, else LATER or NEVER. Changes nothing. O(blocks).
@@ -201,10 +195,10 @@ class BlockSwapper:
         request_id = request.request_id
         tables = self._tables_of(request_id)
         self._plans.check_whole()
-        if self.manager.retention is not None:
-            self.manager.retention.forget_request(request_id)
+        for listener in self.manager.listeners:
+            listener.note_ended(request_id, tables)
         self.host_pool.is_changing = True
-        self._host.pop_tables(request_id)
+        del self._host._tables[request_id], self._swapped_out[request_id]
         self.manager.detached_tables.pop(request_id, None)  # no call in between
         free_listed(self.host_pool, list_tail_first([table.blocks for table in tables]))
         self.host_pool.is_changing = False
@@ -234,7 +228,7 @@ class BlockSwapper:
 
     def is_idle(self) -> bool:
         """Return True if no request is swapped out or in an open plan."""
-        return not self._host.requests and not self._plans.by_request
+        return not self._host._tables and not self._plans.by_request
 
     def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
         """Refuse to commit open plans that share these blocks, whose content is invalid."""
@@ -250,8 +244,7 @@ class BlockSwapper:
 
     def repair_host(self) -> None:
         """Make the host pool whole, after the manager's own. Called by the manager's `repair`."""
-        tables = [table for swapped in self._host.requests.values() for table in swapped.tables]
-        self.host_pool.repair([block for table in tables for block in table.blocks])
+        self._host.repair()
         self._note_reset()
 
     def _note_reset(self) -> None:
@@ -272,9 +265,9 @@ class BlockSwapper:
         status, match = self._judge(direction, request, tables, num_more)
         if status is not AllocStatus.OK:
             return None
-        sides = self._device, self._host
-        source, target = sides if direction is SwapDirection.OUT else sides[::-1]
-        plan = SwapPlan(direction, request, self._groups, source, target, tables, match, self._plans)
+        plan = SwapPlan(
+            direction, request, self.manager, self._host, tables, match, self._swapped_out, self._plans
+        )
         plan.open()
         return plan
 
@@ -290,18 +283,20 @@ class BlockSwapper:
         Args:
             num_more: blocks that must be free on the device after a swap in.
         """
-        side = self._host if direction is SwapDirection.OUT else self._device
-        match = match_tables(request, self._groups, tables, side.pool)
-        num_usable = side.pool.num_gpu_blocks - 1
+        side = self._host if direction is SwapDirection.OUT else self.manager
+        match = match_tables(request, self._groups, tables, side.block_pool)
+        num_usable = side.block_pool.num_gpu_blocks - 1
         num_to_leave = 0
-        if side is self._device:
-            shared = [block for row in match.found for block in row if block is not None]
-            num_usable -= len(self.manager._list_lasting_pins(None, shared))
+        if side is self.manager:
+            num_usable -= len(self.manager._list_lasting_pins(None, match.shared))
             # The watermark, as for any request without blocks, applies while other requests hold blocks.
             num_to_leave = self.manager.watermark_blocks if self.manager.list_request_ids() else 0
-        if match.num_new + match.num_shared + num_more > num_usable:
+        if match.num_new + len(match.shared) + num_more > num_usable:
             return AllocStatus.NEVER, match
-        if match.num_new + match.num_free + num_more > side.count_free_blocks() - num_to_leave:
+        if side.retention is not None:
+            side.retention.expire()
+        num_free = sum(block.ref_cnt == 0 for block in match.shared)  # sharing them takes them, too
+        if match.num_new + num_free + num_more > side.get_num_free_blocks() - num_to_leave:
             return AllocStatus.LATER, match
         return AllocStatus.OK, match
 
@@ -330,10 +325,15 @@ class BlockSwapper:
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
         self._plans.check_whole()
-        self._check_elsewhere(request.request_id)
-        tables = [self.manager.get_table(request.request_id, group.group_id) for group in self._groups]
+        request_id = request.request_id
+        plan = self._plans.by_request.get(request_id)
+        if plan is not None:
+            raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
+        if self._host.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
+        tables = [self.manager.get_table(request_id, group.group_id) for group in self._groups]
         for table in tables:
-            self.manager.copies.check_made(request.request_id, table.blocks)
+            self.manager.copies.check_made(request_id, table.blocks)
         return tables
 
     def _check_swap_in(self, request: SchedulableRequest) -> list[BlockTable]:
@@ -343,7 +343,7 @@ class BlockSwapper:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} is swapped out but has device blocks, too; free these first"
             )
-        num_computed = self._host.requests[request.request_id].num_computed_tokens
+        num_computed = self._swapped_out[request.request_id]
         if request.num_computed_tokens != num_computed:
             num_valid = tables[0].num_valid_tokens
             if not (num_valid < num_computed and 0 <= request.num_computed_tokens <= num_valid):
@@ -354,22 +354,15 @@ class BlockSwapper:
                 )
         return tables
 
-    def _check_elsewhere(self, request_id: RequestId) -> None:
-        plan = self._plans.by_request.get(request_id)
-        if plan is not None:
-            raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
-        if self._host.holds(request_id):
-            raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
-
     def _tables_of(self, request_id: RequestId) -> list[BlockTable]:
-        swapped = self._host.requests.get(request_id)
-        if swapped is None:
+        tables = self._host._tables.get(request_id)
+        if tables is None:
             plan = self._plans.by_request.get(request_id)
             raise InvalidArgumentError(
                 f"request {request_id!r} is not swapped out"
                 + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")
             )
-        return swapped.tables
+        return tables
 
 
 def count_through(events: list[KVCacheEvent], last: KVCacheEvent) -> int:

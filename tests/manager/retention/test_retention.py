@@ -542,7 +542,7 @@ def test_blocks_freed_twice_are_pinned_only_as_promised():
         manager.allocate_slots(request, 8)
         request.num_computed_tokens = 8
     for name in ("a", "b"):  # as for a request that was swapped out and came back to other blocks
-        retention.label_table("a", 0, 0, manager.get_table(name).blocks)
+        retention.note_leaving("a", 0, 0, manager.get_table(name).blocks)
         assert retention.num_pins == 2
     check_retention(retention)
 
@@ -555,9 +555,9 @@ def test_a_block_freed_before_it_was_full_is_pinned_when_full():
     request = Request("b", range(8), HASHER)
     manager.allocate_slots(request, 6)
     request.num_computed_tokens = 6
-    retention.label_table("a", 0, 0, manager.get_table("b").blocks)  # as when "a" is swapped out
+    retention.note_leaving("a", 0, 0, manager.get_table("b").blocks)  # as when "a" is swapped out
     assert (len(retention._placed.pinned), retention.num_pins) == (1, 2)
     manager.allocate_slots(request, 2)
-    retention.label_table("a", 0, 0, manager.get_table("b").blocks)
+    retention.note_leaving("a", 0, 0, manager.get_table("b").blocks)
     assert (len(retention._placed.pinned), retention.num_pins) == (2, 2)
     check_retention(retention)

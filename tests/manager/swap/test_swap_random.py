@@ -236,7 +236,7 @@ class Life:
         return self.judge(request, tables, self.swapper.host_pool, 0, 0)
 
     def judge_swap_in(self, request, num_new_tokens, num_lookahead_tokens):
-        tables = self.swapper._host.requests[request.request_id].tables
+        tables = self.swapper._host._tables[request.request_id]
         num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         num_more = 0
         for spec, table in zip(self.engine.manager.groups, tables, strict=True):
@@ -288,7 +288,7 @@ class Life:
         self.check()
         for pool in (self.engine.manager.block_pool, self.swapper.host_pool):
             assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert self.swapper._host.requests == {}
+        assert self.swapper._host._tables == {}
         self.swapper.take_events()
         assert self.swapper.reset_prefix_cache()
 

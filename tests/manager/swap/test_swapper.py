@@ -253,7 +253,7 @@ def test_swap_in_copies_reused_blocks_and_shares_the_rest():
     assert state(engine.manager.block_pool) == "free: 3 4 2* 1*"
     other = started(engine, "b", range(50, 60))  # takes 3, 4 and 2
     engine.manager.free(other)
-    edits = engine.swapper._host.requests["a"].tables[0].num_edits
+    edits = engine.swapper._host._tables["a"][0].num_edits
     plan = engine.swapper.swap_in(request)
     assert (len(plan.moves), plan.num_shared_blocks, plan.num_computed_tokens) == (2, 1, 10)
     assert not engine.swapper.is_swapped_out("a")
