@@ -11,8 +11,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.reuse_watchers import notify_watchers_off_queue
-from kv_pool.core.taking import take_listed
+from kv_pool.core.reuse_watchers import notify_before
+from kv_pool.core.taking import mark_taken
 from kv_pool.ids import BlockId
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
@@ -102,13 +102,16 @@ class FreeRunIndex(FreeAges):
         for block in chosen:
             if block.ref_cnt != 0 or block.next_free_block is None:
                 return False
-        has_watchers = len(pool.reuse_watchers) > 0
-        if has_watchers:
-            self.note_freed(chosen, False)
+        if pool.reuse_watchers or pool.lower_tiers is not None:
             pool.is_changing = was_changing
-            notify_watchers_off_queue(pool, chosen)
+            notify_before(pool, chosen)
             pool.is_changing = True
-        take_listed(pool, chosen, is_noted=not has_watchers)
+            self.note_taken(chosen)  # watchers were told while they were free
+        pool.free_block_queue.remove_n(chosen)
+        mark_taken(pool, chosen)
+        for part in pool.parts:
+            if part is not self:
+                part.note_taken(chosen)
         return True
 
     # ---- searching -------------------------------------------------------------------------------

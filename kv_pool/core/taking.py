@@ -90,26 +90,26 @@ def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
     pool.is_changing = True
     taken = pool.free_block_queue.popleft_n(num_blocks)
     mark_taken(pool, taken)
+    for part in pool.parts:
+        part.note_taken(taken)
     pool.is_changing = was_changing
     return taken
 
 
-def take_listed(pool: PoolState, listed: list[KVCacheBlock], is_noted: bool = False) -> None:
-    """Take these distinct free blocks, wherever they are in the queue.
-
-    Args:
-        is_noted: the pool's index counts them as in use already.
-    """
+def take_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Take these distinct free blocks, wherever they are in the queue."""
     was_changing = pool.is_changing
     if pool.reuse_watchers or pool.lower_tiers is not None:
         notify_before(pool, listed)
     pool.is_changing = True
     pool.free_block_queue.remove_n(listed)
-    mark_taken(pool, listed, is_noted)
+    mark_taken(pool, listed)
+    for part in pool.parts:
+        part.note_taken(listed)
     pool.is_changing = was_changing
 
 
-def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = False) -> None:
+def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
     """Give blocks that have left the queue their first reference, and evict their content."""
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
@@ -127,9 +127,6 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock], is_noted: bool = Fals
         evict_observed(pool, taken, pool.metrics_collector)
     elif any_cached and pool.enable_caching:
         evict_all(pool, taken)
-    for part in pool.parts:
-        if not (is_noted and part is pool.free_index):
-            part.note_taken(taken)
 
 
 def evict_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
