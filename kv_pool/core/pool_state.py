@@ -11,6 +11,7 @@ from mypy_extensions import i32, mypyc_attr
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import refuse_interrupted
+from kv_pool.core.content_origins import ContentOrigins
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.eviction_order import EvictionOrder
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
@@ -92,11 +93,7 @@ class PoolState:
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
-        # Blocks whose content was copied, not computed: see `note_copy`.
-        self.copied_from: dict[KVCacheBlock, tuple[int, KVCacheBlock | None, int]] = {}
-        # Blocks whose copies were continued by other requests: see `note_continued`.
-        self.continued_by: dict[KVCacheBlock, tuple[int, list[tuple[int, Any]]]] = {}
-        self._num_continued_to_sweep_at = 64
+        self.origins: ContentOrigins = ContentOrigins()
         self.lower_tiers: LowerTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
@@ -161,32 +158,3 @@ def get_watched_blocks(owner: Any) -> dict[KVCacheBlock, float]:
         for block_id, watcher in pool.reuse_watchers.items()
         if block_id < len(blocks)
     }
-
-
-def note_copy(pool: PoolState, target: KVCacheBlock, source: KVCacheBlock | None) -> None:
-    """Note that the content of `target` is a copy, for the case that `source` turns out to be bad.
-
-    Args:
-        source: the original, of this pool or another; None if it comes from a tier, a node or a dump.
-    The note is valid while the generations of both blocks are those of now.
-    """
-    pool.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
-
-
-def note_continued(pool: PoolState, source: KVCacheBlock, start: int, hashes: Any) -> None:
-    """Note that a request continues a copy of a block that is not full, under hashes of its own.
-
-    Args:
-        start: the block's first token.
-        hashes: the request's `block_hashes`, which may still grow.
-    The note is valid while the generation of `source` is that of now.
-    """
-    noted = pool.continued_by.get(source)
-    if noted is None or noted[0] != source.generation:
-        if len(pool.continued_by) >= pool._num_continued_to_sweep_at:
-            for block, one in list(pool.continued_by.items()):
-                if block.generation != one[0]:
-                    del pool.continued_by[block]
-            pool._num_continued_to_sweep_at = max(64, 2 * len(pool.continued_by))
-        noted = pool.continued_by[source] = source.generation, []
-    noted[1].append((start, hashes))

@@ -7,7 +7,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import move_keys
 from kv_pool.core.evicting import evict_invalid, note_own_hash
 from kv_pool.core.freeing import free_listed
-from kv_pool.core.pool_state import note_continued
 from kv_pool.core.taking import take, touch_listed
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -364,7 +363,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 if table.request is not None:
                     for block in table.list_past(position):
                         start = position * group.block_size
-                        note_continued(pool, block, start, table.request.block_hashes)
+                        pool.origins.note_continued(block, start, table.request.block_hashes)
             table.blocks[position] = own
             table.num_edits += 1
             if position == table.copy_position:  # the other request has the cached state

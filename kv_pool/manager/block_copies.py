@@ -7,7 +7,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove, GroupId, RequestId
 
@@ -41,13 +40,13 @@ class BlockCopies:
         Args:
             source: a block that `find_source` returned.
         """
-        note_copy(self._pool, target, source)
+        self._pool.origins.note_copy(target, source)
         self._hold([source])
         self._source_of[target] = source
 
     def add_state(self, group_id: GroupId, source: KVCacheBlock, target: KVCacheBlock) -> None:
         """Add a copy between two blocks in use, which stays pending if its request is freed."""
-        note_copy(self._pool, target, source)
+        self._pool.origins.note_copy(target, source)
         self._hold([source, target])
         self.state_pairs.append((group_id, source, target))
 

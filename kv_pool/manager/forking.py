@@ -1,7 +1,6 @@
 """`fork_tables`: start a second request in the blocks of a first one."""
 
 from kv_pool.core.extra_keys import find_adapter_load, find_extra_keys
-from kv_pool.core.pool_state import note_continued
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -74,7 +73,7 @@ def fork_tables(
             # The child may continue in the parent's copy of a block.
             for block in table.list_past(num_computed // group.block_size):
                 start = num_computed - num_computed % group.block_size
-                note_continued(pool, block, start, child.block_hashes)
+                pool.origins.note_continued(block, start, child.block_hashes)
     state._has_forks = True
     if state._owners is not None:
         state._owners.note_forked(parent.request_id, child)

@@ -251,7 +251,7 @@ class _Spread:
     def _follow_copies(self) -> bool:
         has_changed = False
         for pool in self.pools:
-            for target, (generation, source, generation_of_source) in pool.copied_from.items():
+            for target, (generation, source, generation_of_source) in pool.origins.copied_from.items():
                 if source is None or source not in self.suspect:
                     continue
                 if target.generation == generation and source.generation == generation_of_source:
@@ -312,7 +312,7 @@ class _Spread:
                     for shorter, num_shorter in found or ():
                         if num_shorter > first:
                             add(shorter, num_shorter, first)
-            for block, (generation, copies) in pool.continued_by.items():
+            for block, (generation, copies) in pool.origins.continued_by.items():
                 if block in self.suspect and block.generation == generation:
                     for start, hashes in copies:
                         if start // unit < len(hashes):
@@ -358,7 +358,7 @@ class _Spread:
             for holder in self.holders:
                 lineage.add_sequence(holder.hashes, self._pool.hash_block_size)
             for pool in self.pools:
-                for block, (generation, copies) in pool.continued_by.items():
+                for block, (generation, copies) in pool.origins.continued_by.items():
                     for _, hashes in copies if block.generation == generation else ():
                         lineage.add_sequence(hashes, pool.hash_block_size)
                 for block in pool.blocks:
@@ -392,7 +392,7 @@ class _Spread:
 
 
 def _is_copy(pool: BlockPoolCore, block: KVCacheBlock) -> bool:
-    entry = pool.copied_from.get(block)
+    entry = pool.origins.copied_from.get(block)
     return entry is not None and entry[0] == block.generation
 
 

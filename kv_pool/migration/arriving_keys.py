@@ -11,7 +11,6 @@ from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.caching import add_key
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.pool_state import note_copy
 from kv_pool.core.stored_events import make_stored
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.migration.site import OfferedBlock
@@ -60,7 +59,7 @@ def insert_keys(
         before = offered.parent + keys[0][-4:]
     elif keys and 0 < (offered.num_tokens or 0) <= find_block_size(get_group_id(keys[0])):
         before = b""
-    note_copy(pool, block, None)
+    pool.origins.note_copy(block, None)
     for key in keys:
         add_key(pool, key, block, offered.num_tokens, before)
         if pool.enable_kv_cache_events:

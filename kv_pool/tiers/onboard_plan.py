@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.core.pool_state import note_copy
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -101,7 +100,7 @@ class OnboardPlan(TwoPhasePlan):
         ]
         for block in self._targets:
             if not block.is_null:
-                note_copy(pool, block, None)
+                pool.origins.note_copy(block, None)
         self._generations = [block.generation for table in tables for block in table.blocks]
         self._blocks = [block for table in tables for block in table.blocks]
         pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first

@@ -16,7 +16,6 @@ from kv_pool.core.block_keys import get_block_hash
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.pool_state import note_copy
 from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.resident_state import ResidentState
@@ -308,7 +307,7 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
         num_tokens, keys = dumped.rows.num_tokens[row], dumped.rows.keys[row]
         block.set_block_hash(keys[0], None if num_tokens == UNKNOWN else num_tokens)
         block.parent = dumped.rows.parents[row]
-        note_copy(pool, block, None)
+        pool.origins.note_copy(block, None)
         if len(keys) > 1:
             pool.cached_block_hashes_by_block[block.block_id] = dict.fromkeys(keys[1:])
         for key in keys:

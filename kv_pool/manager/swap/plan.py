@@ -17,7 +17,6 @@ from enum import Enum
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.core.pool_state import note_continued, note_copy
 from kv_pool.core.taking import take, touch_listed
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove, GroupId, RequestId
@@ -217,15 +216,16 @@ class SwapPlan(TwoPhasePlan):
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
+        origins = self._source.block_pool.origins
         for group, table, found, sources, row in zip(
             self._groups, self._tables, self._match.rows, self._sources, self._targets, strict=True
         ):
             for position, (there, before, after) in enumerate(zip(found, sources, row, strict=True)):
                 if there is None:
-                    note_copy(self._target.block_pool, after, before)
+                    self._target.block_pool.origins.note_copy(after, before)
                     if before.key is None:
                         start = position * group.block_size
-                        note_continued(self._source.block_pool, before, start, self._request.block_hashes)
+                        origins.note_continued(before, start, self._request.block_hashes)
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
             table.add_past(0, sources)
