@@ -224,6 +224,9 @@ class BlockLeases:
                 f"{lease!r} cannot be extended: its deadline has passed and was reported. Release it with "
                 "release() once the transfer is known to be over."
             )
+        now = self._book.clock()
+        if not deadline > now:
+            raise InvalidArgumentError(f"{lease!r} cannot be extended to {deadline}: it is {now} now")
         lease.hold.extend(deadline)
         lease._last_deadline = deadline
 
