@@ -366,8 +366,9 @@ class BlockRetention(TableListener):
             first: the table index of the first block.
             blocks: head first.
         """
-        segments = self._directives.cut(request_id, group_id, first, len(blocks))
-        for low, high, claims in segments:
+        if request_id not in self._directives.by_request:
+            return
+        for low, high, claims in self._directives.cut(request_id, group_id, first, len(blocks)):
             if not claims:
                 continue
             labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
@@ -409,7 +410,8 @@ class BlockRetention(TableListener):
 
     def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
         """See `forget_request`."""
-        self.forget_request(request_id)
+        if len(self._directives.by_request) > 0:
+            self._directives.forget(request_id)
 
     def forget_request(self, request_id: RequestId) -> None:
         """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""

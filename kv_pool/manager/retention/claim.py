@@ -66,6 +66,8 @@ def add_claims(claims: tuple[Claim, ...], added: tuple[Claim, ...]) -> tuple[Cla
     """
     if not claims:
         return added
+    if claims == added:  # the usual case of a prefix that many requests share
+        return claims
     directives = [claim for claim in claims if not claim.is_session]
     joined = join_claims(sorted([*directives, *added], key=rank_claim))
     if set(joined) == set(directives):

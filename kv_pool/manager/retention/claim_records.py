@@ -4,7 +4,7 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, TimedItem
-from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, find_strength
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, find_strength, is_lasting
 
 
 class Record(TimedItem):
@@ -13,6 +13,7 @@ class Record(TimedItem):
     Attributes:
         claims: never empty.
         strength: the strength of the strongest claim.
+        is_lasting: True if no claim ends before the blocks lose their content.
         is_shared: True for the one record of all blocks with these claims. Otherwise the record is for blocks
             that became free together.
         freed_at: when these blocks became free.
@@ -25,6 +26,7 @@ class Record(TimedItem):
         "blocks",
         "claims",
         "freed_at",
+        "is_lasting",
         "is_shared",
         "num_blocks",
         "retention_id",
@@ -35,11 +37,19 @@ class Record(TimedItem):
         super().__init__(NEVER)
         self.claims: tuple[Claim, ...] = claims
         self.strength: int = find_strength(claims)
+        self.is_lasting: bool = is_lasting(claims)
         self.is_shared: bool = True
         self.freed_at: float = 0.0
         self.blocks: list[KVCacheBlock] = []
         self.num_blocks: int = 0
         self.retention_id: int = 0
+
+    def be_about(self, blocks: list[KVCacheBlock], freed_at: float) -> None:
+        """Make this the record of these blocks alone, which became free together at `freed_at`."""
+        self.blocks = blocks
+        self.freed_at = freed_at
+        self.is_shared = False
+        self.changes_at = self.find_next_end()
 
     def find_next_end(self) -> float:
         """Return when the next claim ends; NEVER for a shared record."""
@@ -96,12 +106,21 @@ class ClaimRecords:
     def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
         """Return a new record for blocks that became free together at `freed_at`, to be assigned next."""
         record = Record(claims)
-        record.blocks = blocks
-        record.freed_at = freed_at
-        record.is_shared = False
-        record.changes_at = record.find_next_end()
+        record.be_about(blocks, freed_at)
         self._add(record)
         return record
+
+    def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
+        """Make the blocks' shared record their own, instead of a new one; False if it is not shared.
+
+        Claims of this record end, so no other free block has it. Blocks in use keep its number and get a
+        record of their own when they become free.
+        """
+        if not record.is_shared:
+            return False
+        del self._shared[record.claims]
+        record.be_about(blocks, freed_at)
+        return True
 
     def put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
         """Replace the claims on distinct blocks, void or not, by those of a record; None removes them."""

@@ -193,9 +193,14 @@ class PlacedClaims(BandPolicy):
         """Place blocks that just became free, are consecutive in the queue, and have the same record."""
         record = self.records.find(blocks[0])
         assert record is not None
-        now = self._clock()
-        live = list_live(record.claims, now, now)
-        self._put_claims(blocks, live, now)
+        live = record.claims
+        if not (record.is_lasting and record.is_shared):
+            now = self._clock()
+            live = list_live(record.claims, now, now)
+            if live is record.claims and self.records.take_over(record, blocks, now):
+                self.deadlines.push(record)
+            else:
+                self._put_claims(blocks, live, now)
         if live:
             self._put_in_place(blocks, find_strength(live), True)
 
