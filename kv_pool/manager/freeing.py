@@ -38,7 +38,9 @@ def release_blocks(
         listener.note_leaving(request_id, group_id, first, blocks)
     if len(state.copies):
         state.copies.drop(blocks)
-    free_listed(state.block_pool, blocks[::-1])
+    leaving = blocks.copy()
+    leaving.reverse()
+    free_listed(state.block_pool, leaving)
 
 
 def release_hold(state: ManagerState, hold: Hold) -> None:

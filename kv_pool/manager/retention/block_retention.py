@@ -210,8 +210,6 @@ class BlockRetention(TableListener):
             if block_size == 0:
                 continue
             for low, high, claims in cut_into_segments(ranges, 0, num_hashed // block_size, block_size):
-                if not claims:
-                    continue
                 start, end = low * block_size, high * block_size
                 found = find_cached(pool, request, GroupId(group_id), block_size, start, end)
                 found = [block for block in found if block not in changed]
@@ -369,8 +367,6 @@ class BlockRetention(TableListener):
         if request_id not in self._directives.by_request:
             return
         for low, high, claims in self._directives.cut(request_id, group_id, first, len(blocks)):
-            if not claims:
-                continue
             labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
             if not is_pin(claims):
                 self._placed.add(labelled, claims)

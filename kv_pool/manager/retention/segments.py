@@ -6,7 +6,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, join_claims, rank_claim
+from kv_pool.manager.retention.claim import Claim, join_claims, rank_claim
 
 
 def cut_into_segments(
@@ -15,15 +15,13 @@ def cut_into_segments(
     """Return which claims of a request's directives are on which of its blocks `[first, first + num_blocks)`.
 
     Returns:
-        (low, high, claims), in order and without gaps, counted from `first`.
+        (low, high, claims), in order, counted from `first`, without the blocks that have no claims.
     """
     if len(ranges) == 1:  # the usual case, which needs no sorting
         start, end, claim = ranges[0]
         low = min(num_blocks, max(0, start // block_size - first))
         high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
-        high = max(low, high)
-        parts = [(0, low, NO_CLAIMS), (low, high, claim.alone), (high, num_blocks, NO_CLAIMS)]
-        return [part for part in parts if part[0] < part[1]]
+        return [(low, high, claim.alone)] if low < high else []
     in_order = sorted({claim for _, _, claim in ranges}, key=rank_claim)
     counts = [0] * len(in_order)
     ranks = {claim: rank for rank, claim in enumerate(in_order)}
@@ -40,9 +38,9 @@ def cut_into_segments(
         for rank, change in changes[low]:
             counts[rank] += change
         claims = join_claims([claim for claim, count in zip(in_order, counts, strict=True) if count])
-        if segments and segments[-1][2] == claims:
+        if segments and segments[-1][1:] == (low, claims):
             segments[-1] = segments[-1][0], high, claims
-        else:
+        elif claims:
             segments.append((low, high, claims))
     return segments
 

@@ -35,18 +35,21 @@ def test_each_block_has_the_claims_of_the_ranges_one_by_one(seed):
             end = rng.choice([None, start + rng.randrange(1, 30)])
             ranges.append((start, end, rng.choice(claims)))
         segments = cut_into_segments(ranges, first, num_blocks, 4)
-        assert [low for low, _, _ in segments] == [0, *[high for _, high, _ in segments[:-1]]]
-        assert segments[-1][1] == num_blocks
-        assert len(segments) <= 2 * len(ranges) + 1
-        for low, high, found in segments:
-            for index in range(first + low, first + high):
-                expected = NO_CLAIMS
-                for start, end, claim in ranges:
-                    if start // 4 <= index and (end is None or index * 4 < end):
-                        expected = add_claim(expected, claim)
-                kinds = {(claim.strength, claim.duration_s) for claim in found}
-                assert kinds == {(claim.strength, claim.duration_s) for claim in expected}
-                assert len(found) == len(expected)
+        found = [NO_CLAIMS] * num_blocks
+        for low, high, claims_there in segments:
+            assert 0 <= low < high <= num_blocks
+            assert claims_there
+            assert not any(found[low:])  # in order, and none twice
+            found[low:high] = [claims_there] * (high - low)
+        assert len(segments) <= 2 * len(ranges) - 1
+        for index, claims_there in enumerate(found, first):
+            expected = NO_CLAIMS
+            for start, end, claim in ranges:
+                if start // 4 <= index and (end is None or index * 4 < end):
+                    expected = add_claim(expected, claim)
+            kinds = {(claim.strength, claim.duration_s) for claim in claims_there}
+            assert kinds == {(claim.strength, claim.duration_s) for claim in expected}
+            assert len(claims_there) == len(expected)
 
 
 @pytest.mark.parametrize("seed", range(20))
