@@ -14,9 +14,9 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.step import Step
 
 
 def allocate_step(
@@ -30,6 +30,8 @@ def allocate_step(
     """
     pool = state.block_pool
     tables = step.tables
+    if tables is not None and is_quiet(state, request, tables, step):
+        return state._no_blocks
     ends: list[int] | None = None
     if state._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
         step.caches = False  # what it computes from invalid content
@@ -52,19 +54,28 @@ def allocate_step(
         return None
     if len(state._caching.unwritten) > 0 and state._caching.is_unwritten(step.prefix_blocks):
         return None
-    if tables is not None and not need and ends is None and not state._has_forks and state._rules is None:
-        return state._no_blocks
-    return carry_out(state, request, step, ends, need)
+    return carry_out(state, request, step, ends)
+
+
+def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> bool:
+    """Return True if a step of a request with tables fits and changes none of them, as most decode steps."""
+    num_kept = step.num_left + step.num_reserved
+    if state._has_forks or step.num_sequence or (num_kept and num_kept > state.get_num_free_blocks()):
+        return False
+    caches = step.caches and state.block_pool.enable_caching
+    for group in state._groups:
+        if not group.is_quiet(tables[group.group_id], step, caches):
+            return False
+    return not caches or not state._caching.is_end_due(request, tables, step.num_computed)
 
 
 def carry_out(
-    state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None, need: int
+    state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
 
     Args:
         ends: the result of `PrefixCaching.find_ends`.
-        need: the result of `SlotNeeds.count`.
     """
     pool = state.block_pool
     retention = state.retention
@@ -85,9 +96,7 @@ def carry_out(
             add_external(state, tables, step.num_before)
     elif state._has_forks:
         replace_shared(state, tables, step)
-    added = state._no_blocks
-    if need or num_external or state._plans_checkpoints:
-        added = extend_tables(state, tables, step)
+    added = extend_tables(state, tables, step)
     if is_new and step.num_encoder_tokens:
         note_encoder(state, request, tables)
     if state._rules is not None:

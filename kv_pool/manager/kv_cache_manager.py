@@ -37,7 +37,7 @@ from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step_checks import read_limits, read_step
+from kv_pool.manager.step_checks import read_step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -206,12 +206,12 @@ class KVCacheManager(ManagerState):
         `allocate_slots`.
         """
         step = read_step(
-            self, request, num_new_tokens, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
-        )
-        read_limits(
             self,
-            step,
             request,
+            num_new_tokens,
+            cached_prefix,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
@@ -284,12 +284,12 @@ class KVCacheManager(ManagerState):
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
         step = read_step(
-            self, request, num_new_tokens, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
-        )
-        read_limits(
             self,
-            step,
             request,
+            num_new_tokens,
+            cached_prefix,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,

@@ -7,8 +7,8 @@ from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)

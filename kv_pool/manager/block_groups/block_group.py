@@ -4,6 +4,8 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -60,6 +62,24 @@ class BlockGroup:
     def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
         """Return the number of blocks to take for a table to grow from `num_entries` to `num_blocks`."""
         return max(0, num_blocks - num_entries)
+
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
+        """Return True if a step changes nothing in the table: it adds, releases, copies and caches no block.
+
+        Args:
+            caches: whether full blocks are cached.
+        """
+        block_size = self.block_size
+        if (
+            step.num_scheduled + step.num_lookahead > len(table.blocks) * block_size
+            or table.copy_position >= 0
+        ):
+            return False
+        if caches and step.num_scheduled >= (table.num_cached_blocks + 1) * block_size:
+            return False
+        if not self.forgets:
+            return True
+        return self.count_skipped_tokens(step.num_final) < (table.num_null_blocks + 1) * block_size
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
         """Return the first table entry that a step writes to if it starts after the computed tokens."""

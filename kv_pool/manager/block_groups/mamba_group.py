@@ -6,6 +6,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import Step
 
 
 class MambaGroup(BlockGroup):
@@ -58,6 +59,15 @@ class MambaGroup(BlockGroup):
         A state after lookahead tokens would take the place of the state after the accepted ones.
         """
         return -(-num_tokens // self.block_size)
+
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
+        if self.count_table_blocks(step.num_scheduled) + table.num_speculative > len(table.blocks):
+            return False
+        if table.checkpoint_position >= 0 or self.plan_checkpoint(
+            table, step.num_before, step.num_scheduled, step.prefill_end
+        ):
+            return False
+        return super().is_quiet(table, step, caches)
 
     def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
         return 1 if num_blocks > num_entries else 0

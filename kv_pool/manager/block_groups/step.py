@@ -19,6 +19,9 @@ class Step:
         |<------------- num_before --------------->|
         |<------------------ num_scheduled ----------------->|
 
+    Args:
+        max_model_len: most tokens of a request, which cuts new and lookahead tokens; 0 for no bound.
+
     Attributes:
         tables: one per group; None for a request without blocks.
         prefix_blocks: the hits of each group that are not in the tables yet.
@@ -42,17 +45,23 @@ class Step:
         prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_computed: int,
         num_prefix: int,
-        num_before: int,
-        num_scheduled: int,
+        num_external: int,
+        num_new: int,
         num_lookahead: int,
+        max_model_len: int,
     ) -> None:
+        num_before = num_computed + num_prefix + num_external
+        num_scheduled = num_before + num_new
+        if max_model_len and num_scheduled + num_lookahead > max_model_len:
+            num_scheduled = min(num_scheduled, max_model_len)
+            num_lookahead = max_model_len - num_scheduled
         self.request_id: RequestId = request_id
         self.tables: list[BlockTable] | None = tables
         self.prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = prefix_blocks
         self.num_computed: int = num_computed
         self.num_prefix: int = num_prefix
         self.num_before: int = num_before
-        self.num_external: int = num_before - num_computed - num_prefix
+        self.num_external: int = num_external
         self.num_scheduled: int = num_scheduled
         self.num_lookahead: int = num_lookahead
         self.num_encoder_tokens: int = 0
