@@ -73,6 +73,7 @@ class AppliedRules:
                 group.hit_alignment = hit_alignment
                 group.num_recomputed = 0 if details.caches_whole_prompts else 1
                 group.counts_most_states = details.counts_most_states
+                group.has_rules = True
                 if group.checkpoint_alignment:
                     self.plans_checkpoints = True
             elif isinstance(group, ChunkedLocalGroup) and group.drops_hits:

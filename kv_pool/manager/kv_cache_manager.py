@@ -221,7 +221,7 @@ class KVCacheManager(ManagerState):
         num_available = self.get_num_free_blocks() - step.num_left
         if not step.num_sequence or needs.count_full_sequence(step, step.num_sequence) <= num_available:
             num_available += needs.count_to_forget(step)
-            fits = needs.count(step) <= num_available - step.num_reserved
+            fits = needs.plan(step) <= num_available - step.num_reserved
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
         num_usable = self.block_pool.num_gpu_blocks - 1

@@ -326,7 +326,7 @@ class EngineManager:
         if apply_admission_cap:
             num_free = needs.count_full_sequence(step, num_tokens_main_model, num_lookahead=num_lookahead)
         else:
-            num_free = needs.count(step)
+            num_free = needs.plan(step)
         return num_free - needs.count_surplus(tables, num_tokens_main_model)
 
     def new_step_starts(self) -> None:
