@@ -66,6 +66,7 @@ MANAGER = (
     "block_groups/sliding_window_group",
     "block_groups/state_chains",
     "block_groups/table_listener",
+    "block_groups/step",
     "cached_prefix",
     "checkpoint_choice",
     "engine/cache_blocks",
@@ -87,7 +88,6 @@ MANAGER = (
     "retention/segments",
     "rule_caching",
     "slot_needs",
-    "step",
     "step_checks",
     "table_rows",
 )
@@ -109,13 +109,13 @@ HOT = (
     "contiguous/run_index",
     "manager/allocating",
     "manager/block_groups/block_group",
+    "manager/block_groups/step",
     "manager/engine/engine_manager",
     "manager/kv_cache_manager",
     "manager/manager_state",
     "manager/prefix_caching",
     "manager/prefix_lookup",
     "manager/slot_needs",
-    "manager/step",
     "manager/step_checks",
 )
 # Modules that run once for a pool or a request, or for what few requests do.

@@ -11,12 +11,11 @@ from kv_pool.core.taking import take, touch_listed
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
-from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.freeing import release_blocks
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.step import Step
 
 
 def allocate_step(
@@ -30,6 +29,8 @@ def allocate_step(
     """
     pool = state.block_pool
     tables = step.tables
+    if tables is not None and is_quiet(state, request, tables, step):
+        return state._no_blocks
     ends: list[int] | None = None
     if state._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
         step.caches = False  # what it computes from invalid content
@@ -44,7 +45,7 @@ def allocate_step(
     if tables is not None and state._forgets:
         free_skipped_blocks(state, step.request_id, tables, step.num_final)
         num_free = state.get_num_free_blocks()
-    need = needs.count(step)
+    need = needs.plan(step)
     num_kept = step.num_left + step.num_reserved
     if num_kept:  # under vLLM, states of rejected drafts count towards it
         num_kept = max(0, num_kept - needs.count_surplus(tables, step.num_scheduled))
@@ -52,19 +53,28 @@ def allocate_step(
         return None
     if len(state._caching.unwritten) > 0 and state._caching.is_unwritten(step.prefix_blocks):
         return None
-    if tables is not None and not need and ends is None and not state._has_forks and state._rules is None:
-        return state._no_blocks
-    return carry_out(state, request, step, ends, need)
+    return carry_out(state, request, step, ends)
+
+
+def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> bool:
+    """Return True if a step of a request with tables fits and changes none of them, as most decode steps."""
+    num_kept = step.num_left + step.num_reserved
+    if state._has_forks or step.num_sequence or (num_kept and num_kept > state.get_num_free_blocks()):
+        return False
+    caches = step.caches and state.block_pool.enable_caching
+    for group in state._groups:
+        if not group.is_quiet(tables[group.group_id], step, caches):
+            return False
+    return not caches or not state._caching.is_end_due(request, tables, step.num_computed)
 
 
 def carry_out(
-    state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None, need: int
+    state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None
 ) -> tuple[Sequence[KVCacheBlock], ...]:
     """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
 
     Args:
         ends: the result of `PrefixCaching.find_ends`.
-        need: the result of `SlotNeeds.count`.
     """
     pool = state.block_pool
     retention = state.retention
@@ -82,12 +92,12 @@ def carry_out(
         for listener in state.listeners:
             listener.note_started(request)
         if num_external:
-            add_external(state, tables, step.num_before)
+            for plan, table in zip(step.plans, tables):  # noqa: B905 (compiles to a loop)
+                if plan.num_external:
+                    table.blocks += take_after(state, table, plan.num_external)
     elif state._has_forks:
         replace_shared(state, tables, step)
-    added = state._no_blocks
-    if need or num_external or state._plans_checkpoints:
-        added = extend_tables(state, tables, step)
+    added = extend_tables(state, tables, step)
     if is_new and step.num_encoder_tokens:
         note_encoder(state, request, tables)
     if state._rules is not None:
@@ -126,15 +136,13 @@ def start_tables(
         table.num_hits = 0
         tables.append(table)
         used = step.prefix_blocks[group.group_id]
-        num_skipped = 0
-        if group.forgets:
-            num_skipped = group.count_skipped_tokens(step.num_before) // group.block_size
-        if not used and not num_skipped:
+        num_nulls = step.plans[group.group_id].num_nulls
+        if not used and not num_nulls:
             continue
-        if num_skipped:
-            used = used[num_skipped:]
-            table.blocks.extend([pool.null_block] * num_skipped)
-            table.num_null_blocks = num_skipped
+        if num_nulls:
+            used = used[num_nulls:]
+            table.blocks.extend([pool.null_block] * num_nulls)
+            table.num_null_blocks = num_nulls
         if not isinstance(used, list):
             used = as_list("cached_prefix", used)
         touch_listed(pool, used)
@@ -160,41 +168,34 @@ def note_encoder(state: ManagerState, request: SchedulableRequest, tables: list[
                     note_own_hash(block, request.block_hashes[0])
 
 
-def add_external(state: ManagerState, tables: list[BlockTable], num_tokens: int) -> None:
-    """Append blocks for external tokens, until each table has slots for `num_tokens` tokens.
-
-    A group whose next token attends to none of them, such as a window of 1, gets none.
-    """
-    for group in state._groups:
-        if group.is_cacheable and group.count_skipped_tokens(num_tokens) < num_tokens:
-            table = tables[group.group_id]
-            num_new = group.count_table_blocks(num_tokens) - len(table.blocks)
-            if num_new > 0:
-                table.blocks += take_after(state, table, num_new)
-
-
 def extend_tables(
     state: ManagerState, tables: list[BlockTable], step: Step
 ) -> tuple[Sequence[KVCacheBlock], ...]:
-    """Append new blocks until each table has slots for the step's tokens; return the appended blocks."""
+    """Append new blocks until each table has slots for the step's tokens; return the appended blocks.
+
+    The copy of a block in which a hit ends counts as appended.
+    """
     added: list[Sequence[KVCacheBlock]] = []
     for group in state._groups:
         table = tables[group.group_id]
-        if group.adds_null_blocks:
-            assert isinstance(group, MambaGroup)
-            added.append(extend_states(state, group, table, step))
-            continue
-        num_blocks = group.count_table_blocks(step.num_scheduled, step.num_lookahead, step.num_encoder_tokens)
-        num_new = group.count_new_blocks(len(table.blocks), num_blocks)
+        plan = step.plans[group.group_id]
+        taken: list[KVCacheBlock] = []
         own: list[KVCacheBlock] = []
-        if table.copy_position >= 0:
-            own = replace_partial(state, group, table)
-        if not num_new:
-            added.append(own or state._no_blocks[0])
-            continue
-        taken = take_after(state, table, num_new)
+        has_copy = table.copy_position >= 0
+        if plan.num_new or has_copy:
+            taken = take_after(state, table, plan.num_new + has_copy)
+        if has_copy:
+            own = [taken.pop(0)]
+            if step.tables is None:
+                copy_hit(state, group, table, own[0])
+            else:
+                copy_state(state, group, table, own[0], step.request_id)
+                own = []
+        before = group.arrange(table, plan)
         table.blocks += taken
-        added.append(own + taken if own else taken)
+        if own or before:
+            taken = [*own, *before, *taken]
+        added.append(taken or state._no_blocks[0])
     return tuple(added)
 
 
@@ -203,95 +204,32 @@ def take_after(state: ManagerState, table: BlockTable, num_blocks: int) -> list[
     return take(state.block_pool, num_blocks, table.blocks[-1] if table.blocks else None)
 
 
-def replace_partial(state: ManagerState, group: BlockGroup, table: BlockTable) -> list[KVCacheBlock]:
-    """Replace the last block of a hit that ends within it by a new block, and add the copy to make.
-
-    Returns the new block.
-    """
-    position = table.copy_position
-    shared = table.blocks[position]
-    [own] = take(state.block_pool, 1)
+def copy_hit(state: ManagerState, group: BlockGroup, table: BlockTable, own: KVCacheBlock) -> None:
+    """Replace the block within which a new request's hit ends by its copy."""
+    shared = table.blocks[table.copy_position]
     state.copies.add_state(group.group_id, shared, own)
-    table.blocks[position] = own
+    table.blocks[table.copy_position] = own
     table.copy_position = -1
     free_listed(state.block_pool, [shared])
-    return [own]
 
 
-def extend_states(
-    state: ManagerState, group: MambaGroup, table: BlockTable, step: Step
-) -> Sequence[KVCacheBlock]:
-    """Append entries until the state after the step and those after drafts have blocks.
+def copy_state(
+    state: ManagerState, group: BlockGroup, table: BlockTable, own: KVCacheBlock, request_id: RequestId
+) -> None:
+    """Copy the cached state of a running request, which it is about to overwrite.
 
-        before   null  read  draft  draft
-        after    null  read  null   null   null  written  draft  draft      3 blocks further, 2 drafts
-                             |<- moved to the end and used again   ->|
-    Returns:
-        The appended entries, after the block of a copied state.
+    The request stays in its block, which the engine knows: the copy becomes the cached one.
     """
-    before = table.blocks
-    num_before = len(before)
-    position = table.copy_position
-    written = group.count_table_blocks(step.num_scheduled) - 1
-    num_saved = 0
-    if group.checkpoint_alignment:
-        started = table if num_before and step.tables is not None else None
-        saved = group.plan_checkpoint(started, step.num_before, step.num_scheduled, step.prefill_end)
-        num_saved = 1 if saved else 0
-        table.checkpoint_tokens = saved
-        table.checkpoint_position = written - 1 if saved else -1
-    num_entries = written + 1 + group.num_speculative_blocks
-    if num_entries <= num_before and position < 0 and not num_saved:
-        return state._no_blocks[0]
-    pool = state.block_pool
-    blocks = before.copy()
-    null_end = written - num_saved
-    if num_before < null_end:
-        blocks += [pool.null_block] * (null_end - num_before)
-    num_moved = 0
-    for entry in range(num_before - table.num_speculative, min(num_before, null_end)):
-        if not blocks[entry].is_null:
-            blocks.append(blocks[entry])
-            blocks[entry] = pool.null_block
-            num_moved += 1
-    num_new = max(0, num_entries - len(blocks))
-    if position >= 0:
-        num_new += 1
-    taken = take_after(state, table, num_new) if num_new else []
-    added = blocks[num_before:]
-    leaving: list[KVCacheBlock] = []
-    is_running = step.tables is not None
-    if position < 0:
-        blocks += taken
-        added += taken
-    else:
-        own = taken[0]
-        blocks += taken[1:]
-        source = before[position]
-        state.copies.add_state(group.group_id, source, own)
-        if is_running:
-            # A running request stays in its block, which the engine knows: the copy becomes the cached one.
-            move_keys(pool, source, own)
-            if own.key is not None:
-                state._caching.note_unwritten(own)
-            leaving.append(own)
-            added += taken[1:]
-            if table.tail_tokens and state._rules is not None:
-                state._rules.caching.offer_state(step.request_id, group.group_id, own, table.tail_tokens)
-            table.tail_tokens = 0
-        else:
-            blocks[position] = own
-            leaving.append(source)
-            added = [own, *added, *taken[1:]]
-    before[:] = blocks  # the same list: a connector may keep it from step to step
-    table.num_speculative = group.num_speculative_blocks
-    if position >= 0:
-        table.copy_position = -1
-    if num_moved:
-        table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-    if leaving:
-        free_listed(pool, leaving)
-    return added
+    source = table.blocks[table.copy_position]
+    state.copies.add_state(group.group_id, source, own)
+    move_keys(state.block_pool, source, own)
+    if own.key is not None:
+        state._caching.note_unwritten(own)
+    if table.tail_tokens and state._rules is not None:
+        state._rules.caching.offer_state(request_id, group.group_id, own, table.tail_tokens)
+    table.tail_tokens = 0
+    table.copy_position = -1
+    free_listed(state.block_pool, [own])
 
 
 def free_skipped_blocks(
@@ -350,8 +288,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
             table.num_hits = min(table.num_hits, step.num_computed // group.block_size)
         if not table.is_forked:
             continue
-        num_blocks = group.count_table_blocks(step.num_scheduled, step.num_lookahead)
-        for position in state._needs.list_shared(table, group, step.num_computed, num_blocks):
+        for position in step.plans[group.group_id].shared:
             shared = table.blocks[position]
             is_copied = position * group.block_size < step.num_computed
             [own] = take(pool, 1)

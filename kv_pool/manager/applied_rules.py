@@ -14,13 +14,13 @@ from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
-from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -76,6 +76,7 @@ class AppliedRules(TableListener):
                 group.hit_alignment = hit_alignment
                 group.num_recomputed = 0 if details.caches_whole_prompts else 1
                 group.counts_most_states = details.counts_most_states
+                group.has_rules = True
                 if group.checkpoint_alignment:
                     self.plans_checkpoints = True
             elif isinstance(group, ChunkedLocalGroup) and group.drops_hits:

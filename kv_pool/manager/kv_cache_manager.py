@@ -37,7 +37,7 @@ from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step_checks import read_limits, read_step
+from kv_pool.manager.step_checks import read_step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -209,12 +209,12 @@ class KVCacheManager(ManagerState):
         `allocate_slots`.
         """
         step = read_step(
-            self, request, num_new_tokens, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
-        )
-        read_limits(
             self,
-            step,
             request,
+            num_new_tokens,
+            cached_prefix,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
@@ -224,7 +224,7 @@ class KVCacheManager(ManagerState):
         num_available = self.get_num_free_blocks() - step.num_left
         if not step.num_sequence or needs.count_full_sequence(step, step.num_sequence) <= num_available:
             num_available += needs.count_to_forget(step)
-            fits = needs.count(step) <= num_available - step.num_reserved
+            fits = needs.plan(step) <= num_available - step.num_reserved
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
         num_usable = self.block_pool.num_gpu_blocks - 1
@@ -287,12 +287,12 @@ class KVCacheManager(ManagerState):
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
         step = read_step(
-            self, request, num_new_tokens, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
-        )
-        read_limits(
             self,
-            step,
             request,
+            num_new_tokens,
+            cached_prefix,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,

@@ -94,14 +94,7 @@ class ManagerState:
                 "a MambaSpec with prefill_checkpoint_alignment needs prefix_rules, which select its states"
             )
         self._plans_checkpoints: bool = self._rules is not None and self._rules.plans_checkpoints
-        self._needs: SlotNeeds = SlotNeeds(
-            self._groups,
-            max_model_len,
-            max_in_flight_tokens,
-            self.copies,
-            prefix_rules is not None,
-            self._plans_checkpoints,
-        )
+        self._needs: SlotNeeds = SlotNeeds(self._groups, max_model_len, max_in_flight_tokens, self.copies)
         self.retention: BlockRetention | None = None
         self._owners: OwnedPrefixes | None = None
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))

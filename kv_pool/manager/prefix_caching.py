@@ -131,6 +131,10 @@ class PrefixCaching:
             self.check_hash_count(request, True)
         return ends
 
+    def is_end_due(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> bool:
+        """Return True if a step may cache the end of a prompt, within a block, after the computed tokens."""
+        return False
+
     def cache(
         self,
         request: SchedulableRequest,

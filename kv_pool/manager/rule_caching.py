@@ -65,6 +65,10 @@ class RuleCaching(PrefixCaching):
         self._tail_groups: list[BlockGroup] = [
             group for group in groups if group.is_cacheable and group.is_downward_closed and group.stride > 1
         ]
+        # Whether parts of blocks, or states, are cached when a prompt ends.
+        self._caches_ends: bool = any(
+            group.is_cacheable and (group.reads_before_writes or group.stride > 1) for group in groups
+        )
         self.allows_missing_hashes: bool = False
         self.offers_states: bool = False
         self.state_offers: list[tuple[RequestId, GroupId, KVCacheBlock, int]] = []
@@ -217,6 +221,8 @@ class RuleCaching(PrefixCaching):
         A state is cached when the step ends there. The end of an attention block may be cached some steps
         later: when its hash exists, or when the tokens after it are final.
         """
+        if not self._caches_ends:
+            return False
         num_prompt = get_num_prompt_tokens(request)
         if min(num_tokens, request.num_tokens) <= num_prompt + self._num_reprefillable:
             return True

@@ -1,4 +1,4 @@
-"""`read_step`, `read_limits`: check the arguments of `allocate_slots` and `can_allocate` for a `Step`."""
+"""`read_step`: checks the arguments of `allocate_slots` and `can_allocate`, and makes their `Step`."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -10,11 +10,11 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.cached_prefix import CachedPrefix, check_still_cached
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
-from kv_pool.manager.step import Step
 
 
 def read_step(
@@ -24,8 +24,12 @@ def read_step(
     cached_prefix: CachedPrefix | None,
     num_lookahead_tokens: int,
     num_external_computed_tokens: int,
+    num_encoder_tokens: int,
+    full_sequence_must_fit: bool,
+    reserved_blocks: int,
+    num_in_flight_tokens: int,
 ) -> Step:
-    """Check the tokens and return their step. Raises what `allocate_slots` documents; changes nothing."""
+    """Check the arguments and return their step. Raises what `allocate_slots` documents; changes nothing."""
     found = getattr(request, "request_id", None)
     request_id = RequestId(found) if isinstance(found, str) else get_request_id("request", request)
     tables = state._tables.get(request_id)
@@ -34,92 +38,6 @@ def read_step(
         num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
     if not isinstance(num_external_computed_tokens, int):
         num_external_computed_tokens = as_int("num_external_computed_tokens", num_external_computed_tokens)
-    if num_new < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
-            f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
-        )
-    unchecked: Any = request  # compiled code would reject a numpy integer here
-    computed = unchecked.num_computed_tokens
-    num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
-    num_prefix = 0
-    prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = state._no_blocks
-    if cached_prefix is not None:
-        if not isinstance(cached_prefix, CachedPrefix):
-            refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
-        num_prefix = cached_prefix.num_tokens
-        prefix_blocks = cached_prefix.blocks
-        if cached_prefix.request_id != request_id:
-            raise InvalidArgumentError(
-                f"the cached prefix was found for request {cached_prefix.request_id!r}, not {request_id!r}"
-            )
-        if tables is not None or (num_prefix and num_computed):
-            raise InvalidArgumentError(
-                f"request {request_id!r} has blocks already; a cached prefix, even an empty one, is for a "
-                "request without blocks. Are there two requests with this id?"
-            )
-        if len(prefix_blocks) != len(state._groups):
-            raise InvalidArgumentError(
-                f"the cached prefix has {len(prefix_blocks)} groups; this manager has {len(state._groups)}"
-            )
-        if cached_prefix.num_evictions != state.block_pool.num_evictions:
-            check_still_cached(request, prefix_blocks, num_prefix, state._groups)
-    if tables is not None:
-        if num_external_computed_tokens:
-            raise InvalidArgumentError(
-                f"request {request_id!r} has blocks already; external tokens must come first"
-            )
-        for group in state._groups:
-            if group.is_cacheable:
-                table = tables[group.group_id]
-                num_held = len(table.blocks)
-                if not 0 <= num_computed <= num_held * group.block_size:
-                    raise_missing_blocks(state, request_id, num_computed, num_held, group.block_size)
-                num_released = table.num_null_blocks * group.block_size
-                if num_released and group.count_skipped_tokens(num_computed) < num_released:
-                    raise InvalidArgumentError(
-                        f"request {request_id!r} has num_computed_tokens {num_computed}, and its next token "
-                        f"needs the tokens from {group.count_skipped_tokens(num_computed)} on; its first "
-                        f"{num_released} tokens have left the window of group {group.group_id} and their "
-                        "blocks are released. Free it and admit it again. While drafts may be rejected, pass "
-                        "num_in_flight_tokens"
-                    )
-                if num_computed < table.num_cached_blocks * group.block_size:
-                    check_same_content(state, request, group, table, num_computed)
-    elif num_computed:
-        raise_missing_blocks(state, request_id, num_computed, 0, state.block_size)
-    num_before = num_computed + num_prefix + num_external_computed_tokens
-    num_scheduled = num_before + num_new
-    if state.max_model_len and num_scheduled + num_lookahead_tokens > state.max_model_len:
-        num_scheduled = min(num_scheduled, state.max_model_len)
-        num_lookahead_tokens = state.max_model_len - num_scheduled
-    step = Step(
-        request_id,
-        tables,
-        prefix_blocks,
-        num_computed,
-        num_prefix,
-        num_before,
-        num_scheduled,
-        num_lookahead_tokens,
-    )
-    if cached_prefix is not None:
-        step.junction = cached_prefix.junction
-    if state._plans_checkpoints and state._rules is not None:
-        step.prefill_end = state._rules.find_prefill_end(request)
-    return step
-
-
-def read_limits(
-    state: ManagerState,
-    step: Step,
-    request: SchedulableRequest,
-    num_encoder_tokens: int,
-    full_sequence_must_fit: bool,
-    reserved_blocks: int,
-    num_in_flight_tokens: int,
-) -> None:
-    """Check what the step must leave free and keep, and note it in the step."""
     if not isinstance(num_encoder_tokens, int):
         num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
     if not isinstance(full_sequence_must_fit, bool):
@@ -128,18 +46,105 @@ def read_limits(
         reserved_blocks = as_int("reserved_blocks", reserved_blocks)
     if not isinstance(num_in_flight_tokens, int):
         num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
+    if num_new < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
+            f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
+        )
     if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
         raise InvalidArgumentError(
             f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
             f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
         )
+    unchecked: Any = request  # compiled code would reject a numpy integer here
+    computed = unchecked.num_computed_tokens
+    num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
+    num_prefix = junction = 0
+    prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = state._no_blocks
+    if cached_prefix is not None:
+        if not isinstance(cached_prefix, CachedPrefix):
+            refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
+        check_prefix(state, request, request_id, cached_prefix, num_computed)
+        num_prefix = cached_prefix.num_tokens
+        prefix_blocks = cached_prefix.blocks
+        junction = cached_prefix.junction
+    if tables is not None:
+        if num_external_computed_tokens:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has blocks already; external tokens must come first"
+            )
+        for group in state._groups:
+            if group.is_cacheable:
+                check_table(state, request, group, tables[group.group_id], num_computed)
+    elif num_computed:
+        raise_missing_blocks(state, request_id, num_computed, 0, state.block_size)
+    step = Step(
+        request_id,
+        tables,
+        prefix_blocks,
+        num_computed,
+        num_prefix,
+        num_external_computed_tokens,
+        num_new,
+        num_lookahead_tokens,
+        state.max_model_len,
+    )
     step.num_encoder_tokens = num_encoder_tokens
     step.num_reserved = reserved_blocks
     step.num_final = max(0, step.num_before - num_in_flight_tokens)
+    step.junction = junction
     if full_sequence_must_fit:
         step.num_sequence = request.num_tokens
-    if step.tables is None and state._tables:
+    if tables is None and state._tables:
         step.num_left = state.watermark_blocks
+    if state._plans_checkpoints and state._rules is not None:
+        step.prefill_end = state._rules.find_prefill_end(request)
+    return step
+
+
+def check_prefix(
+    state: ManagerState,
+    request: SchedulableRequest,
+    request_id: RequestId,
+    prefix: CachedPrefix,
+    num_computed: int,
+) -> None:
+    """Raise InvalidArgumentError for another request's prefix, InvalidBlockError for a stale one."""
+    if prefix.request_id != request_id:
+        raise InvalidArgumentError(
+            f"the cached prefix was found for request {prefix.request_id!r}, not {request_id!r}"
+        )
+    if request_id in state._tables or (prefix.num_tokens and num_computed):
+        raise InvalidArgumentError(
+            f"request {request_id!r} has blocks already; a cached prefix, even an empty one, is for a "
+            "request without blocks. Are there two requests with this id?"
+        )
+    if len(prefix.blocks) != len(state._groups):
+        raise InvalidArgumentError(
+            f"the cached prefix has {len(prefix.blocks)} groups; this manager has {len(state._groups)}"
+        )
+    if prefix.num_evictions != state.block_pool.num_evictions:
+        check_still_cached(request, prefix.blocks, prefix.num_tokens, state._groups)
+
+
+def check_table(
+    state: ManagerState, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_computed: int
+) -> None:
+    """Raise InvalidArgumentError if the table cannot continue after the computed tokens."""
+    block_size = group.block_size
+    num_held = len(table.blocks)
+    if not 0 <= num_computed <= num_held * block_size:
+        raise_missing_blocks(state, request.request_id, num_computed, num_held, block_size)
+    num_released = table.num_null_blocks * block_size
+    if num_released and group.count_skipped_tokens(num_computed) < num_released:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has num_computed_tokens {num_computed}, and its next token "
+            f"needs the tokens from {group.count_skipped_tokens(num_computed)} on; its first {num_released} "
+            f"tokens have left the window of group {group.group_id} and their blocks are released. Free it "
+            "and admit it again. While drafts may be rejected, pass num_in_flight_tokens"
+        )
+    if num_computed < table.num_cached_blocks * block_size:
+        check_same_content(state, request, group, table, num_computed)
 
 
 def check_same_content(

@@ -1,9 +1,17 @@
 """`BlockGroup`: how one KV cache group uses blocks; the base class implements full attention."""
 
+from collections.abc import Sequence
+from typing import Final
+
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import GroupPlan, Step
+
+NO_BLOCKS: Final[Sequence[KVCacheBlock]] = ()
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -57,9 +65,80 @@ class BlockGroup:
         """
         return -(-(num_tokens + num_lookahead_tokens) // self.block_size)
 
-    def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
-        """Return the number of blocks to take for a table to grow from `num_entries` to `num_blocks`."""
-        return max(0, num_blocks - num_entries)
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
+        """Return True if a step changes nothing in the table: it adds, releases, copies and caches no block.
+
+        Args:
+            caches: whether full blocks are cached.
+        """
+        block_size = self.block_size
+        if (
+            step.num_scheduled + step.num_lookahead > len(table.blocks) * block_size
+            or table.copy_position >= 0
+        ):
+            return False
+        if caches and step.num_scheduled >= (table.num_cached_blocks + 1) * block_size:
+            return False
+        if not self.forgets:
+            return True
+        return self.count_skipped_tokens(step.num_final) < (table.num_null_blocks + 1) * block_size
+
+    def plan(self, step: Step, plan: GroupPlan, is_alone: bool) -> None:
+        """Plan what the step takes.
+
+        Args:
+            plan: a new one, in which only `shared` is set.
+            is_alone: count all hits as free blocks.
+        """
+        if step.tables is not None:
+            num_entries = len(step.tables[self.group_id].blocks)
+            plan.need = len(plan.shared)
+        else:
+            num_entries = self.plan_start(step, plan, is_alone)
+            # A window of 1 after the external tokens reads none of them.
+            if (
+                step.num_external
+                and self.is_cacheable
+                and self.count_skipped_tokens(step.num_before) < step.num_before
+            ):
+                plan.num_external = max(0, self.count_table_blocks(step.num_before) - num_entries)
+                num_entries += plan.num_external
+        num_blocks = self.count_table_blocks(step.num_scheduled, step.num_lookahead, step.num_encoder_tokens)
+        plan.num_new = max(0, num_blocks - num_entries)
+        plan.need += plan.num_external + plan.num_new
+
+    def plan_start(self, step: Step, plan: GroupPlan, is_alone: bool) -> int:
+        """Plan the entries that a new table starts with, and return their number."""
+        hits = step.prefix_blocks[self.group_id]
+        if self.forgets:
+            plan.num_nulls = self.count_skipped_tokens(step.num_before) // self.block_size
+        for position in range(plan.num_nulls, len(hits)):
+            block = hits[position]
+            if (is_alone or block.ref_cnt == 0) and not block.is_null:
+                plan.need += 1
+        if step.num_prefix % self.block_size and hits:
+            plan.need += 1  # the copy of the block in which the hit ends
+        return max(plan.num_nulls, len(hits))
+
+    def arrange(self, table: BlockTable, plan: GroupPlan) -> Sequence[KVCacheBlock]:
+        """Prepare a table for the blocks to append; return the entries appended so far. See `MambaGroup`."""
+        return NO_BLOCKS
+
+    def count_sequence(self, step: Step, num_tokens: int, num_most: int, is_alone: bool) -> int:
+        """Count the free blocks that a request needs until all its `num_tokens` tokens have slots.
+
+        Args:
+            num_most: the result of `count_max_blocks`.
+        """
+        if step.tables is not None:
+            return max(0, num_most - len(step.tables[self.group_id].blocks))
+        plan = GroupPlan()
+        num_entries = self.plan_start(step, plan, is_alone)
+        return plan.need + max(0, num_most - num_entries)
+
+    def count_surplus(self, table: BlockTable, num_tokens: int) -> int:
+        """Count the blocks of rejected drafts beyond those of `num_tokens` tokens: see `MambaGroup`."""
+        return 0
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
         """Return the first table entry that a step writes to if it starts after the computed tokens."""

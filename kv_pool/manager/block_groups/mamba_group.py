@@ -1,11 +1,14 @@
 """`MambaGroup`: one state per request, and copies of it at block ends."""
 
+from collections.abc import Sequence
 from typing import Final
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import GroupPlan, Step
 
 
 class MambaGroup(BlockGroup):
@@ -24,6 +27,8 @@ class MambaGroup(BlockGroup):
         has_drafter: whether any group of the manager drops the last block of its hits.
         num_recomputed: tokens at the end of a prompt that the same prompt cannot hit.
         counts_most_states: see `RuleDetails`.
+        has_rules: whether the manager has `PrefixRules`: the whole sequence is then counted as the states of
+            one step.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class MambaGroup(BlockGroup):
         self.has_drafter: bool = False
         self.num_recomputed: int = 1
         self.counts_most_states: bool = False
+        self.has_rules: bool = False
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)
@@ -59,8 +65,14 @@ class MambaGroup(BlockGroup):
         """
         return -(-num_tokens // self.block_size)
 
-    def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
-        return 1 if num_blocks > num_entries else 0
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
+        if self.count_table_blocks(step.num_scheduled) + table.num_speculative > len(table.blocks):
+            return False
+        if table.checkpoint_position >= 0 or self.plan_checkpoint(
+            table, step.num_before, step.num_scheduled, step.prefill_end
+        ):
+            return False
+        return super().is_quiet(table, step, caches)
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
         # The last entry, except that a state at the end of its block is only read.
@@ -119,29 +131,83 @@ class MambaGroup(BlockGroup):
             return position if table.blocks[entry].is_null else 0
         return position
 
-    def count_states(
-        self,
-        table: BlockTable | None,
-        num_hits: int,
-        num_tokens: int,
-        *,
-        has_copy: bool,
-        has_checkpoint: bool,
-    ) -> int:
-        """Return the number of blocks to take for a step that ends after `num_tokens` tokens.
+    def plan(self, step: Step, plan: GroupPlan, is_alone: bool) -> None:
+        self._plan_until(step, plan, step.num_scheduled, is_alone)
 
+    def count_sequence(self, step: Step, num_tokens: int, num_most: int, is_alone: bool) -> int:
+        if not self.has_rules:
+            return super().count_sequence(step, num_tokens, num_most, is_alone)
+        plan = GroupPlan()
+        self._plan_until(step, plan, num_tokens, is_alone, is_sequence=True)
+        return plan.need
+
+    def _plan_until(
+        self, step: Step, plan: GroupPlan, num_tokens: int, is_alone: bool, is_sequence: bool = False
+    ) -> None:
+        """Plan the states of a step that ends after `num_tokens` tokens.
+
+            before   null  read  draft  draft
+            after    null  read  null   null   null  written  draft  draft      3 blocks further, 2 drafts
+                                 |<- moved to the end and used again   ->|
         Args:
-            num_hits: entries of the hit that are not in the table yet.
-            has_copy: a state is copied to a block of its own.
-            has_checkpoint: a state is saved in the middle of the step.
+            is_sequence: as vLLM, count the whole sequence like a step without external tokens.
         """
-        num_entries = num_hits if table is None else len(table.blocks) + num_hits
-        num_new = self.count_table_blocks(num_tokens) + self.num_speculative_blocks - num_entries
-        if has_copy:
-            num_new = max(0, num_new) + 1
-        if num_new <= 0:
-            return 0
-        num_most = 1 + has_copy + has_checkpoint + self.num_speculative_blocks
+        table: BlockTable | None = None
+        has_copy = False
+        num_drafts = 0
+        if step.tables is not None:
+            table = step.tables[self.group_id]
+            num_entries = len(table.blocks)
+            num_drafts = table.num_speculative
+            # A shared state stays with the other request.
+            has_copy = table.copy_position >= 0 and table.copy_position not in plan.shared
+            plan.need = len(plan.shared) + has_copy
+        else:
+            num_entries = self.plan_start(step, plan, is_alone)
+            hits = step.prefix_blocks[self.group_id]
+            has_copy = len(hits) > 0 and step.num_prefix % self.block_size > 0
+            if step.num_external:
+                if self.has_rules and hits and hits[-1].ref_cnt == 0 and not hits[-1].is_null:
+                    plan.need += 1  # vLLM counts the hit, too
+                if not is_sequence:
+                    # The state after the external tokens has a block of its own.
+                    plan.num_external = self.count_table_blocks(step.num_before) - num_entries
+                    plan.need += not self.counts_most_states
+                    num_entries += plan.num_external
+        written = self.count_table_blocks(num_tokens) - 1
+        plan.checkpoint = self.plan_checkpoint(table, step.num_before, num_tokens, step.prefill_end)
+        num_saved = 1 if plan.checkpoint else 0
+        plan.null_end = written - num_saved
+        num_moved = 0
         if table is not None:
-            num_most -= table.num_speculative
-        return num_most if self.counts_most_states else min(num_new, num_most)
+            for entry in range(num_entries - num_drafts, min(num_entries, plan.null_end)):
+                num_moved += not table.blocks[entry].is_null
+        num_missing = written + 1 - max(num_entries, plan.null_end) - num_moved
+        plan.num_new = max(0, num_missing + self.num_speculative_blocks)
+        if self.counts_most_states and (plan.num_new or has_copy or step.num_external):
+            plan.need += 1 + num_saved + self.num_speculative_blocks - num_drafts
+        else:
+            plan.need += plan.num_new
+
+    def arrange(self, table: BlockTable, plan: GroupPlan) -> Sequence[KVCacheBlock]:
+        """Append null entries, and move the blocks of drafts behind them. Return the appended entries."""
+        if self.checkpoint_alignment:
+            table.checkpoint_tokens = plan.checkpoint
+            table.checkpoint_position = plan.null_end if plan.checkpoint else -1
+        num_before = len(table.blocks)
+        null = self.pool.null_block
+        blocks = table.blocks + [null] * (plan.null_end - num_before)
+        for entry in range(num_before - table.num_speculative, min(num_before, plan.null_end)):
+            if not blocks[entry].is_null:
+                blocks.append(blocks[entry])
+                blocks[entry] = null
+                table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
+        table.num_speculative = self.num_speculative_blocks
+        table.blocks[:] = blocks  # the same list: a connector may keep it from step to step
+        return blocks[num_before:]
+
+    def count_surplus(self, table: BlockTable, num_tokens: int) -> int:
+        if table.copy_position >= 0:
+            return 0
+        num_blocks = self.count_table_blocks(num_tokens) + self.num_speculative_blocks
+        return max(0, len(table.blocks) - num_blocks)

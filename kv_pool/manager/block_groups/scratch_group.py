@@ -5,6 +5,8 @@ from typing import Final
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import Step
 
 
 class CrossAttentionGroup(BlockGroup):
@@ -18,6 +20,9 @@ class CrossAttentionGroup(BlockGroup):
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
     ) -> int:
         return -(-num_encoder_tokens // self.block_size)
+
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
+        return self.count_table_blocks(0, 0, step.num_encoder_tokens) <= len(table.blocks)
 
 
 class EncoderOnlyGroup(CrossAttentionGroup):

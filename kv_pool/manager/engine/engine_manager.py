@@ -16,12 +16,12 @@ from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -77,10 +77,6 @@ class EngineManager:
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         self.request_options: Any = None
         self._with_options: dict[Any, Any] = {}
-        # Whether parts of blocks, or states, are cached when a prompt ends: then its steps are never quiet.
-        self._caches_ends: bool = self.enable_caching and any(
-            group.is_cacheable and (group.reads_before_writes or group.stride > 1) for group in self._groups
-        )
 
     def set_request_options(self, options: Any) -> None:
         """Call `note_request` of `options`; for requests in its `by_request` `note_leaving`, `note_left`.
@@ -246,29 +242,6 @@ class EngineManager:
         num_computed: int = request.num_computed_tokens
         tables = manager._tables.get(request_id)
         num_before = num_computed + num_new_computed_tokens + num_external_computed_tokens
-        num_scheduled = num_before + num_new_tokens
-        num_lookahead = num_lookahead_tokens
-        if manager.max_model_len and num_scheduled + num_lookahead > manager.max_model_len:
-            num_lookahead = max(0, manager.max_model_len - num_scheduled)
-        num_final = num_before
-        if manager._forgets:
-            num_in_flight: int = request.num_in_flight_tokens
-            num_final = max(0, num_before - num_in_flight)
-        num_left = 0
-        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
-            num_left = self.watermark_blocks
-        num_kept = num_left + reserved_blocks
-        if (
-            tables is not None
-            and not num_encoder_tokens
-            and num_new_tokens > 0
-            and not full_sequence_must_fit
-            and not (self._caches_ends and self._rules.caching.is_end_due(request, tables, num_computed))
-            and not manager._has_forks
-            and (num_kept == 0 or num_kept <= manager.get_num_free_blocks())
-            and is_quiet(self._groups, tables, self.enable_caching, num_scheduled, num_lookahead, num_final)
-        ):
-            return self.empty_kv_cache_blocks
         if num_new_tokens == 0 and num_before == num_computed:
             raise InvalidArgumentError(
                 f"request {request_id!r} has neither new tokens nor computed tokens to adopt; "
@@ -283,13 +256,17 @@ class EngineManager:
             prefix,
             num_computed,
             num_new_computed_tokens,
-            num_before,
-            num_scheduled,
-            num_lookahead,
+            num_external_computed_tokens,
+            num_new_tokens,
+            num_lookahead_tokens,
+            manager.max_model_len,
         )
         step.num_encoder_tokens = num_encoder_tokens
-        step.num_final = num_final
-        step.num_left = num_left
+        if manager._forgets:
+            num_in_flight: int = request.num_in_flight_tokens
+            step.num_final = max(0, num_before - num_in_flight)
+        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
+            step.num_left = self.watermark_blocks
         step.num_reserved = reserved_blocks
         step.caches = not delay_cache_blocks
         if full_sequence_must_fit:
@@ -337,9 +314,10 @@ class EngineManager:
             self.manager._no_blocks if tables is not None else new_computed_blocks,
             0,
             num_local_computed_tokens,
-            total_computed_tokens,
-            num_tokens_main_model,
+            total_computed_tokens - num_local_computed_tokens,
+            num_tokens_main_model - total_computed_tokens,
             num_lookahead,
+            0,
         )
         step.num_encoder_tokens = num_encoder_tokens
         if self._rules.choice.interval == 0:
@@ -348,7 +326,7 @@ class EngineManager:
         if apply_admission_cap:
             num_free = needs.count_full_sequence(step, num_tokens_main_model, num_lookahead=num_lookahead)
         else:
-            num_free = needs.count(step)
+            num_free = needs.plan(step)
         return num_free - needs.count_surplus(tables, num_tokens_main_model)
 
     def new_step_starts(self) -> None:
@@ -374,13 +352,7 @@ class EngineManager:
         tables = self.manager._tables.get(request_id)
         if tables is None:
             return
-        is_due = self._caches_ends and self._rules.caching.is_end_due(request, tables, num_computed_tokens)
-        for group in self._groups:
-            if group.is_cacheable:
-                num_cached = tables[group.group_id].num_cached_blocks
-                is_due = is_due or num_computed_tokens >= (num_cached + 1) * group.block_size
-        if is_due:
-            cache_written(self.manager, request, tables, num_computed_tokens)
+        cache_written(self.manager, request, tables, num_computed_tokens)
 
     def evict_blocks(self, block_ids: Any) -> None:
         """Evict these blocks, and no others, from the prefix cache and the lower tiers. References stay.
@@ -495,40 +467,3 @@ def list_hashes(request: Any) -> list[BlockHash]:
     """Return the block hashes of an engine's request as a list."""
     hashes: Any = request.block_hashes
     return hashes if isinstance(hashes, list) else list(hashes)
-
-
-def is_quiet(
-    groups: list[BlockGroup],
-    tables: list[BlockTable],
-    caches: bool,
-    num_scheduled: int,
-    num_lookahead: int,
-    num_final: int,
-) -> bool:
-    """Return True if a step after the prompt changes no table: nothing to add, to release or to cache.
-
-    Args:
-        caches: whether full blocks are cached.
-        num_scheduled: tokens of the request after the step.
-        num_final: see `Step`.
-    """
-    for group in groups:
-        table = tables[group.group_id]
-        block_size = group.block_size
-        if group.is_downward_closed and group.is_cacheable:  # without a division and a call
-            if num_scheduled + num_lookahead > len(table.blocks) * block_size:
-                return False
-        else:
-            num_blocks = group.count_table_blocks(num_scheduled, num_lookahead, 0)
-            if num_blocks + table.num_speculative > len(table.blocks):
-                return False
-        if table.copy_position >= 0 or table.checkpoint_position >= 0:
-            return False
-        if group.is_cacheable:
-            if caches and num_scheduled >= (table.num_cached_blocks + 1) * block_size:
-                return False
-            if group.forgets:
-                num_skipped = group.count_skipped_tokens(num_final)
-                if num_skipped >= (table.num_null_blocks + 1) * block_size:
-                    return False
-    return True

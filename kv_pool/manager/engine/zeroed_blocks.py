@@ -7,7 +7,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId, GroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.step import Step
+from kv_pool.manager.block_groups.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)

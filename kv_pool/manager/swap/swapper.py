@@ -16,6 +16,7 @@ from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -310,18 +311,18 @@ class BlockSwapper:
         """Count the blocks that the next `allocate_slots` takes after a swap in."""
         if num_new_tokens is None:
             num_new_tokens = request.num_tokens - request.num_computed_tokens
-        num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
-        num_scheduled = request.num_computed_tokens + as_count("num_new_tokens", num_new_tokens)
-        if self.manager.max_model_len:
-            num_scheduled = min(num_scheduled, self.manager.max_model_len)
-            num_lookahead_tokens = min(num_lookahead_tokens, self.manager.max_model_len - num_scheduled)
-        return sum(
-            group.count_new_blocks(
-                len(table.blocks), group.count_table_blocks(num_scheduled, num_lookahead_tokens)
-            )
-            for group, table in zip(self._groups, tables, strict=True)
-            if group.is_cacheable
+        step = Step(
+            request.request_id,
+            tables,
+            self.manager._no_blocks,
+            request.num_computed_tokens,
+            0,
+            0,
+            as_count("num_new_tokens", num_new_tokens),
+            as_count("num_lookahead_tokens", num_lookahead_tokens),
+            self.manager.max_model_len,
         )
+        return self.manager._needs.plan(step, is_alone=True)
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
         self._plans.check_whole()

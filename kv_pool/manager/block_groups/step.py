@@ -1,12 +1,41 @@
-"""`Step`: the tokens of one request for which a call requests slots."""
+"""`Step`: the tokens of one request for which a call requests slots, and a `GroupPlan` for each group."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
+
+
+@mypyc_attr(acyclic=True, free_list_len=1)
+class GroupPlan:
+    """The blocks that a step takes in one group: planned once, to see whether they fit, and then taken.
+
+    Attributes:
+        need: free blocks that must be there: hits on free blocks, and the blocks to take. For states, a few
+            more where vLLM counts more than it takes.
+        num_nulls: entries of a new table that are null, because they lie before the window.
+        shared: entries that the step writes and others hold, too: each is replaced.
+        num_external: blocks for external tokens.
+        num_new: blocks to append after these.
+        null_end: for states, the entries before this one that are not read become null.
+        checkpoint: tokens of the state that the step saves on its way; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.need: int = 0
+        self.num_nulls: int = 0
+        self.shared: list[int] = []
+        self.num_external: int = 0
+        self.num_new: int = 0
+        self.null_end: int = 0
+        self.checkpoint: int = 0
+
+
+NO_PLANS: Final[list[GroupPlan]] = []
 
 
 # Every call creates one. Compiled, it has no cyclic-GC header and reuses the memory of the previous one.
@@ -18,6 +47,9 @@ class Step:
         |<- num_computed
         |<------------- num_before --------------->|
         |<------------------ num_scheduled ----------------->|
+
+    Args:
+        max_model_len: most tokens of a request, which cuts new and lookahead tokens; 0 for no bound.
 
     Attributes:
         tables: one per group; None for a request without blocks.
@@ -33,6 +65,7 @@ class Step:
         junction: see `CachedPrefix`; for a request without blocks.
         prefill_end: tokens at which a state may be saved in the middle of the step: see
             `MambaGroup.plan_checkpoint`.
+        plans: one per group, once `SlotNeeds.plan` has made them.
     """
 
     def __init__(
@@ -42,17 +75,23 @@ class Step:
         prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_computed: int,
         num_prefix: int,
-        num_before: int,
-        num_scheduled: int,
+        num_external: int,
+        num_new: int,
         num_lookahead: int,
+        max_model_len: int,
     ) -> None:
+        num_before = num_computed + num_prefix + num_external
+        num_scheduled = num_before + num_new
+        if max_model_len and num_scheduled + num_lookahead > max_model_len:
+            num_scheduled = min(num_scheduled, max_model_len)
+            num_lookahead = max_model_len - num_scheduled
         self.request_id: RequestId = request_id
         self.tables: list[BlockTable] | None = tables
         self.prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = prefix_blocks
         self.num_computed: int = num_computed
         self.num_prefix: int = num_prefix
         self.num_before: int = num_before
-        self.num_external: int = num_before - num_computed - num_prefix
+        self.num_external: int = num_external
         self.num_scheduled: int = num_scheduled
         self.num_lookahead: int = num_lookahead
         self.num_encoder_tokens: int = 0
@@ -63,3 +102,4 @@ class Step:
         self.caches: bool = True
         self.junction: int = 0
         self.prefill_end: i64 = 0
+        self.plans: list[GroupPlan] = NO_PLANS
