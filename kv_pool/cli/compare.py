@@ -82,12 +82,7 @@ def compare(
     csv: Annotated[
         str | None, typer.Option(help="Write one row per policy, capacity and trace to this file.")
     ] = None,
-    png: Annotated[
-        str | None,
-        typer.Option(
-            help="File for the picture. Default: compare.png, or compare-2.png and so on if it exists."
-        ),
-    ] = None,
+    png: Annotated[str | None, options.declare_picture("picture", "compare")] = None,
     jobs: options.Jobs = 0,
     on: Annotated[
         str | None,

@@ -86,6 +86,15 @@ def new_table(
     return table
 
 
+def new_facts_table(title: Text, caption: Text | None = None) -> Table:
+    """Return a table without rows and header, with three columns: a name, its number, a remark."""
+    table = Table(title=title, caption=caption, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    return table
+
+
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table with every cell of its `no_wrap` columns whole, however narrow the terminal is.
 

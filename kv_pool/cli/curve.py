@@ -52,10 +52,7 @@ def curve(
     ] = None,
     json: options.JsonFile = None,
     csv: Annotated[str | None, typer.Option(help="Write one row per capacity to this file.")] = None,
-    png: Annotated[
-        str | None,
-        typer.Option(help="File for the curves. Default: curve.png, or curve-2.png and so on if it exists."),
-    ] = None,
+    png: Annotated[str | None, options.declare_picture("curves", "curve")] = None,
 ) -> None:
     """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
     kv = model_options.find_kv()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,6 +41,13 @@ MemoryList = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+
+
+def declare_picture(what: str, name: str) -> Any:
+    """Return `--png`, the file for a picture, whose default is the first unused file like `name`.png."""
+    return typer.Option(
+        help=f"File for the {what}. Default: {name}.png, or {name}-2.png and so on if it exists."
+    )
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,7 @@ def plan(
         ),
     ] = CLOCKS[1],
     json: options.JsonFile = None,
-    png: Annotated[
-        str | None,
-        typer.Option(help="File for the picture. Default: plan.png, or plan-2.png and so on if it exists."),
-    ] = None,
+    png: Annotated[str | None, options.declare_picture("picture", "plan")] = None,
 ) -> None:
     """Recommend the memory of the pool and its tiers for a trace, and replay what is recommended."""
     kv = model_options.find_kv()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_table, print_table
+from kv_pool.cli.console import new_facts_table, new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.outputs import write_report
 from kv_pool.cli.progress import make_progress_bar
@@ -134,20 +134,14 @@ def make_table(report: ReplayReport) -> Table:
     compiled = report.provenance is not None and report.provenance.compiled
     groups = str(report.settings.get("groups", "full"))
     policy = escape_text(str(report.settings.get("policy", "lru")))
-    table = Table(
-        title=Text(
-            f"{escape_text(trace)} through {report.num_blocks:,} blocks of {report.block_size} tokens"
-        ),
-        caption=Text(
+    table = new_facts_table(
+        Text(f"{escape_text(trace)} through {report.num_blocks:,} blocks of {report.block_size} tokens"),
+        Text(
             f"{'' if policy == 'lru' else f'{policy}, '}clock {report.clock}, {report.convention}, "
             f"{'' if groups == 'full' else f'{groups}, '}"
             f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s"
         ),
-        show_header=False,
     )
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
     table.add_row("requests", f"{report.requests:,}", "")
     table.add_row("refused", f"{report.refused_requests:,}", "larger than the whole pool")
     if report.clock == "trace":

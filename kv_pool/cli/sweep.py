@@ -56,10 +56,7 @@ def sweep(
         ),
     ] = "0",
     json: options.JsonFile = None,
-    png: Annotated[
-        str | None,
-        typer.Option(help="File for the curve. Default: sweep.png, or sweep-2.png and so on if it exists."),
-    ] = None,
+    png: Annotated[str | None, options.declare_picture("curve", "sweep")] = None,
     overlay: Annotated[
         list[str] | None,
         typer.Option(

@@ -2,20 +2,25 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import TaskProgressColumn
+from rich.table import Table
+from rich.text import Text
 
+from kv_pool.cli.console import new_facts_table, new_table, print_json, print_table
+from kv_pool.cli.control_options import Json
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.progress import count_requests, make_progress_bar
 from kv_pool.cli.setting_options import takes
-from kv_pool.cli.trace_info import info
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
 from kv_pool.replay.merge import merge_traces
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.split import PARTITIONS, split_trace
+from kv_pool.replay.trace_info import Percentiles, TraceInfo, describe_trace
 from kv_pool.replay.trace_writer import open_trace_writer
 from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
 from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
@@ -28,13 +33,32 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FILE", help="The trace to write: .jsonl, .gz, .xz or .zst."),
 ]
 trace = typer.Typer(help="Describe, generate, convert, merge and split traces.", no_args_is_help=True)
-trace.command()(info)
-
+_PERCENTILES = ("mean", "p10", "p50", "p90", "p99", "max")
 _NOTATION = f"DISTRIBUTION is {FORMAT}."
 _SIZE = (
     "requests seed output block_size max_tokens sessions_per_s arrival_shape system_prompts system_skew "
     "system_tokens"
 )
+
+
+@trace.command()
+@takes(ReplaySettings, "trace block_size json trace_block_size timestamp_unit skip_broken", num_blocks=1)
+def info(
+    settings: ReplaySettings,
+    block_size: Annotated[int, typer.Option(help="Tokens per block, for traces of token ids.", min=1)] = 16,
+    json: Json = False,
+) -> None:
+    """Describe a trace: requests, blocks, sessions, reuse, and the hit rate of a cache that never evicts."""
+    trace = settings.open_trace()
+    with make_progress_bar("reading", TaskProgressColumn()) as bar:
+        task = bar.add_task("read", total=1.0, live="")
+        found = describe_trace(trace, block_size, lambda: bar.update(task, completed=trace.position))
+    if json:
+        print_json(found)
+        return
+    for table in (_make_counts(found), _make_percentiles(found), _make_ceilings(found)):
+        print_table(table)
+
 
 generate = typer.Typer(
     help="Write a generated workload as a trace. The same options give the same requests on every platform.",
@@ -194,3 +218,67 @@ def split(
     size = "" if opened.block_size is None else f"; --trace-block-size {opened.block_size}"
     skipped = f"; {opened.num_broken:,} broken lines skipped" if opened.num_broken else ""
     print(f"{len(counts):,} files, {sum(counts.values()):,} requests{skipped}{size}")
+
+
+def _make_counts(info: TraceInfo) -> Table:
+    table = new_facts_table(Text(escape_text(Path(info.trace).name)))
+    table.add_row("requests", f"{info.requests:,}", "")
+    if info.broken_lines:
+        table.add_row("broken lines", f"{info.broken_lines:,}", "skipped")
+    if info.late_requests:
+        table.add_row("late", f"{info.late_requests:,}", "timestamps that go backwards")
+    if info.inconsistent_requests:
+        table.add_row(
+            "inconsistent", f"{info.inconsistent_requests:,}", "requests whose ids contradict earlier ones"
+        )
+    table.add_row("prompt tokens", f"{info.tokens_in:,}", f"{info.tokens_out:,} generated tokens")
+    table.add_row("time span", f"{info.span_s:,.0f} s", "from the first to the last arrival")
+    table.add_row(
+        "arrivals", f"{info.requests_per_s:,.3g}/s", f"{info.busiest_minute:,} in the busiest minute"
+    )
+    if info.sessions:
+        table.add_row("sessions", f"{info.sessions:,}", f"{info.turns.mean:,.1f} requests each")
+    if info.tenants:
+        table.add_row("tenants", f"{info.tenants:,}", "")
+    table.add_section()
+    table.add_row("block size", f"{info.block_size:,}", "tokens")
+    table.add_row("block look-ups", f"{info.blocks_looked_up:,}", "blocks of all prompts")
+    table.add_row("distinct blocks", f"{info.distinct_blocks:,}", "")
+    table.add_row(
+        "used once",
+        f"{info.share_used_once:.1%}",
+        f"{info.blocks_used_once:,} blocks; the others {info.uses_per_reused_block:.1f} times each",
+    )
+    return table
+
+
+def _make_percentiles(info: TraceInfo) -> Table:
+    table = Table()
+    table.add_column("", style="bold", no_wrap=True)
+    for column in _PERCENTILES:
+        table.add_column(column, justify="right", no_wrap=True)
+    rows: list[tuple[str, Percentiles]] = [
+        ("blocks per request", info.blocks_per_request),
+        ("prompt tokens", info.input_length),
+        ("generated tokens", info.output_length),
+    ]
+    if info.sessions:
+        rows += [("requests per session", info.turns), ("between turns, s", info.turn_gaps_s)]
+    rows.append(("reused after, s", info.reuse_distance_s))
+    for name, values in rows:
+        table.add_row(name, *(_show(getattr(values, column)) for column in _PERCENTILES))
+    return table
+
+
+def _show(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"
+
+
+def _make_ceilings(info: TraceInfo) -> Table:
+    numbers = ("token hits", "block hits", "tokens")
+    table = new_table(("convention", *numbers), right=numbers, title="a cache that never evicts")
+    for convention, found in info.ceilings.items():
+        table.add_row(
+            convention, f"{found.token_hit_rate:.2%}", f"{found.block_hit_rate:.2%}", f"{found.tokens_hit:,}"
+        )
+    return table

@@ -23,7 +23,7 @@ class EngineRequest:
 
 
 def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
-    from kv_pool.integrations.vllm.controlled_manager import make_controlled_manager
+    from kv_pool.integrations.vllm.controlled_classes import make_controlled_manager
     from kv_pool.integrations.vllm.manager_classes import KVCacheManager
 
     path = tmp_path / "here.sock"
@@ -43,7 +43,7 @@ def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
 
 def test_statistics_have_pins_and_the_hit_rate(tmp_path, monkeypatch):
     """They showed 0 pinned blocks and no hit rate, and the list of holds showed no end of the pins."""
-    from kv_pool.integrations.vllm.controlled_manager import make_controlled_manager
+    from kv_pool.integrations.vllm.controlled_classes import make_controlled_manager
     from kv_pool.integrations.vllm.manager_classes import KVCacheManager
 
     path = tmp_path / "here.sock"
