@@ -100,12 +100,11 @@ def carry_out(
     added = extend_tables(state, tables, step)
     if is_new and step.num_encoder_tokens:
         note_encoder(state, request, tables)
-    if state._rules is not None:
-        state._rules.note_step(request, tables, step)
+    state._rules.note_step(request, tables, step)
     if ends is not None:
         num_loaded = step.num_before if num_external else 0
         state._caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
-        if state._rules is not None and state._rules.chains is not None:
+        if state._rules.chains is not None:
             release_superseded(state, state._rules.chains)
     if is_new:
         if state._owners is not None:
@@ -153,9 +152,9 @@ def start_tables(
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_hits = table.num_cached_blocks
-        rules = state._rules
-        if rules is not None and rules.chains is not None and group.reads_before_writes and used:
-            table.resumed = rules.chains.note_resumed(used[-1])
+        chains = state._rules.chains
+        if chains is not None and group.reads_before_writes and used:
+            table.resumed = chains.note_resumed(used[-1])
         if step.num_prefix % group.block_size and used:
             table.num_cached_blocks = step.num_prefix // group.block_size
             table.copy_position = table.num_cached_blocks
@@ -227,8 +226,8 @@ def copy_state(
     move_keys(state.block_pool, source, own)
     if own.key is not None:
         state._caching.note_unwritten(own)
-    if table.tail_tokens and state._rules is not None:
-        state._rules.caching.offer_state(request_id, group.group_id, own, table.tail_tokens)
+    if table.tail_tokens:
+        state._caching.offer_state(request_id, group.group_id, own, table.tail_tokens)
     table.tail_tokens = 0
     table.copy_position = -1
     free_listed(state.block_pool, [own])

@@ -164,12 +164,9 @@ class KVCacheManager(ManagerState):
             if max_num_tokens is not None:
                 limit = as_count("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            caching.check_hash_count(request, False)
+            caching.check_hash_count(request, 0)
             listed = hashes if isinstance(hashes, list) else list(hashes)
-            if self._rules is not None:
-                blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
-            else:
-                blocks, num_tokens, _ = self._lookup.find(listed, limit)
+            blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
@@ -180,8 +177,6 @@ class KVCacheManager(ManagerState):
         """
         get_request_id("request", request)
         check_type("cached_prefix", cached_prefix, CachedPrefix)
-        if self._rules is None:
-            return []
         return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
 
     # ---- allocating ------------------------------------------------------------------------------

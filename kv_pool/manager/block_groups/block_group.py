@@ -152,10 +152,3 @@ class BlockGroup:
             max_model_len: most tokens of a request; 0 for no bound.
         """
         return self.count_table_blocks(num_tokens)
-
-    def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Return which of the blocks `[first, end)` to cache after a step that ends at `num_tokens` tokens.
-
-        None: all of them.
-        """
-        return None

@@ -83,13 +83,6 @@ class MambaGroup(BlockGroup):
         num_states = 3 if self.checkpoint_alignment else 2
         return min(num_states, self.count_table_blocks(num_tokens)) + self.num_speculative_blocks
 
-    def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Select only a state at a block's end; an earlier one covers fewer tokens than the block's hash."""
-        mask = [False] * (end - first)
-        if end > first and end * self.block_size == num_tokens:
-            mask[-1] = True
-        return mask
-
     # ---- states of a step --------------------------------------------------------------------------
 
     def find_checkpoint(self, num_tokens: int, unit: int) -> int:

@@ -54,11 +54,10 @@ class EngineManager:
         zeroed_groups: Sequence[GroupId] = (),
         copy_type: Callable[[BlockId, BlockId], Any] = BlockMove,
     ) -> None:
-        rules = manager._rules
-        if rules is None:
+        if manager.prefix_rules is None:
             raise InvalidArgumentError("an EngineManager needs a manager with prefix_rules")
         self.manager: KVCacheManager = manager
-        self._rules: AppliedRules = rules
+        self._rules: AppliedRules = manager._rules
         self._groups: list[BlockGroup] = manager._groups
         self.block_pool: BlockPoolCore = manager.block_pool
         self.num_kv_cache_groups: int = len(manager.groups)
@@ -70,8 +69,8 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self._zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
         self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
-        rules.caching.offers_states = self._offers_states
-        rules.caching.allows_missing_hashes = True
+        self._rules.caching.offers_states = self._offers_states
+        self._rules.caching.allows_missing_hashes = True
         manager._needs.discounts_states = True
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
@@ -273,8 +272,7 @@ class EngineManager:
             step.num_sequence = request.num_tokens
         if tables is None:
             step.junction = request.shared_prefix_boundary
-        if manager._plans_checkpoints:
-            step.prefill_end = self._rules.find_prefill_end(request)
+        step.prefill_end = self._rules.find_prefill_end(request)
         added = allocate_step(manager, request, step)
         if added is None:
             return None
