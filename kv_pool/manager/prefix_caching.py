@@ -7,10 +7,11 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.caching import cache_full, cache_partial
+from kv_pool.core.caching import cache_full, cache_partial, note_left_out
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import hashes_of
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -296,7 +297,7 @@ class PrefixCaching:
         mask: list[bool] | None,
         num_prompt: int,
     ) -> None:
-        """Cache the full blocks up to `end` that the mask selects, with one event if any block is full.
+        """Cache the full blocks up to `end` that the mask selects. With rules, one event even if it is none.
 
         Left out are those that a fork, which continued first, has cached, and a state within its block.
         """
@@ -308,7 +309,11 @@ class PrefixCaching:
                 if mask is None:
                     mask = [True] * (end - first)
                 mask[position - first] = False
-        cache_full(self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask)
+        if self._is_dense and mask is not None and True not in mask:
+            hashes = hashes_of(self._pool, request, first, end, group.block_size)
+            note_left_out(table.blocks[first:end], hashes, mask)  # without an event
+        else:
+            cache_full(self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask)
         table.num_cached_blocks = end
         if self._chains is not None and isinstance(group, MambaGroup):
             junction = table.junction // group.block_size
