@@ -23,7 +23,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, is_quiet
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
@@ -290,6 +290,24 @@ class KVCacheManager(ManagerState):
             reserved_blocks,
             num_in_flight_tokens,
         )
+        tables = step.tables
+        if (
+            tables is not None
+            and not step.num_sequence
+            and not step.num_encoder_tokens
+            and is_quiet(
+                self,
+                request,
+                tables,
+                step.num_computed,
+                step.num_scheduled,
+                step.num_lookahead,
+                step.num_final,
+                step.num_left + step.num_reserved,
+                not delay_cache_blocks,
+            )
+        ):
+            return self._no_blocks
         step.caches = not delay_cache_blocks
         return allocate_step(self, request, step)
 

@@ -11,7 +11,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, is_quiet
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -241,6 +241,31 @@ class EngineManager:
         num_computed: int = request.num_computed_tokens
         tables = manager._tables.get(request_id)
         num_before = num_computed + num_new_computed_tokens + num_external_computed_tokens
+        num_final = num_before
+        if manager._forgets:
+            num_in_flight: int = request.num_in_flight_tokens
+            num_final = max(0, num_before - num_in_flight)
+        num_left = 0
+        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
+            num_left = self.watermark_blocks
+        if (
+            tables is not None
+            and num_new_tokens > 0
+            and not full_sequence_must_fit
+            and not num_encoder_tokens
+            and is_quiet(
+                manager,
+                request,
+                tables,
+                num_computed,
+                num_before + num_new_tokens,
+                num_lookahead_tokens,
+                num_final,
+                num_left + reserved_blocks,
+                not delay_cache_blocks,
+            )
+        ):
+            return self.empty_kv_cache_blocks
         if num_new_tokens == 0 and num_before == num_computed:
             raise InvalidArgumentError(
                 f"request {request_id!r} has neither new tokens nor computed tokens to adopt; "
@@ -261,11 +286,8 @@ class EngineManager:
             manager.max_model_len,
         )
         step.num_encoder_tokens = num_encoder_tokens
-        if manager._forgets:
-            num_in_flight: int = request.num_in_flight_tokens
-            step.num_final = max(0, num_before - num_in_flight)
-        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
-            step.num_left = self.watermark_blocks
+        step.num_final = num_final
+        step.num_left = num_left
         step.num_reserved = reserved_blocks
         step.caches = not delay_cache_blocks
         if full_sequence_must_fit:
