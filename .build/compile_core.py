@@ -86,7 +86,6 @@ MANAGER = (
     "retention/placed_claims",
     "retention/request_directives",
     "retention/segments",
-    "rule_caching",
     "slot_needs",
     "step_checks",
     "table_rows",

@@ -18,6 +18,36 @@ from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
+def is_quiet(
+    state: ManagerState,
+    request: SchedulableRequest,
+    tables: list[BlockTable],
+    num_computed: int,
+    num_scheduled: int,
+    num_lookahead: int,
+    num_final: int,
+    num_kept: int,
+    caches: bool,
+) -> bool:
+    """Return True if a step without encoder tokens fits and changes none of the tables, as most decode steps.
+
+    `allocate_step` would then return no blocks. Asked before a `Step` is made.
+
+    Args:
+        num_computed, num_scheduled, num_lookahead, num_final: see `Step`.
+        num_kept: blocks to leave free.
+        caches: whether full blocks are cached at once.
+    """
+    if state._has_forks or (num_kept and num_kept > state.get_num_free_blocks()):
+        return False
+    caches = caches and state.block_pool.enable_caching
+    for group in state._groups:
+        table = tables[group.group_id]
+        if not group.is_quiet(table, num_scheduled, num_lookahead, num_final, caches):
+            return False
+    return not caches or not state._caching.is_end_due(request, tables, num_computed)
+
+
 def allocate_step(
     state: ManagerState, request: SchedulableRequest, step: Step
 ) -> tuple[Sequence[KVCacheBlock], ...] | None:
@@ -29,8 +59,6 @@ def allocate_step(
     """
     pool = state.block_pool
     tables = step.tables
-    if tables is not None and is_quiet(state, request, tables, step):
-        return state._no_blocks
     ends: list[int] | None = None
     if state._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
         step.caches = False  # what it computes from invalid content
@@ -54,18 +82,6 @@ def allocate_step(
     if len(state._caching.unwritten) > 0 and state._caching.is_unwritten(step.prefix_blocks):
         return None
     return carry_out(state, request, step, ends)
-
-
-def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> bool:
-    """Return True if a step of a request with tables fits and changes none of them, as most decode steps."""
-    num_kept = step.num_left + step.num_reserved
-    if state._has_forks or step.num_sequence or (num_kept and num_kept > state.get_num_free_blocks()):
-        return False
-    caches = step.caches and state.block_pool.enable_caching
-    for group in state._groups:
-        if not group.is_quiet(tables[group.group_id], step, caches):
-            return False
-    return not caches or not state._caching.is_end_due(request, tables, step.num_computed)
 
 
 def carry_out(
@@ -100,12 +116,11 @@ def carry_out(
     added = extend_tables(state, tables, step)
     if is_new and step.num_encoder_tokens:
         note_encoder(state, request, tables)
-    if state._rules is not None:
-        state._rules.note_step(request, tables, step)
+    state._rules.note_step(request, tables, step)
     if ends is not None:
         num_loaded = step.num_before if num_external else 0
         state._caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
-        if state._rules is not None and state._rules.chains is not None:
+        if state._rules.chains is not None:
             release_superseded(state, state._rules.chains)
     if is_new:
         state._tables[step.request_id] = tables
@@ -151,9 +166,9 @@ def start_tables(
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_hits = table.num_cached_blocks
-        rules = state._rules
-        if rules is not None and rules.chains is not None and group.reads_before_writes and used:
-            table.resumed = rules.chains.note_resumed(used[-1])
+        chains = state._rules.chains
+        if chains is not None and group.reads_before_writes and used:
+            table.resumed = chains.note_resumed(used[-1])
         if step.num_prefix % group.block_size and used:
             table.num_cached_blocks = step.num_prefix // group.block_size
             table.copy_position = table.num_cached_blocks
@@ -225,8 +240,8 @@ def copy_state(
     move_keys(state.block_pool, source, own)
     if own.key is not None:
         state._caching.note_unwritten(own)
-    if table.tail_tokens and state._rules is not None:
-        state._rules.caching.offer_state(request_id, group.group_id, own, table.tail_tokens)
+    if table.tail_tokens:
+        state._caching.offer_state(request_id, group.group_id, own, table.tail_tokens)
     table.tail_tokens = 0
     table.copy_position = -1
     free_listed(state.block_pool, [own])

@@ -1,6 +1,7 @@
-"""`AppliedRules`: `PrefixRules` for the groups of one manager: its look-ups and its caching."""
+"""`AppliedRules`: the look-ups and the caching of one manager, by its `PrefixRules` or without any."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -17,20 +18,24 @@ from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
+from kv_pool.manager.prefix_caching import PrefixCaching, get_num_prompt_tokens
 from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.rule_caching import RuleCaching, get_num_prompt_tokens
+
+DENSE: Final = PrefixRules(retention_interval=None, partial_hits=False)
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class AppliedRules(TableListener):
-    """The parts of a manager that its `PrefixRules` replace.
+    """What a manager finds and caches for its groups.
 
     Args:
+        rules: None for a manager that caches all blocks which can serve a hit.
         alignment: tokens; the least common multiple of all block sizes.
 
     Attributes:
+        is_dense: whether there are no rules.
         is_partial: whether hits may end within a block.
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
@@ -43,12 +48,15 @@ class AppliedRules(TableListener):
 
     def __init__(
         self,
-        rules: PrefixRules,
+        rules: PrefixRules | None,
         specs: tuple[KVCacheSpec, ...],
         groups: list[BlockGroup],
         pool: BlockPoolCore,
         alignment: int,
     ) -> None:
+        self.is_dense: bool = rules is None
+        if rules is None:
+            rules = DENSE
         check_rules(rules, specs, alignment)
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
@@ -60,7 +68,12 @@ class AppliedRules(TableListener):
         has_drafter = len(eagle_groups) > 0
         details = rules.details
         self.choice: CheckpointChoice = CheckpointChoice(
-            rules.retention_interval, alignment, hit_alignment, has_drafter, details.doubles_junctions
+            rules.retention_interval,
+            alignment,
+            hit_alignment,
+            has_drafter,
+            details.doubles_junctions,
+            least_hit_blocks=1 if self.is_dense else 0,
         )
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
@@ -76,9 +89,14 @@ class AppliedRules(TableListener):
                 group.hit_alignment = hit_alignment
                 group.num_recomputed = 0 if details.caches_whole_prompts else 1
                 group.counts_most_states = details.counts_most_states
-                group.has_rules = True
+                group.has_rules = not self.is_dense
                 if group.checkpoint_alignment:
                     self.plans_checkpoints = True
+                    if self.is_dense:
+                        raise InvalidArgumentError(
+                            "a MambaSpec with prefill_checkpoint_alignment needs prefix_rules, which select "
+                            "its states"
+                        )
             elif isinstance(group, ChunkedLocalGroup) and group.drops_hits:
                 raise InvalidArgumentError(
                     f"group {group.group_id} is in eagle_groups; local attention in chunks cannot drop the "
@@ -88,8 +106,8 @@ class AppliedRules(TableListener):
         self.full_group_beside_states: int = -1
         if self.has_states and self.lookup.full is not None:
             self.full_group_beside_states = self.lookup.full.group_ids[0]
-        self.caching: RuleCaching = RuleCaching(
-            pool, groups, alignment, rules, self.choice, self.is_partial, self.chains
+        self.caching: PrefixCaching = PrefixCaching(
+            pool, groups, alignment, rules, self.is_dense, self.choice, self.is_partial, self.chains
         )
 
     def set_interval(self, interval: int | None) -> None:
@@ -112,6 +130,8 @@ class AppliedRules(TableListener):
         turn of a conversation, and the middle of a prompt takes its place.
         """
         blocks, num_tokens, junction = self.lookup.find(hashes, max_num_tokens)
+        if self.is_dense:
+            return blocks, num_tokens, 0
         chains = self.chains
         if chains is None:
             return blocks, num_tokens, junction
@@ -126,7 +146,9 @@ class AppliedRules(TableListener):
 
         Drafts are not known yet: after a step with drafts the engine itself saves the state at a block's end.
         """
-        if not self.has_states or self.plans_checkpoints or step.num_scheduled > request.num_tokens:
+        if self.is_dense or not self.has_states or self.plans_checkpoints:
+            return
+        if step.num_scheduled > request.num_tokens:
             return
         for group in self._groups:
             if isinstance(group, MambaGroup) and step.num_before % group.block_size:
@@ -146,7 +168,7 @@ class AppliedRules(TableListener):
 
     def list_step_ends(self, request: SchedulableRequest, num_hit: int, junction: int) -> list[int]:
         """Return the positions after the hit at which the prompt's steps must end to cache their states."""
-        if not self.has_states:
+        if self.is_dense or not self.has_states:
             return []
         num_prompt = get_num_prompt_tokens(request)
         end = self.choice.find_end(num_prompt)
@@ -159,7 +181,7 @@ class AppliedRules(TableListener):
 
     def find_prefill_end(self, request: SchedulableRequest) -> int:
         """Return the tokens that a step must reach to save a state on its way; 0 for any step."""
-        if self.choice.interval != 0:
+        if not self.plans_checkpoints or self.choice.interval != 0:
             return 0
         return max(get_num_prompt_tokens(request), request.num_tokens - 1)
 

@@ -22,6 +22,8 @@ class CheckpointChoice:
         hit_alignment: tokens; each hit is a multiple of it.
         drops_hits: whether hits drop their last block, for a drafter.
         doubles_junctions: see `RuleDetails`.
+        least_hit_blocks: blocks of a window that are cached before each boundary, even if none is needed, as
+            for a window of 1 token.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class CheckpointChoice:
         hit_alignment: int,
         drops_hits: bool,
         doubles_junctions: bool = True,
+        least_hit_blocks: int = 0,
     ) -> None:
         self.interval: int | None = interval
         self.alignment: int = alignment
         self.hit_alignment: int = hit_alignment
         self.drops_hits: bool = drops_hits
         self.doubles_junctions: bool = doubles_junctions
+        self.least_hit_blocks: int = least_hit_blocks
 
     def list_checkpoints(self, num_prompt_tokens: int, junction: int, group: BlockGroup) -> list[int]:
         """Return the positions, in tokens, at which later requests are expected to continue.
@@ -97,7 +101,7 @@ class CheckpointChoice:
     ) -> list[bool] | None:
         """Select the blocks that hits at the checkpoints, and at multiples of the interval, need."""
         block_size = group.block_size
-        num_needed = group.count_hit_blocks(group.drops_hits)
+        num_needed = max(self.least_hit_blocks, group.count_hit_blocks(group.drops_hits))
         shift = 1 if group.drops_hits else 0  # the dropped block lies behind the boundary
         mask = [False] * (end - first)
         interval = self.hit_alignment if self.interval is None else self.interval

@@ -23,7 +23,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, is_quiet
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
@@ -167,12 +167,9 @@ class KVCacheManager(ManagerState):
             if max_num_tokens is not None:
                 limit = as_count("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            caching.check_hash_count(request, False)
+            caching.check_hash_count(request, 0)
             listed = hashes if isinstance(hashes, list) else list(hashes)
-            if self._rules is not None:
-                blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
-            else:
-                blocks, num_tokens, _ = self._lookup.find(listed, limit)
+            blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
@@ -183,8 +180,6 @@ class KVCacheManager(ManagerState):
         """
         get_request_id("request", request)
         check_type("cached_prefix", cached_prefix, CachedPrefix)
-        if self._rules is None:
-            return []
         return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
 
     # ---- allocating ------------------------------------------------------------------------------
@@ -298,6 +293,24 @@ class KVCacheManager(ManagerState):
             reserved_blocks,
             num_in_flight_tokens,
         )
+        tables = step.tables
+        if (
+            tables is not None
+            and not step.num_sequence
+            and not step.num_encoder_tokens
+            and is_quiet(
+                self,
+                request,
+                tables,
+                step.num_computed,
+                step.num_scheduled,
+                step.num_lookahead,
+                step.num_final,
+                step.num_left + step.num_reserved,
+                not delay_cache_blocks,
+            )
+        ):
+            return self._no_blocks
         step.caches = not delay_cache_blocks
         return allocate_step(self, request, step)
 

@@ -15,13 +15,12 @@ from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.host_blocks import HostBlocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
-from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
@@ -78,22 +77,13 @@ class ManagerState:
         self._has_forks: bool = False
         self.listeners: list[TableListener] = []
         self.copies: BlockCopies = BlockCopies(block_pool)
-        self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
-        parts = [EqualGroups([one], self.alignment, False) for one in self._groups if one.is_cacheable]
-        self._lookup: PrefixLookup = PrefixLookup(parts, len(specs), block_pool.hash_block_size, False)
         self.prefix_rules: PrefixRules | None = prefix_rules
-        self._rules: AppliedRules | None = None
-        if prefix_rules is not None:
-            self._rules = AppliedRules(prefix_rules, specs, self._groups, block_pool, self.alignment)
-            self._caching = self._rules.caching
-            self._lookup = self._rules.lookup
-            if self._rules.has_states or self._rules.chains is not None:
-                self.listeners.append(self._rules)
-        elif any(isinstance(spec, MambaSpec) and spec.prefill_checkpoint_alignment for spec in specs):
-            raise InvalidArgumentError(
-                "a MambaSpec with prefill_checkpoint_alignment needs prefix_rules, which select its states"
-            )
-        self._plans_checkpoints: bool = self._rules is not None and self._rules.plans_checkpoints
+        self._rules: AppliedRules = AppliedRules(
+            prefix_rules, specs, self._groups, block_pool, self.alignment
+        )
+        self._caching: PrefixCaching = self._rules.caching
+        if self._rules.has_states or self._rules.chains is not None:
+            self.listeners.append(self._rules)
         self._needs: SlotNeeds = SlotNeeds(self._groups, max_model_len, max_in_flight_tokens, self.copies)
         self.retention: BlockRetention | None = None
         self._owners: OwnedPrefixes | None = None

@@ -97,8 +97,7 @@ def read_step(
         step.num_sequence = request.num_tokens
     if tables is None and state._tables:
         step.num_left = state.watermark_blocks
-    if state._plans_checkpoints and state._rules is not None:
-        step.prefill_end = state._rules.find_prefill_end(request)
+    step.prefill_end = state._rules.find_prefill_end(request)
     return step
 
 

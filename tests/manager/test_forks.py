@@ -370,3 +370,18 @@ def test_a_fork_with_other_content_in_its_first_block_is_refused(tokens, options
         manager.fork(a, child)
     assert not manager.holds_blocks("b")
     stop(manager, a)
+
+
+def test_a_fork_counts_the_blocks_for_the_states_of_its_drafts():
+    """They were taken, but not counted: the call raised in the middle."""
+    groups = (FullAttentionSpec(block_size=4), MambaSpec(block_size=4, num_speculative_blocks=2))
+    for num_free in range(5):
+        manager = KVCacheManager(BlockPool(6 + num_free, True, 4), groups=groups)
+        parent, child = make_request("p", range(16)), make_request("c", range(16))
+        assert manager.allocate_slots(parent, 6) is not None
+        parent.num_computed_tokens = child.num_computed_tokens = 6
+        manager.fork(parent, child)
+        assert manager.get_num_free_blocks() == num_free
+        fits = num_free == 4  # the last blocks of both groups, and two states
+        assert (manager.can_allocate(child, 1) is AllocStatus.OK) == fits
+        assert (manager.allocate_slots(child, 1) is not None) == fits

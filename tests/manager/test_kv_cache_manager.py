@@ -248,7 +248,7 @@ def test_a_negative_number_of_tokens_is_refused():
 def test_hashes_of_another_block_size_change_nothing():
     manager = make_manager()
     request = Request("a", range(16), BlockHasher(block_size=8))
-    with pytest.raises(InvalidArgumentError, match="has hashes for 2 blocks of 4 tokens; 4 are full"):
+    with pytest.raises(InvalidArgumentError, match="has 16 tokens but hashes for 8"):
         manager.allocate_slots(request, 16)
     assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
 

@@ -27,21 +27,24 @@ class BlockTable:
         num_null_blocks: leading blocks that left the window and are now the null block.
         num_edits: how often existing entries were changed.
         is_forked: the last blocks may be shared with another request that will write them.
-        num_speculative: entries at the end that hold the states after draft tokens; see `MambaSpec`.
-        copy_position: entry whose cached state the next step overwrites, so that it is copied first; -1.
-        checkpoint_position, checkpoint_tokens: entry of the state that the current step saves on its way,
-            and the number of tokens that it covers; -1 and 0 without one.
-        junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
-        resumed: the cached state from which the request resumed, with `PrefixRules.bounded_states`.
-        tail_tokens: tokens of the state within a block that the request has cached and not overwritten; or 0.
-        unaligned_position: entry whose state was left within its block, so that it is not the state at the
-            block's end; -1. With `PrefixRules` only.
         request: the request as it was passed last; None if it is not known yet.
         num_hits: leading entries whose content may come from elsewhere: a hit, a lower tier, another pool.
             The request itself has written the later ones.
         past: entries that left the table: those before a window, and originals of copies. For each change,
             the first position, the blocks, and their generations. None for none.
         num_valid_tokens: tokens before the first one that was reported as invalid and is not recomputed yet.
+
+    Attributes about states, and hits that end within a block:
+        copy_position: entry whose cached content the next step overwrites, so that it is copied first; -1.
+            Set by such a hit, and by caching the end of a prompt within its block; cleared by the copy.
+        tail_tokens: tokens of the state within a block that the request has cached and not overwritten; or 0.
+        num_speculative: entries at the end that hold the states after draft tokens; see `MambaSpec`.
+        checkpoint_position, checkpoint_tokens: entry of the state that the current step saves on its way,
+            and the number of tokens that it covers; -1 and 0 without one.
+        unaligned_position: entry whose state was left within its block, so that it is not the state at the
+            block's end; -1. With `PrefixRules` only.
+        junction: tokens of the longest cached prefix of a single group, if the hit was shorter; else 0.
+        resumed: the cached state from which the request resumed, with `PrefixRules.bounded_states`.
     """
 
     def __init__(self) -> None:
@@ -50,18 +53,18 @@ class BlockTable:
         self.num_null_blocks: int = 0
         self.num_edits: int = 0
         self.is_forked: bool = False
-        self.num_speculative: int = 0
-        self.copy_position: int = -1
-        self.checkpoint_position: int = -1
-        self.checkpoint_tokens: int = 0
-        self.junction: int = 0
-        self.resumed: ChainedState | None = None
-        self.unaligned_position: int = -1
-        self.tail_tokens: int = 0
         self.request: Any = None
         self.num_hits: int = ALL_TOKENS
         self.past: list[tuple[int, list[KVCacheBlock], list[int]]] | None = None
         self.num_valid_tokens: int = ALL_TOKENS
+        self.copy_position: int = -1
+        self.tail_tokens: int = 0
+        self.num_speculative: int = 0
+        self.checkpoint_position: int = -1
+        self.checkpoint_tokens: int = 0
+        self.unaligned_position: int = -1
+        self.junction: int = 0
+        self.resumed: ChainedState | None = None
 
     def __repr__(self) -> str:
         ids = " ".join([str(block.block_id) for block in self.blocks[:8]])

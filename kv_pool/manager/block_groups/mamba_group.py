@@ -65,14 +65,16 @@ class MambaGroup(BlockGroup):
         """
         return -(-num_tokens // self.block_size)
 
-    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
-        if self.count_table_blocks(step.num_scheduled) + table.num_speculative > len(table.blocks):
+    def is_quiet(
+        self, table: BlockTable, num_scheduled: int, num_lookahead: int, num_final: int, caches: bool
+    ) -> bool:
+        if self.count_table_blocks(num_scheduled) + table.num_speculative > len(table.blocks):
             return False
-        if table.checkpoint_position >= 0 or self.plan_checkpoint(
-            table, step.num_before, step.num_scheduled, step.prefill_end
+        if self.checkpoint_alignment and (
+            table.checkpoint_position >= 0 or num_scheduled - num_final > self.pool.hash_block_size
         ):
-            return False
-        return super().is_quiet(table, step, caches)
+            return False  # the step may save a state on its way
+        return super().is_quiet(table, num_scheduled, num_lookahead, num_final, caches)
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
         # The last entry, except that a state at the end of its block is only read.
@@ -82,13 +84,6 @@ class MambaGroup(BlockGroup):
         """Count the state that is read, the state that is written, and those of drafts and checkpoints."""
         num_states = 3 if self.checkpoint_alignment else 2
         return min(num_states, self.count_table_blocks(num_tokens)) + self.num_speculative_blocks
-
-    def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Select only a state at a block's end; an earlier one covers fewer tokens than the block's hash."""
-        mask = [False] * (end - first)
-        if end > first and end * self.block_size == num_tokens:
-            mask[-1] = True
-        return mask
 
     # ---- states of a step --------------------------------------------------------------------------
 

@@ -28,8 +28,6 @@ class SlidingWindowGroup(BlockGroup):
         self.window: Final = window
         # The leading tokens of a window plus those before it that a request keeps nevertheless.
         self.num_kept: Final = window - 1 + extra_retained_tokens
-        # Consecutive blocks before a boundary that are enough to compute the next token.
-        self.num_hit_blocks: Final = max(1, -(-(window - 1) // block_size))
         self.forgets = True
         self.is_downward_closed = False
 
@@ -37,7 +35,7 @@ class SlidingWindowGroup(BlockGroup):
         return max(0, num_computed_tokens - self.num_kept)
 
     def count_hit_blocks(self, drops_hits: bool) -> int:
-        """Return how many consecutive blocks a hit by `PrefixRules` needs, the dropped one included."""
+        """Return how many consecutive blocks a hit needs, the dropped one included."""
         return -(-(self.window - 1) // self.block_size) + drops_hits
 
     def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -49,11 +47,3 @@ class SlidingWindowGroup(BlockGroup):
         if max_model_len:
             num_kept = min(num_kept, max_model_len)
         return min(num_blocks, -(-num_kept // self.block_size) + 1)
-
-    def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Select the last `num_hit_blocks` before each boundary; other blocks cannot serve a hit."""
-        per_segment = self.alignment // self.block_size
-        if self.num_hit_blocks >= per_segment:
-            return None
-        num_passed_over = per_segment - self.num_hit_blocks
-        return [index % per_segment >= num_passed_over for index in range(first, end)]

@@ -11,7 +11,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, is_quiet
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -54,11 +54,10 @@ class EngineManager:
         zeroed_groups: Sequence[GroupId] = (),
         copy_type: Callable[[BlockId, BlockId], Any] = BlockMove,
     ) -> None:
-        rules = manager._rules
-        if rules is None:
+        if manager.prefix_rules is None:
             raise InvalidArgumentError("an EngineManager needs a manager with prefix_rules")
         self.manager: KVCacheManager = manager
-        self._rules: AppliedRules = rules
+        self._rules: AppliedRules = manager._rules
         self._groups: list[BlockGroup] = manager._groups
         self.block_pool: BlockPoolCore = manager.block_pool
         self.num_kv_cache_groups: int = len(manager.groups)
@@ -70,8 +69,8 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self._zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
         self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
-        rules.caching.offers_states = self._offers_states
-        rules.caching.allows_missing_hashes = True
+        self._rules.caching.offers_states = self._offers_states
+        self._rules.caching.allows_missing_hashes = True
         manager._needs.discounts_states = True
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
@@ -242,6 +241,31 @@ class EngineManager:
         num_computed: int = request.num_computed_tokens
         tables = manager._tables.get(request_id)
         num_before = num_computed + num_new_computed_tokens + num_external_computed_tokens
+        num_final = num_before
+        if manager._forgets:
+            num_in_flight: int = request.num_in_flight_tokens
+            num_final = max(0, num_before - num_in_flight)
+        num_left = 0
+        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
+            num_left = self.watermark_blocks
+        if (
+            tables is not None
+            and num_new_tokens > 0
+            and not full_sequence_must_fit
+            and not num_encoder_tokens
+            and is_quiet(
+                manager,
+                request,
+                tables,
+                num_computed,
+                num_before + num_new_tokens,
+                num_lookahead_tokens,
+                num_final,
+                num_left + reserved_blocks,
+                not delay_cache_blocks,
+            )
+        ):
+            return self.empty_kv_cache_blocks
         if num_new_tokens == 0 and num_before == num_computed:
             raise InvalidArgumentError(
                 f"request {request_id!r} has neither new tokens nor computed tokens to adopt; "
@@ -262,19 +286,15 @@ class EngineManager:
             manager.max_model_len,
         )
         step.num_encoder_tokens = num_encoder_tokens
-        if manager._forgets:
-            num_in_flight: int = request.num_in_flight_tokens
-            step.num_final = max(0, num_before - num_in_flight)
-        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
-            step.num_left = self.watermark_blocks
+        step.num_final = num_final
+        step.num_left = num_left
         step.num_reserved = reserved_blocks
         step.caches = not delay_cache_blocks
         if full_sequence_must_fit:
             step.num_sequence = request.num_tokens
         if tables is None:
             step.junction = request.shared_prefix_boundary
-        if manager._plans_checkpoints:
-            step.prefill_end = self._rules.find_prefill_end(request)
+        step.prefill_end = self._rules.find_prefill_end(request)
         added = allocate_step(manager, request, step)
         if added is None:
             return None
