@@ -1,6 +1,7 @@
 """`allocate_step`: what `allocate_slots` does for a `Step`, under any manager's interface."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
@@ -46,6 +47,9 @@ def is_quiet(
         if not group.is_quiet(table, num_scheduled, num_lookahead, num_final, caches):
             return False
     return not caches or not state._caching.is_end_due(request, tables, num_computed)
+
+
+_NONE: Final[list[KVCacheBlock]] = []  # never changed
 
 
 def allocate_step(
@@ -194,18 +198,17 @@ def extend_tables(
     for group in state._groups:
         table = tables[group.group_id]
         plan = step.plans[group.group_id]
-        taken: list[KVCacheBlock] = []
-        own: list[KVCacheBlock] = []
+        taken = own = _NONE
         has_copy = table.copy_position >= 0
         if plan.num_new or has_copy:
             taken = take_after(state, table, plan.num_new + has_copy)
         if has_copy:
-            own = [taken.pop(0)]
+            copy = taken.pop(0)
             if step.tables is None:
-                copy_hit(state, group, table, own[0])
+                copy_hit(state, group, table, copy)
+                own = [copy]
             else:
-                copy_state(state, group, table, own[0], step.request_id)
-                own = []
+                copy_state(state, group, table, copy, step.request_id)
         before = group.arrange(table, plan)
         table.blocks += taken
         if own or before:
@@ -274,7 +277,7 @@ def free_skipped_blocks(
         blocks[first:end] = [pool.null_block] * (end - first)
         table.num_null_blocks = end
         table.num_edits += 1
-        release_blocks(state, request_id, group.group_id, first, passed)
+        release_blocks(state, request_id, group.group_id, first, passed.copy())
         pool.is_changing = False
 
 

@@ -33,14 +33,14 @@ def release_blocks(
 
     Args:
         first: the table index of the first block.
+        blocks: head first; a list of the caller's own, which is reversed.
     """
     for listener in state.listeners:
         listener.note_leaving(request_id, group_id, first, blocks)
     if len(state.copies):
         state.copies.drop(blocks)
-    leaving = blocks.copy()
-    leaving.reverse()
-    free_listed(state.block_pool, leaving)
+    blocks.reverse()
+    free_listed(state.block_pool, blocks)
 
 
 def release_hold(state: ManagerState, hold: Hold) -> None:

@@ -163,11 +163,12 @@ class KVCacheManager(ManagerState):
         ):
             blocks = [[] for _ in self._groups]
         else:
-            limit = request.num_tokens - 1
+            num_known = request.num_tokens
+            limit = num_known - 1
             if max_num_tokens is not None:
                 limit = as_count("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            caching.check_hash_count(request, 0)
+            caching.check_hash_count(request, num_known, 0)
             listed = hashes if isinstance(hashes, list) else list(hashes)
             blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)

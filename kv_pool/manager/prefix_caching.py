@@ -155,7 +155,8 @@ class PrefixCaching:
             return None
         if len(self.uncached) > 0 and request.request_id in self.uncached:
             return None
-        num_known = min(num_tokens, request.num_tokens)
+        num_all = request.num_tokens
+        num_known = min(num_tokens, num_all)
         ends = [0] * len(self._groups)
         is_due = self._caches_ends
         for group in self._groups:
@@ -170,7 +171,7 @@ class PrefixCaching:
                     self._check_hash_types(request, first * group.stride, end // self._pool.hash_block_size)
         if not self.allows_missing_hashes:
             num_needed = num_known if is_due else 0
-            self.check_hash_count(request, request.num_tokens if tables is None else num_needed)
+            self.check_hash_count(request, num_all, num_all if tables is None else num_needed)
         if not is_due:
             return None
         if not self._is_dense:
@@ -204,14 +205,14 @@ class PrefixCaching:
                     f"block hash {position} is a {type(listed[position]).__name__}; hashes are bytes"
                 )
 
-    def check_hash_count(self, request: SchedulableRequest, num_tokens: int) -> None:
+    def check_hash_count(self, request: SchedulableRequest, num_known: int, num_tokens: int) -> None:
         """Raise InvalidArgumentError for a request that was hashed with another block size.
 
         Args:
+            num_known: the request's `num_tokens`.
             num_tokens: also if a hash of these tokens is missing.
         """
         unit = self._pool.hash_block_size
-        num_known = request.num_tokens
         num_hashed = len(request.block_hashes) * unit
         num_missing = min(num_tokens, num_known - self._pool.num_hash_lookahead_tokens) - num_hashed
         if num_hashed > num_known or num_missing >= unit:

@@ -9,6 +9,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 
+_NONE: Final[list[int]] = []  # never changed
+
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class GroupPlan:
@@ -28,7 +30,7 @@ class GroupPlan:
     def __init__(self) -> None:
         self.need: int = 0
         self.num_nulls: int = 0
-        self.shared: list[int] = []
+        self.shared: list[int] = _NONE
         self.num_external: int = 0
         self.num_new: int = 0
         self.null_end: int = 0
