@@ -18,6 +18,8 @@ from kv_pool.manager.freeing import release_blocks
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 
+_NONE: Final[list[KVCacheBlock]] = []  # never changed
+
 
 def is_quiet(
     state: ManagerState,
@@ -47,9 +49,6 @@ def is_quiet(
         if not group.is_quiet(table, num_scheduled, num_lookahead, num_final, caches):
             return False
     return not caches or not state._caching.is_end_due(request, tables, num_computed)
-
-
-_NONE: Final[list[KVCacheBlock]] = []  # never changed
 
 
 def allocate_step(

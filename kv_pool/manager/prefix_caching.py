@@ -157,12 +157,10 @@ class PrefixCaching:
             return None
         num_all = request.num_tokens
         num_known = min(num_tokens, num_all)
-        ends = [0] * len(self._groups)
         is_due = self._caches_ends
         for group in self._groups:
             if group.is_cacheable:
                 end = self._limit(group, num_known)
-                ends[group.group_id] = end
                 first = num_prefix_tokens // group.block_size
                 if tables is not None:
                     first = tables[group.group_id].num_cached_blocks
@@ -178,7 +176,7 @@ class PrefixCaching:
             get_num_prompt_tokens(request)
         if self._pool.enable_kv_cache_events:
             check_announceable(request)
-        return ends
+        return [self._limit(group, num_known) for group in self._groups]
 
     def _limit(self, group: BlockGroup, num_tokens: int) -> int:
         """Return the number of tokens, of those computed after a step, that a hit of this group may use."""
