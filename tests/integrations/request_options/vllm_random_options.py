@@ -184,7 +184,7 @@ class Life:
         assert not manager.request_options.by_request
         retention = manager.manager.retention
         assert not retention._directives.by_request
-        assert not retention._pins.num_promised
+        assert not retention._directives.promised
         assert self.scheduler.reset_prefix_cache()
         assert retention.num_pins == retention.num_retained == retention.num_sessions == 0
         return {"requests": self.number, "steps": NUM_STEPS, **self.seen}
