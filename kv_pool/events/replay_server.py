@@ -2,16 +2,16 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import islice
+from socket import socketpair
 from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import KVEventBatch
 from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
 from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS, ReplayReader, Reply, UnreadReply
@@ -75,30 +75,26 @@ class ReplayServer:
         socket: a ROUTER, used and finally closed by the server's thread.
         encode: encodes the batches of snapshots.
         clock: time in those batches, in seconds since the epoch.
+        counts: what the server does is counted there.
 
     Attributes:
-        num_replays, num_snapshots, num_abandoned, num_malformed, num_events_failed, num_readers_dropped: as
-            in `PublisherStatistics`.
+        num_events_left_out: events of snapshots that cannot be encoded.
     """
 
     def __init__(
         self,
-        context: "zmq.Context[Any]",
         socket: "zmq.SyncSocket",
         buffer: ReplayBuffer,
         state: ResidentState | None,
         config: PublisherConfig,
         encode: Callable[[KVEventBatch], bytes],
         clock: Callable[[], float],
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float],
+        counts: PublisherStatistics,
     ) -> None:
         self._monotonic = monotonic
-        self.num_replays = 0
-        self.num_snapshots = 0
-        self.num_abandoned = 0
-        self.num_malformed = 0
-        self.num_events_failed = 0
-        self.num_readers_dropped = 0
+        self._counts = counts
+        self.num_events_left_out = 0
         self._socket = socket
         self._buffer = buffer
         self._state = state
@@ -111,11 +107,7 @@ class ReplayServer:
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
         # The thread polls sockets, so a socket is needed to wake it.
-        address = f"inproc://kv_pool-replay-{id(self)}"
-        self._wake_sender: zmq.SyncSocket = context.socket(zmq.PAIR)
-        self._wake_receiver: zmq.SyncSocket = context.socket(zmq.PAIR)
-        self._wake_sender.bind(address)
-        self._wake_receiver.connect(address)
+        self._wake_reader, self._wake_writer = socketpair()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -133,20 +125,19 @@ class ReplayServer:
         """
         self._is_stopping = True
         if self._thread is None:
-            self._close_sockets()
+            self._socket.close()
         else:
-            # If the thread has already ended, a blocking send would wait forever.
-            with suppress(zmq.Again):
-                self._wake_sender.send(b"", zmq.DONTWAIT)
+            self._wake_writer.send(b"x")
             self._thread.join()
-        self._wake_sender.close(linger=0)
+        self._wake_reader.close()
+        self._wake_writer.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         # The descriptor also becomes readable when a reader has read replies.
         poller.register(self._socket.FD, zmq.POLLIN)
-        poller.register(self._wake_receiver, zmq.POLLIN)
+        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         try:
             while not self._is_stopping:
                 poller.poll(LOOK_AGAIN_MS if self._readers else None)
@@ -158,10 +149,6 @@ class ReplayServer:
                     self._snapshot = None
         except zmq.ContextTerminated:
             _logger.warning("the ZeroMQ context was terminated before the publisher was closed")
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._wake_receiver.close(linger=0)
         self._socket.close()
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -180,7 +167,7 @@ class ReplayServer:
                     )
                 start = unpack_sequence(frames[2])
             except EventStreamError as error:
-                self.num_malformed += 1
+                self._counts.num_malformed_requests += 1
                 _logger.debug("ignored a malformed replay request: %s", error)
                 continue
             self._note_request(frames[0], start)
@@ -199,9 +186,10 @@ class ReplayServer:
         reader.starts.append(start)
 
     def _abandon(self, reason: str) -> None:
-        self.num_abandoned += 1
-        if is_worth_logging(self.num_abandoned):
-            _logger.warning("%d replays skipped or cut short so far: %s", self.num_abandoned, reason)
+        self._counts.num_replays_abandoned += 1
+        number = self._counts.num_replays_abandoned
+        if is_worth_logging(number):
+            _logger.warning("%d replays skipped or cut short so far: %s", number, reason)
 
     # ---- replies -------------------------------------------------------------------------------------
 
@@ -262,9 +250,9 @@ class ReplayServer:
         reader.progress_s = now
         if reply.is_tracked:
             reader.unread.append(UnreadReply(reply, tracker))
-        self.num_snapshots += reply.is_snapshot
+        self._counts.num_snapshots += reply.is_snapshot
         if reply.is_end:
-            self.num_replays += 1
+            self._counts.num_replays += 1
             reader.answer = None
         return True
 
@@ -275,7 +263,7 @@ class ReplayServer:
             reader.note_progress(now)
             if reader.answer is not None and now >= reader.find_deadline(self._config.slow_reader_s):
                 reader.drop_requests()
-                self.num_readers_dropped += 1
+                self._counts.num_readers_dropped += 1
                 self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
             if reader.is_done:
                 del self._readers[reader.identity]
@@ -361,7 +349,7 @@ class ReplayServer:
             except Exception:
                 _logger.exception("taking a snapshot failed")
                 return None
-            self.num_events_failed += num_left_out
+            self.num_events_left_out += num_left_out
             self._snapshot = sequence, payload
         return self._snapshot
 
