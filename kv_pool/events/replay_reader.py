@@ -20,28 +20,18 @@ class Reply:
         frames: without the reader's identity.
         is_tracked: whether ZeroMQ reports when it has released the message, at some cost.
         is_snapshot, is_end: whether it is a snapshot or the end marker rather than a batch.
+        tracker: of a tracked reply that was sent; done when ZeroMQ has released the message.
     """
 
     frames: list[bytes]
     is_tracked: bool = False
     is_snapshot: bool = False
     is_end: bool = False
+    tracker: Any = None
 
     @property
     def payload(self) -> bytes:
         return self.frames[-1]
-
-
-@dataclass(slots=True)
-class UnreadReply:
-    """A reply that was sent.
-
-    Attributes:
-        tracker: done when ZeroMQ has released the message.
-    """
-
-    reply: Reply
-    tracker: Any
 
 
 @dataclass(slots=True)
@@ -61,7 +51,7 @@ class ReplayReader:
     starts: deque[int] = field(default_factory=deque)
     answer: Iterator[Reply | None] | None = None
     next_reply: Reply | None = None
-    unread: deque[UnreadReply] = field(default_factory=deque)
+    unread: deque[Reply] = field(default_factory=deque)
 
     def note_progress(self, now: float) -> None:
         """Remove the replies that were read."""
@@ -86,7 +76,7 @@ class ReplayReader:
 
     def count_unread(self) -> int:
         """Return the size of its unread tracked replies, in bytes."""
-        return sum(len(unread.reply.payload) for unread in self.unread)
+        return sum(len(unread.payload) for unread in self.unread)
 
     def find_deadline(self, slow_reader_s: float) -> float:
         """Return the time at which the reader counts as slow if it reads nothing until then."""

@@ -14,7 +14,7 @@ from kv_pool.events.config import PublisherConfig
 from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
-from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS, ReplayReader, Reply, UnreadReply
+from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS, ReplayReader, Reply
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.snapshot_batch import encode_in_pieces
@@ -237,19 +237,18 @@ class ReplayServer:
             if num_unread and num_unread + num_bytes > self._config.max_unread_bytes // MAX_ANSWERS:
                 return False
         frames: list[Any] = [reader.identity, *reply.frames]
-        tracker = None
         if reply.is_tracked:
             # Share even a short frame with ZeroMQ, so that it reports when it has released it.
             position = END_POSITION if reply.is_end else -1
             frames[position] = zmq.Frame(frames[position], track=True, copy=False)
-            tracker = frames[position].tracker
+            reply.tracker = frames[position].tracker
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not reply.is_tracked)
         except zmq.Again:
             return False
         reader.progress_s = now
         if reply.is_tracked:
-            reader.unread.append(UnreadReply(reply, tracker))
+            reader.unread.append(reply)
         self._counts.num_snapshots += reply.is_snapshot
         if reply.is_end:
             self._counts.num_replays += 1
@@ -318,13 +317,13 @@ class ReplayServer:
 
     def _must_wait_for_snapshot(self, reader: ReplayReader) -> bool:
         """Return True while this reader has an unread snapshot, or all readers have too many unread bytes."""
-        if any(unread.reply.is_snapshot for unread in reader.unread):
+        if any(unread.is_snapshot for unread in reader.unread):
             return True
         payloads = {
-            id(unread.reply.payload): unread.reply.payload
+            id(unread.payload): unread.payload
             for one in self._readers.values()
             for unread in one.unread
-            if unread.reply.is_snapshot
+            if unread.is_snapshot
         }
         if sum(map(len, payloads.values())) < self._config.max_unread_bytes:
             return False
