@@ -7,7 +7,7 @@ from msgspec import Raw
 from msgspec.structs import astuple, replace
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
-from kv_pool.events.foreign_events import adopt
+from kv_pool.errors import InvalidTypeError
 from kv_pool.events.place_blocks import PlaceBlocks
 from kv_pool.events.resident_blocks import ResidentBlocks
 from kv_pool.events.stored_spans import find_distinct, slice_positions, split_repeats, without_holes
@@ -15,6 +15,9 @@ from kv_pool.events.tails import announce_with_tails
 
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
+
+OWN_CLASSES: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
+_BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, BlockReported)}
 
 
 class EventFilter:
@@ -196,3 +199,25 @@ def adopt_all(events: list[Any]) -> list[Any]:
         if kind is not removed and kind is not stored:
             return [adopt(one) for one in events]
     return events
+
+
+def adopt(event: object) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    """Return the event as a kv_pool event; the same object if it is one already. Its lists are shared.
+
+    Raises:
+        InvalidTypeError: its class has none of the known names, or it lacks a field.
+    """
+    if isinstance(event, OWN_CLASSES):
+        return event
+    own = _BY_NAME.get(type(event).__name__)
+    if own is None:
+        raise InvalidTypeError(
+            f"a {type(event).__name__} cannot be sent; readers know BlockStored, BlockRemoved and "
+            "AllBlocksCleared"
+        )
+    fields = {name: getattr(event, name) for name in own.__struct_fields__ if hasattr(event, name)}
+    try:
+        adopted: BlockStored | BlockRemoved | AllBlocksCleared = own(**fields)
+    except TypeError as error:
+        raise InvalidTypeError(f"a {type(event).__name__} cannot be sent: {error}") from error
+    return adopted

@@ -17,8 +17,7 @@ from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.replay_buffer import ReplayBuffer
-from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS
-from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.replay_server import MAX_WAITING_REQUESTS, ReplayServer
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
 from kv_pool.events.stream_state import StreamState
 
