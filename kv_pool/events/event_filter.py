@@ -113,7 +113,6 @@ class EventFilter:
             self._end_removals()
             pending = PendingRemovals(event, place, self.resident.get_or_add_place(place), self.exact)
             self._pending = pending
-        pending.num_events += 1
         pending.hashes.extend(fields[0])
 
     def _end_removals(self) -> None:
@@ -131,7 +130,7 @@ class PendingRemovals:
     Stores that are not sent may come in between; the removals before them are applied first.
 
     Attributes:
-        first, place, num_events: the first event, the fields of its place, the number of events.
+        first, place: the first event, and the fields of its place.
         hashes: those that are not applied yet.
         gone: those that are applied; of an exact state only those that are not resident any more.
     """
@@ -139,7 +138,6 @@ class PendingRemovals:
     def __init__(self, first: Any, place: Any, blocks: PlaceBlocks, exact: bool) -> None:
         self.first = first
         self.place = place
-        self.num_events = 0
         self.hashes: list[Any] = []
         self.gone: list[Any] = []
         self._blocks = blocks
@@ -151,14 +149,14 @@ class PendingRemovals:
         if hashes:
             self.hashes = []
             gone = self._blocks.remove(hashes)
-            self.gone += gone if self._exact else hashes
+            self.gone.extend(gone if self._exact else hashes)
 
     def list_events(self) -> list[KVCacheEvent]:
-        """Return the events to send for `gone`; a single unchanged removal as it is."""
+        """Return the events to send for `gone`; the first event itself if it says the same."""
         gone = self.gone
         if not gone:
             return []
-        if self.num_events == 1 and gone == self.first.block_hashes:
+        if gone == self.first.block_hashes:
             return [self.first]
         return [BlockRemoved(gone[first:end], *self.place) for first, end in find_distinct(gone)]
 
