@@ -214,7 +214,6 @@ _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
 _RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
 _RANK_DECODER = msgspec.msgpack.Decoder(_Envelope)
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
-_GROUPED_DECODER = msgspec.msgpack.Decoder(list[list[int]] | None)
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 _EVENT_TYPES: dict[str, type[KVCacheEvent]] = {
@@ -319,11 +318,7 @@ def _read_token_ids(raw: msgspec.Raw) -> list[int]:
     try:
         return _TOKENS_DECODER.decode(raw)
     except _UNREADABLE:
-        try:
-            _GROUPED_DECODER.decode(raw)
-        except _UNREADABLE:
-            pass
-        else:
+        if _has_no_tokens(msgspec.msgpack.decode(raw)):
             return []
         raise
 

@@ -202,7 +202,7 @@ class Continuity:
             if sequence > (expected or 0):
                 items.append(self._lose(expected or 0, sequence - 1))
                 # Queued live batches below it are lost, too: they may be from a previous incarnation.
-                self._replayed.pass_to(sequence)
+                self._replayed.passed = sequence
             return items + self._deliver(sequence, payload, True)
         # A hole inside an answer: queued live batches may fill it. If not, the batch was dropped on the way
         # or never sent; the next answer shows which.
@@ -306,7 +306,7 @@ class Continuity:
             self._counts.num_stale += 1  # the later answer has another batch with this number
             return []
         is_known = self._replayed.contains(sequence, payload)
-        self._replayed.note_live(sequence)
+        self._replayed.last_live = sequence
         if is_known:
             self._counts.num_duplicates += 1
             return []
@@ -322,7 +322,7 @@ class Continuity:
                 return self._ask(now)
             items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
         items += self._deliver(sequence, payload, False)
-        self._replayed.note_live(sequence)
+        self._replayed.last_live = sequence
         self._replayed.forget()
         return items
 
@@ -402,7 +402,7 @@ class Continuity:
         if isinstance(item, ReceivedBatch):
             is_filled = self._replayed.passed == item.sequence - 1 and not item.batch.events
             if is_filled or is_snapshot(payload):
-                self._replayed.pass_to(item.sequence)
+                self._replayed.passed = item.sequence
 
     def _fill_from_queued(self, end: int) -> list[StreamItem]:
         """Return queued live batches that are next in order, up to `end` (exclusive)."""
@@ -416,7 +416,7 @@ class Continuity:
             elif not self._replayed.contains(sequence, payload):
                 break
             self._queued.pop()
-            self._replayed.note_live(sequence)
+            self._replayed.last_live = sequence
         return items
 
     def _begin_incarnation(self) -> StreamItem:

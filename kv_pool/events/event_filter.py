@@ -1,27 +1,27 @@
 """`EventFilter`: replaces the events of a batch by the events to send."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from msgspec import Raw
 from msgspec.structs import astuple, replace
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
-from kv_pool.events.foreign_events import adopt
+from kv_pool.errors import InvalidTypeError
 from kv_pool.events.place_blocks import PlaceBlocks
 from kv_pool.events.resident_blocks import ResidentBlocks
-from kv_pool.events.stored_spans import slice_positions, split_repeats, without_holes
+from kv_pool.events.stored_spans import find_distinct, slice_positions, split_repeats, without_holes
 from kv_pool.events.tails import announce_with_tails
 
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
 
+OWN_CLASSES: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
+_BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, BlockReported)}
+
 
 class EventFilter:
-    """The implementation of `StreamState.apply`; takes the arguments of `StreamState`.
-
-    Consecutive removals from one place are collected, applied together and sent as one event.
-    """
+    """The implementation of `StreamState.apply`; takes the arguments of `StreamState`."""
 
     def __init__(self, resident: ResidentBlocks, exact: bool, dense: bool, coalesce_removals: bool) -> None:
         self.resident = resident
@@ -30,24 +30,14 @@ class EventFilter:
         self.coalesce_removals = coalesce_removals
         self._packs_tokens = False
         self._sent: list[KVCacheEvent] = []
-        # Consecutive removals: the first event, the number of events merged into it, its place; hashes not
-        # applied yet, and hashes applied but not sent yet.
-        self._first: Any = None
-        self._num_joined = 0
-        self._place: Any = None
-        self._blocks: PlaceBlocks | None = None
-        self._hashes: list[Any] = []
-        self._gone: list[Any] = []
+        self._pending: PendingRemovals | None = None
 
     def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
         """Record events returned by `adopt_all`; return the events to send instead."""
         sent: list[KVCacheEvent] = []
         self._sent = sent
         self._packs_tokens = packs_tokens
-        self._first = None  # a call that raised may have left state behind
-        self._blocks = None
-        self._hashes = []
-        self._gone = []
+        self._pending = None  # a call that raised may have left some behind
         # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
@@ -70,8 +60,8 @@ class EventFilter:
         return sent
 
     def _store(self, event: Any) -> None:
-        if self._hashes:
-            self._apply_removals()
+        if self._pending is not None:
+            self._pending.apply()
         fields: tuple[Any, ...] = astuple(event)
         hashes: list[Any] = fields[0]
         parts = [event]
@@ -118,68 +108,80 @@ class EventFilter:
     def _remove(self, event: Any) -> None:
         fields: tuple[Any, ...] = astuple(event)
         place = fields[1:5]
-        if self._first is not None and self.coalesce_removals and place == self._place:
-            self._num_joined += 1
-        else:
+        pending = self._pending
+        if pending is None or not self.coalesce_removals or place != pending.place:
             self._end_removals()
-            self._first = event
-            self._num_joined = 0
-            self._place = place
-            self._blocks = self.resident.get_or_add_place(place)
-        self._hashes.extend(fields[0])
-
-    def _apply_removals(self) -> None:
-        """Apply the removals collected so far; send nothing yet."""
-        hashes = self._hashes
-        self._hashes = []
-        if self._blocks is not None and hashes:
-            gone = self._blocks.remove(hashes)
-            if not self.exact:
-                gone = hashes
-            if self._gone:
-                self._gone.extend(gone)
-            else:
-                self._gone = gone
+            pending = PendingRemovals(event, place, self.resident.get_or_add_place(place), self.exact)
+            self._pending = pending
+        pending.hashes.extend(fields[0])
 
     def _end_removals(self) -> None:
-        """Send the consecutive removals as one event; a single unchanged removal is sent as it is."""
-        first = self._first
-        if first is None:
-            return
-        self._apply_removals()
-        gone = self._gone
-        if gone:
-            if not self._num_joined and gone == first.block_hashes:
-                self._sent.append(first)
-            else:
-                for hashes in split_at_repeats(gone):
-                    self._sent.append(
-                        BlockRemoved(hashes, first.medium, first.group_idx, first.locality, first.ownership)
-                    )
-        self._first = None
-        self._blocks = None
-        self._gone = []
+        """Send the pending removals."""
+        pending = self._pending
+        if pending is not None:
+            self._pending = None
+            pending.apply()
+            self._sent.extend(pending.list_events())
 
 
-def split_at_repeats(hashes: list[Any]) -> list[list[Any]]:
-    """Split hashes into parts without duplicates, keeping their order; as few parts as possible."""
-    if len(set(hashes)) == len(hashes):
-        return [hashes]
-    parts: list[list[Any]] = []
-    seen: set[Any] = set()
-    for block_hash in hashes:
-        if not parts or block_hash in seen:
-            parts.append([])
-            seen.clear()
-        parts[-1].append(block_hash)
-        seen.add(block_hash)
-    return parts
+class PendingRemovals:
+    """Consecutive removals from one place, which are applied together and sent as one event.
+
+    Stores that are not sent may come in between; the removals before them are applied first.
+
+    Attributes:
+        first, place: the first event, and the fields of its place.
+        hashes: those that are not applied yet.
+        gone: those that are applied; of an exact state only those that are not resident any more.
+    """
+
+    def __init__(self, first: Any, place: Any, blocks: PlaceBlocks, exact: bool) -> None:
+        self.first = first
+        self.place = place
+        self.hashes: list[Any] = []
+        self.gone: list[Any] = []
+        self._blocks = blocks
+        self._exact = exact
+
+    def apply(self) -> None:
+        """Remove `hashes` from the blocks."""
+        hashes = self.hashes
+        if hashes:
+            self.hashes = []
+            gone = self._blocks.remove(hashes)
+            self.gone.extend(gone if self._exact else hashes)
+
+    def list_events(self) -> list[KVCacheEvent]:
+        """Return the events to send for `gone`; the first event itself if it says the same."""
+        gone = self.gone
+        if not gone:
+            return []
+        if gone == self.first.block_hashes:
+            return [self.first]
+        return [BlockRemoved(gone[first:end], *self.place) for first, end in find_distinct(gone)]
 
 
-def list_others(events: Iterable[Any]) -> list[Any]:
-    """Return the events that are not removals."""
+def add_kinds(
+    events: Iterable[Any], labels: Sequence[tuple[str, int | None]], other_kind: str | None = None
+) -> None:
+    """Add the kind and the window of its group to each event that has a field for them and no kind yet.
+
+    Args:
+        events: of kv_pool's or any other classes.
+        labels: kind and window by group id.
+        other_kind: the kind of other groups.
+    """
     removed: Any = BlockRemoved
-    return [event for event in events if type(event) is not removed]
+    for event in events:
+        if type(event) is removed:
+            continue
+        group_id = getattr(event, "group_idx", None)
+        if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
+            continue
+        if 0 <= group_id < len(labels):
+            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = labels[group_id]
+        else:
+            event.kv_cache_spec_kind = other_kind
 
 
 def adopt_all(events: list[Any]) -> list[Any]:
@@ -195,3 +197,25 @@ def adopt_all(events: list[Any]) -> list[Any]:
         if kind is not removed and kind is not stored:
             return [adopt(one) for one in events]
     return events
+
+
+def adopt(event: object) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    """Return the event as a kv_pool event; the same object if it is one already. Its lists are shared.
+
+    Raises:
+        InvalidTypeError: its class has none of the known names, or it lacks a field.
+    """
+    if isinstance(event, OWN_CLASSES):
+        return event
+    own = _BY_NAME.get(type(event).__name__)
+    if own is None:
+        raise InvalidTypeError(
+            f"a {type(event).__name__} cannot be sent; readers know BlockStored, BlockRemoved and "
+            "AllBlocksCleared"
+        )
+    fields = {name: getattr(event, name) for name in own.__struct_fields__ if hasattr(event, name)}
+    try:
+        adopted: BlockStored | BlockRemoved | AllBlocksCleared = own(**fields)
+    except TypeError as error:
+        raise InvalidTypeError(f"a {type(event).__name__} cannot be sent: {error}") from error
+    return adopted

@@ -8,7 +8,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import PublisherClosedError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PublisherStatistics:
     """The counters of a publisher; all but the last two only grow.
 

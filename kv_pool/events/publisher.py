@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +15,7 @@ from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
-from kv_pool.events.event_filter import list_others
+from kv_pool.events.event_filter import add_kinds
 from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer
@@ -86,6 +87,7 @@ class ZMQEventPublisher:
         self._clock = clock
         self._monotonic = monotonic
         self._encode = encode_batch_positional if config.positional else encode_batch
+        self._labels = [(group.kind, group.sliding_window) for group in config.groups]
         self._topic = config.topic.encode()
 
         self._publishing = threading.Lock()
@@ -98,27 +100,17 @@ class ZMQEventPublisher:
         first_sequence = config.find_first_sequence(clock)
         self._first_sequence = first_sequence
         self._next_sequence = first_sequence
-        self._must_clear = False
+        self._last_filtered = first_sequence - 1
         self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         if state is not None:
             state.apply([], first_sequence - 1)
-
-        self._num_batches_sent = 0
-        self._num_events_sent = 0
-        self._num_bytes_sent = 0
-        self._num_empty_batches_sent = 0
-        self._num_batches_dropped = 0
-        self._num_events_dropped = 0
-        self._num_batches_failed = 0
-        self._num_events_failed = 0
-
+        self._counts = PublisherStatistics()
         self._sockets = PublisherSockets(config)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
         if self._sockets.replay is not None:
             self._replay_server = ReplayServer(
-                self._sockets.context,
                 self._sockets.replay,
                 self._buffer,
                 state,
@@ -126,6 +118,7 @@ class ZMQEventPublisher:
                 self._encode,
                 clock,
                 monotonic,
+                self._counts,
             )
         if config.curve_secret_key_file is None and not (
             is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
@@ -182,12 +175,13 @@ class ZMQEventPublisher:
         return True
 
     def _count_dropped(self, events: list[KVCacheEvent]) -> None:
-        self._num_batches_dropped += 1
-        self._num_events_dropped += _count(events)
-        if is_worth_logging(self._num_batches_dropped):
+        counts = self._counts
+        counts.num_batches_dropped += 1
+        counts.num_events_dropped += _count(events)
+        if is_worth_logging(counts.num_batches_dropped):
             _logger.warning(
                 "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
-                self._num_batches_dropped,
+                counts.num_batches_dropped,
                 self._queue.qsize(),
             )
 
@@ -197,20 +191,9 @@ class ZMQEventPublisher:
         """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
         last_sequence = self._buffer.last_sequence
-        return PublisherStatistics(
-            num_batches_sent=self._num_batches_sent,
-            num_events_sent=self._num_events_sent,
-            num_bytes_sent=self._num_bytes_sent,
-            num_empty_batches_sent=self._num_empty_batches_sent,
-            num_batches_dropped=self._num_batches_dropped,
-            num_events_dropped=self._num_events_dropped,
-            num_batches_failed=self._num_batches_failed,
-            num_events_failed=self._num_events_failed + (server.num_events_failed if server else 0),
-            num_replays=server.num_replays if server else 0,
-            num_snapshots=server.num_snapshots if server else 0,
-            num_replays_abandoned=server.num_abandoned if server else 0,
-            num_malformed_requests=server.num_malformed if server else 0,
-            num_readers_dropped=server.num_readers_dropped if server else 0,
+        return replace(
+            self._counts,
+            num_events_failed=self._counts.num_events_failed + (server.num_events_left_out if server else 0),
             num_queued=self._queue.qsize(),
             last_sequence=last_sequence if last_sequence >= self._first_sequence else None,
         )
@@ -287,64 +270,46 @@ class ZMQEventPublisher:
         self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]
     ) -> None:
         """Encode a batch and append it to `ready`; on failure leave a hole in the sequence. Never raises."""
-        if sequence > self._buffer.last_sequence + 1:  # those before it were dropped
-            self._buffer.leave_hole(sequence - 1)
-            self._must_clear = True
         try:
-            if self._state is not None:
-                events = self._apply(self._state, events, sequence)
+            if self._state is None:
+                add_kinds(events, self._labels, "unknown")
             else:
-                self._add_kinds(events)
+                events = self._filter(self._state, events, sequence)
             payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             self._buffer.leave_hole(sequence)
-            self._count_failed(1, _count(events))
+            self._count_failed(_count(events))
             return
         # Buffer the batch before sending it: a reader that has seen a batch live can request it.
         self._buffer.append(sequence, payload)
         ready.append((sequence, payload))
-        self._num_events_sent += len(events)
-        self._num_empty_batches_sent += not events
+        self._counts.num_events_sent += len(events)
+        self._counts.num_empty_batches_sent += not events
 
-    def _count_failed(self, num_batches: int, num_events: int) -> None:
-        self._num_batches_failed += num_batches
-        self._num_events_failed += num_events
-        if is_worth_logging(self._num_batches_failed):
-            _logger.exception("%d batches of events failed so far", self._num_batches_failed)
+    def _count_failed(self, num_events: int) -> None:
+        counts = self._counts
+        counts.num_batches_failed += 1
+        counts.num_events_failed += num_events
+        if is_worth_logging(counts.num_batches_failed):
+            _logger.exception("%d batches of events failed so far", counts.num_batches_failed)
 
-    def _apply(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
+    def _filter(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
         """Return the events to send instead of these: with kinds, and filtered by the state.
 
-        The batch is sent even if no event is left: snapshots taken from now on include its sequence.
+        If the state missed the batch before, because it was dropped or rejected, a clear comes first. The
+        batch is sent even if no event is left: snapshots taken from now on include its sequence.
         """
-        if self._must_clear:
+        if sequence != self._last_filtered + 1:
             events = [AllBlocksCleared(), *events]
         try:
-            self._add_kinds(events)
+            add_kinds(events, self._labels, "unknown")
             sent = state.apply(events, sequence, packs_tokens=True)
         except Exception:
-            self._must_clear = True
             state.apply([], sequence)
             raise
-        self._must_clear = False
+        self._last_filtered = sequence
         return sent
-
-    def _add_kinds(self, events: list[KVCacheEvent]) -> None:
-        for event in list_others(events):
-            self._add_kind(event)
-
-    def _add_kind(self, event: Any) -> None:
-        # Test attributes rather than classes: connectors use their own classes.
-        group_id = getattr(event, "group_idx", None)
-        if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
-            return
-        groups = self.config.groups
-        if 0 <= group_id < len(groups):
-            event.kv_cache_spec_kind = groups[group_id].kind
-            event.kv_cache_spec_sliding_window = groups[group_id].sliding_window
-        else:
-            event.kv_cache_spec_kind = "unknown"
 
     def _send(self, ready: list[tuple[int, bytes]]) -> None:
         """Send batches that are already in the replay buffer. Never raises."""
@@ -355,10 +320,10 @@ class ZMQEventPublisher:
                 send(pack_sequence(sequence), _MORE)
                 send(payload)
             except Exception:
-                self._count_failed(1, 0)
+                self._count_failed(0)
                 continue
-            self._num_batches_sent += 1
-            self._num_bytes_sent += len(payload)
+            self._counts.num_batches_sent += 1
+            self._counts.num_bytes_sent += len(payload)
 
 
 def _count(events: Any) -> int:

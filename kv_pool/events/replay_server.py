@@ -2,19 +2,20 @@
 
 import logging
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
+from socket import socketpair
 from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import KVEventBatch
 from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
-from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS, ReplayReader, Reply, UnreadReply
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.snapshot_batch import encode_in_pieces
@@ -44,7 +45,84 @@ END_POSITION = 3
 COPY_BYTES = 1024
 """Shorter frames are copied into ZeroMQ rather than shared with it."""
 
+MAX_WAITING_REQUESTS = 8
+"""Maximum number of queued requests of one reader."""
+
+LEAST_BYTES_PER_S = 1_000_000
+"""A reader that reads as fast as this is never dropped."""
+
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reply:
+    """One message to a reader.
+
+    Attributes:
+        frames: without the reader's identity.
+        is_tracked: whether ZeroMQ reports when it has released the message, at some cost.
+        is_snapshot, is_end: whether it is a snapshot or the end marker rather than a batch.
+        tracker: of a tracked reply that was sent; done when ZeroMQ has released the message.
+    """
+
+    frames: list[bytes]
+    is_tracked: bool = False
+    is_snapshot: bool = False
+    is_end: bool = False
+    tracker: Any = None
+
+    @property
+    def payload(self) -> bytes:
+        return self.frames[-1]
+
+
+@dataclass(slots=True)
+class ReplayReader:
+    """The replay server's state for one reader, from its first request until it has read all answers.
+
+    Attributes:
+        progress_s: the last time at which it read a reply or had none to read.
+        starts: the start sequences of queued requests.
+        answer: the rest of the current answer; None between two answers.
+        next_reply: the reply that could not be sent yet.
+        unread: tracked replies that were sent but not read, oldest first.
+    """
+
+    identity: bytes
+    progress_s: float
+    starts: deque[int] = field(default_factory=deque)
+    answer: Iterator[Reply | None] | None = None
+    next_reply: Reply | None = None
+    unread: deque[Reply] = field(default_factory=deque)
+
+    def note_progress(self, now: float) -> None:
+        """Remove the replies that were read."""
+        while self.unread and self.unread[0].tracker.done:
+            self.unread.popleft()
+            self.progress_s = now
+
+    def drop_requests(self) -> None:
+        """Drop its requests and the rest of the current answer; unread replies still count."""
+        self.answer = None
+        self.next_reply = None
+        self.starts.clear()
+
+    def is_waiting(self) -> bool:
+        """Return True if it has a request that is not answered completely."""
+        return self.answer is not None or bool(self.starts)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its requests are answered, and all tracked replies read."""
+        return not self.is_waiting() and not self.unread
+
+    def count_unread(self) -> int:
+        """Return the size of its unread tracked replies, in bytes."""
+        return sum(len(unread.payload) for unread in self.unread)
+
+    def find_deadline(self, slow_reader_s: float) -> float:
+        """Return the time at which the reader counts as slow if it reads nothing until then."""
+        return self.progress_s + slow_reader_s + self.count_unread() / LEAST_BYTES_PER_S
 
 
 class ReplayServer:
@@ -75,30 +153,26 @@ class ReplayServer:
         socket: a ROUTER, used and finally closed by the server's thread.
         encode: encodes the batches of snapshots.
         clock: time in those batches, in seconds since the epoch.
+        counts: what the server does is counted there.
 
     Attributes:
-        num_replays, num_snapshots, num_abandoned, num_malformed, num_events_failed, num_readers_dropped: as
-            in `PublisherStatistics`.
+        num_events_left_out: events of snapshots that cannot be encoded.
     """
 
     def __init__(
         self,
-        context: "zmq.Context[Any]",
         socket: "zmq.SyncSocket",
         buffer: ReplayBuffer,
         state: ResidentState | None,
         config: PublisherConfig,
         encode: Callable[[KVEventBatch], bytes],
         clock: Callable[[], float],
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float],
+        counts: PublisherStatistics,
     ) -> None:
         self._monotonic = monotonic
-        self.num_replays = 0
-        self.num_snapshots = 0
-        self.num_abandoned = 0
-        self.num_malformed = 0
-        self.num_events_failed = 0
-        self.num_readers_dropped = 0
+        self._counts = counts
+        self.num_events_left_out = 0
         self._socket = socket
         self._buffer = buffer
         self._state = state
@@ -111,11 +185,7 @@ class ReplayServer:
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
         # The thread polls sockets, so a socket is needed to wake it.
-        address = f"inproc://kv_pool-replay-{id(self)}"
-        self._wake_sender: zmq.SyncSocket = context.socket(zmq.PAIR)
-        self._wake_receiver: zmq.SyncSocket = context.socket(zmq.PAIR)
-        self._wake_sender.bind(address)
-        self._wake_receiver.connect(address)
+        self._wake_reader, self._wake_writer = socketpair()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -133,20 +203,19 @@ class ReplayServer:
         """
         self._is_stopping = True
         if self._thread is None:
-            self._close_sockets()
+            self._socket.close()
         else:
-            # If the thread has already ended, a blocking send would wait forever.
-            with suppress(zmq.Again):
-                self._wake_sender.send(b"", zmq.DONTWAIT)
+            self._wake_writer.send(b"x")
             self._thread.join()
-        self._wake_sender.close(linger=0)
+        self._wake_reader.close()
+        self._wake_writer.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         # The descriptor also becomes readable when a reader has read replies.
         poller.register(self._socket.FD, zmq.POLLIN)
-        poller.register(self._wake_receiver, zmq.POLLIN)
+        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         try:
             while not self._is_stopping:
                 poller.poll(LOOK_AGAIN_MS if self._readers else None)
@@ -158,10 +227,6 @@ class ReplayServer:
                     self._snapshot = None
         except zmq.ContextTerminated:
             _logger.warning("the ZeroMQ context was terminated before the publisher was closed")
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._wake_receiver.close(linger=0)
         self._socket.close()
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -180,7 +245,7 @@ class ReplayServer:
                     )
                 start = unpack_sequence(frames[2])
             except EventStreamError as error:
-                self.num_malformed += 1
+                self._counts.num_malformed_requests += 1
                 _logger.debug("ignored a malformed replay request: %s", error)
                 continue
             self._note_request(frames[0], start)
@@ -199,9 +264,10 @@ class ReplayServer:
         reader.starts.append(start)
 
     def _abandon(self, reason: str) -> None:
-        self.num_abandoned += 1
-        if is_worth_logging(self.num_abandoned):
-            _logger.warning("%d replays skipped or cut short so far: %s", self.num_abandoned, reason)
+        self._counts.num_replays_abandoned += 1
+        number = self._counts.num_replays_abandoned
+        if is_worth_logging(number):
+            _logger.warning("%d replays skipped or cut short so far: %s", number, reason)
 
     # ---- replies -------------------------------------------------------------------------------------
 
@@ -249,22 +315,21 @@ class ReplayServer:
             if num_unread and num_unread + num_bytes > self._config.max_unread_bytes // MAX_ANSWERS:
                 return False
         frames: list[Any] = [reader.identity, *reply.frames]
-        tracker = None
         if reply.is_tracked:
             # Share even a short frame with ZeroMQ, so that it reports when it has released it.
             position = END_POSITION if reply.is_end else -1
             frames[position] = zmq.Frame(frames[position], track=True, copy=False)
-            tracker = frames[position].tracker
+            reply.tracker = frames[position].tracker
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not reply.is_tracked)
         except zmq.Again:
             return False
         reader.progress_s = now
         if reply.is_tracked:
-            reader.unread.append(UnreadReply(reply, tracker))
-        self.num_snapshots += reply.is_snapshot
+            reader.unread.append(reply)
+        self._counts.num_snapshots += reply.is_snapshot
         if reply.is_end:
-            self.num_replays += 1
+            self._counts.num_replays += 1
             reader.answer = None
         return True
 
@@ -275,7 +340,7 @@ class ReplayServer:
             reader.note_progress(now)
             if reader.answer is not None and now >= reader.find_deadline(self._config.slow_reader_s):
                 reader.drop_requests()
-                self.num_readers_dropped += 1
+                self._counts.num_readers_dropped += 1
                 self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
             if reader.is_done:
                 del self._readers[reader.identity]
@@ -330,13 +395,13 @@ class ReplayServer:
 
     def _must_wait_for_snapshot(self, reader: ReplayReader) -> bool:
         """Return True while this reader has an unread snapshot, or all readers have too many unread bytes."""
-        if any(unread.reply.is_snapshot for unread in reader.unread):
+        if any(unread.is_snapshot for unread in reader.unread):
             return True
         payloads = {
-            id(unread.reply.payload): unread.reply.payload
+            id(unread.payload): unread.payload
             for one in self._readers.values()
             for unread in one.unread
-            if unread.reply.is_snapshot
+            if unread.is_snapshot
         }
         if sum(map(len, payloads.values())) < self._config.max_unread_bytes:
             return False
@@ -361,7 +426,7 @@ class ReplayServer:
             except Exception:
                 _logger.exception("taking a snapshot failed")
                 return None
-            self.num_events_failed += num_left_out
+            self.num_events_left_out += num_left_out
             self._snapshot = sequence, payload
         return self._snapshot
 

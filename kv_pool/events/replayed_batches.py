@@ -11,19 +11,19 @@ class ReplayedBatches:
     A live batch with the bytes of a replayed one is the same batch. A live batch with the same number and
     other bytes belongs to another incarnation of the publisher.
 
+    Attributes:
+        passed: the number up to which live batches are included in a snapshot or were reported as lost; None
+            if there are none.
+        last_live: the number of the last live batch, whether it was returned to the caller or not; None
+            before the first one of an incarnation.
+
     Memory: one fingerprint for each of the last 100,000 replayed batches.
     """
 
     def __init__(self) -> None:
+        self.passed: int | None = None
+        self.last_live: int | None = None
         self._fingerprints: dict[int, int] = {}
-        # See `passed`.
-        self._passed: int | None = None
-        self._last_live: int | None = None
-
-    @property
-    def passed(self) -> int | None:
-        """The number up to which live batches are included in a snapshot or were reported as lost."""
-        return self._passed
 
     def add(self, sequence: int, fingerprint: int) -> None:
         """Record a replayed batch."""
@@ -31,23 +31,15 @@ class ReplayedBatches:
             del self._fingerprints[next(iter(self._fingerprints))]
         self._fingerprints[sequence] = fingerprint
 
-    def note_live(self, sequence: int) -> None:
-        """Record a live batch, whether it was returned to the caller or not."""
-        self._last_live = sequence
-
-    def pass_to(self, sequence: int) -> None:
-        """Record that live batches up to this number were replayed or reported as lost."""
-        self._passed = sequence
-
     def forget(self, passed: int | None = None) -> None:
         """Forget all replayed batches; set `passed`."""
         self._fingerprints.clear()
-        self._passed = passed
+        self.passed = passed
 
     def begin_incarnation(self) -> None:
         """Forget all batches: the publisher has restarted."""
         self.forget()
-        self._last_live = None
+        self.last_live = None
 
     def contradicts(self, sequence: int, payload: bytes) -> bool:
         """Return True if a different batch was replayed under this number."""
@@ -60,9 +52,9 @@ class ReplayedBatches:
         """
         if self._fingerprints.get(sequence) == make_fingerprint(payload):
             return True
-        if self._passed is None or sequence > self._passed:
+        if self.passed is None or sequence > self.passed:
             return False
-        return self._last_live is None or sequence > self._last_live
+        return self.last_live is None or sequence > self.last_live
 
 
 def make_fingerprint(payload: bytes) -> int:

@@ -61,7 +61,7 @@ class PublisherSockets:
             if config.curve_client_keys_dir is not None:
                 self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
             self.live = self._open(zmq.PUB, endpoints, config, config.hwm)
-            self.endpoint = self._attach(
+            self.endpoint = attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
             )
             self.replay: zmq.SyncSocket | None = None
@@ -71,7 +71,7 @@ class PublisherSockets:
                 self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay_endpoint = self._attach(self.replay, replay_endpoint, binds=True)
+                self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
             on_failure.pop_all()
 
     def _abort(self) -> None:
@@ -105,23 +105,28 @@ class PublisherSockets:
             socket.curve_secretkey = secret_key
         return socket
 
-    def _attach(self, socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
-        """Bind or connect a socket; return its endpoint with the actual port."""
-        try:
-            if not binds:
-                socket.connect(endpoint)
-                return endpoint
-            check_unused(endpoint)
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            verb = "bind" if binds else "connect to"
-            way_out = (
-                "is another publisher running? Use another port, or 0 for a free one"
-                if error.errno == zmq.EADDRINUSE
-                else "a publisher binds to addresses of this machine and connects to those of other machines"
-            )
-            raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
-        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+def attach(socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
+    """Bind or connect a socket; return its endpoint with the actual port.
+
+    Raises:
+        EndpointError: the endpoint is in use, or cannot be bound or connected to.
+    """
+    try:
+        if not binds:
+            socket.connect(endpoint)
+            return endpoint
+        check_unused(endpoint)
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        verb = "bind" if binds else "connect to"
+        way_out = (
+            "is another publisher running? Use another port, or 0 for a free one"
+            if error.errno == zmq.EADDRINUSE
+            else "a program binds to addresses of this machine and connects to those of other machines"
+        )
+        raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
 def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":

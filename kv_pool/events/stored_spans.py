@@ -44,29 +44,35 @@ def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStore
 
 
 def split_repeats(event: BlockStored) -> list[BlockStored]:
-    """Split an event so that in each part no hash occurs twice or is its own parent.
+    """Split an event with hashes so that in each part no hash occurs twice or is its own parent.
 
     Returns [event] if no split is needed. A repeated hash gets the parent of its first occurrence; a hash
     that is its own parent gets None.
     """
     hashes = event.block_hashes
     parent = event.parent_block_hash
-    if len(set(hashes)) == len(hashes) and (not hashes or hashes[0] != parent):
+    parts = find_distinct(hashes)
+    if len(parts) == 1 and hashes[0] != parent:
         return [event]
     parents: dict[ExternalBlockHash, ExternalBlockHash | None] = {}
-    parts: list[BlockStored] = []
+    for block_hash in hashes:
+        parents.setdefault(block_hash, None if parent == block_hash else parent)
+        parent = block_hash
+    return [slice_event(event, first, end, parents[hashes[first]]) for first, end in parts]
+
+
+def find_distinct(hashes: list[ExternalBlockHash]) -> list[tuple[int, int]]:
+    """Split hashes into as few ranges `[first, end)` as possible, none of which has a hash twice."""
+    if len(set(hashes)) == len(hashes):
+        return [(0, len(hashes))]
+    ranges: list[tuple[int, int]] = []
     first = 0
-    part_parent: ExternalBlockHash | None = None
     seen: set[ExternalBlockHash] = set()
     for position, block_hash in enumerate(hashes):
-        its_parent = parents.setdefault(block_hash, None if parent == block_hash else parent)
-        if position == 0:
-            part_parent = its_parent
-        elif block_hash in seen:
-            parts.append(slice_event(event, first, position, part_parent))
-            first, part_parent = position, its_parent
+        if block_hash in seen:
+            ranges.append((first, position))
+            first = position
             seen.clear()
         seen.add(block_hash)
-        parent = block_hash
-    parts.append(slice_event(event, first, len(hashes), part_parent))
-    return parts
+    ranges.append((first, len(hashes)))
+    return ranges

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kv_pool.errors import EndpointError, InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
-from kv_pool.events.endpoints import check_unused, is_ipv6
+from kv_pool.events.endpoints import is_ipv6
 from kv_pool.events.growing_pause import GrowingPause
 from kv_pool.events.sequence_frames import pack_sequence
+from kv_pool.events.sockets import attach
 from kv_pool.events.zmq_module import zmq
 
 # Messages read from a socket per turn: enough to spread the cost of a turn, few enough to limit the memory of
@@ -194,28 +195,20 @@ class SubscriberSockets:
         self._replay.send_multipart([b"", pack_sequence(start)])
 
     def _attach(self, one: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
-        """Connect or bind; return the endpoint with its actual port."""
-        try:
-            one.setsockopt(zmq.LINGER, 0)
-            one.setsockopt(zmq.IPV6, is_ipv6(endpoint))
-            one.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-            if self._curve is not None:
+        """Connect or bind with this subscriber's settings; return the endpoint with its actual port."""
+        one.setsockopt(zmq.LINGER, 0)
+        one.setsockopt(zmq.IPV6, is_ipv6(endpoint))
+        one.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        if self._curve is not None:
+            try:
                 one.curve_serverkey = self._curve.server_public_key
                 one.curve_publickey = self._curve.public_key
                 one.curve_secretkey = self._curve.secret_key
-            if not binds:
-                one.connect(endpoint)
-                return endpoint
-            check_unused(endpoint)
-            one.bind(endpoint)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EINVAL and self._curve is not None:
+            except zmq.ZMQError as error:
                 raise InvalidArgumentError(
                     f"keys of {endpoint}: {error}; a key is 40 bytes of Z85"
                 ) from error
-            verb = "bind" if binds else "connect to"
-            raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}") from error
-        return bytes(one.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        return attach(one, endpoint, binds)
 
     def close(self) -> None:
         """Close all sockets, and the context unless it was passed in. Call it once."""

@@ -1,10 +1,10 @@
 """`label_events`: add to a pool's events what only a manager knows of its groups."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.events.event_filter import add_kinds
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 
 
@@ -20,12 +20,5 @@ def label_events(pool: BlockPoolCore, labels: Sequence[tuple[str, int | None]]) 
         labels: see `list_labels`.
     """
     events = pool.take_events()
-    others: Any = (pool.removed_type, pool.cleared_type)  # `stored_type` may be a function
-    for event in events:
-        if isinstance(event, others):
-            continue
-        labelled: Any = event
-        group_id: int | None = labelled.group_idx
-        if group_id is not None and 0 <= group_id < len(labels):
-            labelled.kv_cache_spec_kind, labelled.kv_cache_spec_sliding_window = labels[group_id]
+    add_kinds(events, labels)
     return events

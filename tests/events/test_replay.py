@@ -15,9 +15,9 @@ from kv_pool.errors import OutOfThreadsError
 from kv_pool.events import replay_server
 from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
 from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.replay_buffer import ReplayBuffer
-from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS
-from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.replay_server import MAX_WAITING_REQUESTS, ReplayServer
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
 from kv_pool.events.stream_state import StreamState
 
@@ -412,13 +412,14 @@ def test_server_without_thread_can_start_later_or_stop():
             buffer = ReplayBuffer(5, 0)
             buffer.append(0, encode_batch(KVEventBatch(0.0, [removed(0)])))
             server = ReplayServer(
-                context,
                 socket,
                 buffer,
                 None,
                 PublisherConfig(),
                 encode_batch,
                 time.time,
+                time.monotonic,
+                PublisherStatistics(),
             )
             with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool event replay"):
                 server.start()

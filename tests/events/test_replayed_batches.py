@@ -26,25 +26,25 @@ def test_only_other_bytes_under_the_same_number_contradict():
 
 def test_numbers_in_a_snapshot_are_known_whatever_their_bytes():
     batches = ReplayedBatches()
-    batches.pass_to(5)
+    batches.passed = 5
     assert (batches.contains(5, b"x"), batches.contains(6, b"x")) == (True, False)
 
 
 def test_number_up_to_the_last_live_one_is_not_known():
     batches = ReplayedBatches()
-    batches.pass_to(5)
-    batches.note_live(4)
+    batches.passed = 5
+    batches.last_live = 4
     assert (batches.contains(4, b"x"), batches.contains(5, b"x")) == (False, True)
 
 
 def test_new_incarnation_forgets_all_batches():
     batches = replayed(s3=b"three")
-    batches.pass_to(5)
-    batches.note_live(4)
+    batches.passed = 5
+    batches.last_live = 4
     batches.begin_incarnation()
     assert not batches.contains(3, b"three")
     assert batches.passed is None
-    batches.pass_to(4)
+    batches.passed = 4
     assert batches.contains(4, b"x")
 
 
