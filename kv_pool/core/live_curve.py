@@ -16,6 +16,7 @@ from mypy_extensions import i64
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.sampled_stack import SampledBlock, SampledStack
+from kv_pool.ids import GroupId
 
 MAX_MULTIPLE: Final = 4
 STEPS_PER_CAPACITY: Final = 64
@@ -151,7 +152,7 @@ class LiveCurve(PoolPart):
         blocks: list[KVCacheBlock],
         num_before: int,
         block_size: int,
-        group_id: int,
+        group_id: GroupId,
     ) -> None:
         if self.is_stale:
             self.restart()

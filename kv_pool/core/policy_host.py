@@ -1,7 +1,7 @@
 """`PolicyHost`: runs a cache policy in a pool: follows its calls, and evicts what the policy chooses."""
 
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from mypy_extensions import i32, i64, mypyc_attr
 
@@ -103,7 +103,7 @@ class PolicyHost(BandPolicy):
         blocks: list[KVCacheBlock],
         num_before: int,
         block_size: int,
-        group_id: int,
+        group_id: GroupId,
     ) -> None:
         if self.failure is not None:
             return
@@ -111,7 +111,7 @@ class PolicyHost(BandPolicy):
         if is_chained and num_before > 0:
             first: KVCacheBlock = table[0]
             if first.is_null:
-                self.unchain(cast(GroupId, group_id))
+                self.unchain(group_id)
                 is_chained = False
         start: i64 = 0
         num_blocks: i64 = len(blocks)

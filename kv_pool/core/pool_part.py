@@ -6,7 +6,7 @@ from typing import Any
 from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.ids import BlockId
+from kv_pool.ids import BlockId, GroupId
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # a band policy may be one
@@ -54,7 +54,7 @@ class PoolPart:
         blocks: list[KVCacheBlock],
         num_before: int,
         block_size: int,
-        group_id: int,
+        group_id: GroupId,
     ) -> None:
         """Handle blocks that a request has cached.
 
