@@ -103,10 +103,11 @@ class FreeRunIndex(FreeAges):
             if block.ref_cnt != 0 or block.next_free_block is None:
                 return False
         if pool.reuse_watchers or pool.lower_tiers is not None:
+            self.note_freed(chosen, False)  # they are free while watchers are told
             pool.is_changing = was_changing
             notify_before(pool, chosen)
             pool.is_changing = True
-            self.note_taken(chosen)  # watchers were told while they were free
+            self.note_taken(chosen)
         pool.free_block_queue.remove_n(chosen)
         mark_taken(pool, chosen)
         for part in pool.parts:
