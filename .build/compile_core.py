@@ -65,8 +65,8 @@ MANAGER = (
     "block_groups/scratch_group",
     "block_groups/sliding_window_group",
     "block_groups/state_chains",
-    "block_groups/table_listener",
     "block_groups/step",
+    "block_groups/table_listener",
     "cached_prefix",
     "checkpoint_choice",
     "engine/cache_blocks",
@@ -214,13 +214,15 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
         before = os.getcwd()
         os.chdir(self.root)  # module names come from paths relative to here
         try:
-            paths = sorted(
-                str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
-            )
+            paths = [
+                str(path)
+                for folder in ("core", "policies")
+                for path in sorted(Path("kv_pool", folder).glob("*.py"))
+                if path.name not in NOT_COMPILED
+            ]
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
             paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
-            paths += sorted(str(path) for path in Path("kv_pool/policies").glob("*[a-z].py"))
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]

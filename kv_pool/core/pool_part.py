@@ -1,4 +1,4 @@
-"""`PoolPart`: what a pool keeps in step with its blocks: an index, a band policy, a curve."""
+"""`PoolPart`: what follows the changes of a pool; `FreeIndex`: a part that also chooses blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from kv_pool.ids import BlockId, GroupId
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # a band policy may be one
 class PoolPart:
-    """Follows the changes of a pool: see `PoolState.parts`. Here, all methods do nothing.
+    """Follows the changes of a pool, as an index, a band policy or a curve does: see `PoolState.parts`.
 
-    The pool calls these methods as parts of its changes. The blocks of a list may include blocks of other
-    pools, null blocks and, after a free, blocks that are still in use.
+    The pool calls these methods as parts of its changes; without an override they do nothing. The blocks of a
+    list may include blocks of other pools, null blocks and, after a free, blocks that are still in use.
     """
 
     def order_victims(self, num_blocks: int) -> None:

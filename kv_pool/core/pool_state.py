@@ -48,6 +48,7 @@ class PoolState:
         is_changing: a call changes the pool now, or has been interrupted while it did.
         parts: what follows each change, such as an index of runs, a band policy, a curve; in this order.
         free_index: the part that chooses which free blocks are taken; None: those in front of the queue.
+        origins: which blocks are copies of others.
     """
 
     def __init__(

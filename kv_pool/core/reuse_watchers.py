@@ -1,4 +1,4 @@
-"""Who hears of a reuse before it: the watchers of `unpin_blocks`, and the lower tiers."""
+"""The calls before blocks are reused: to the watchers of `unpin_blocks`, then to the lower tiers."""
 
 from collections.abc import Callable, Iterable
 

@@ -28,7 +28,7 @@ DENSE: Final = PrefixRules(retention_interval=None, partial_hits=False)
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class AppliedRules(TableListener):
-    """What a manager finds and caches for its groups.
+    """The look-ups and the caching of one manager, for all its groups.
 
     Args:
         rules: None for a manager that caches all blocks which can serve a hit.
@@ -37,6 +37,7 @@ class AppliedRules(TableListener):
     Attributes:
         is_dense: whether there are no rules.
         is_partial: whether hits may end within a block.
+        has_states: whether a group has states.
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         choice: the `CheckpointChoice`, which selects the blocks to cache.

@@ -6,7 +6,7 @@ from typing import Final
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_group import NO_BLOCKS, BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.step import GroupPlan, Step
 
@@ -190,14 +190,17 @@ class MambaGroup(BlockGroup):
             table.checkpoint_tokens = plan.checkpoint
             table.checkpoint_position = plan.null_end if plan.checkpoint else -1
         num_before = len(table.blocks)
+        num_drafts = table.num_speculative
+        table.num_speculative = self.num_speculative_blocks
+        if plan.null_end <= num_before - num_drafts:
+            return NO_BLOCKS  # nothing to move
         null = self.pool.null_block
         blocks = table.blocks + [null] * (plan.null_end - num_before)
-        for entry in range(num_before - table.num_speculative, min(num_before, plan.null_end)):
+        for entry in range(num_before - num_drafts, min(num_before, plan.null_end)):
             if not blocks[entry].is_null:
                 blocks.append(blocks[entry])
                 blocks[entry] = null
                 table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-        table.num_speculative = self.num_speculative_blocks
         table.blocks[:] = blocks  # the same list: a connector may keep it from step to step
         return blocks[num_before:]
 
