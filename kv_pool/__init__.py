@@ -7,11 +7,11 @@ The core decides which block ids a request gets and which blocks hold which pref
 More names, each imported when it is first used:
 
     kv_pool.core            the block pool, hashes, events, holds
-    kv_pool.manager         block tables for a scheduler: groups, forks, swap, retention, leases
+    kv_pool.manager         block tables for a scheduler: groups, forks, retention, leases
     kv_pool.contiguous      runs of consecutive ids, compaction, Defragmenter
     kv_pool.storage         the bytes of blocks: KVStorage, on CPU and GPU
     kv_pool.adapter         GPUKVPool, DevicePools, KVPoolMigrationManager, MigrationHook
-    kv_pool.tiers           host memory and disk below a pool, dumps
+    kv_pool.tiers           host memory and disk below a pool, swap, dumps
     kv_pool.migration       blocks that move between processes and nodes
     kv_pool.events          the event stream: publisher, subscriber, PrefixMirror
     kv_pool.replay          production traces through the pool

@@ -11,8 +11,8 @@ from kv_pool.ids import BlockHash, BlockId, RequestId
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_counts import count_blocks_touched_by_append, count_required_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.swap.plan import SwapPlan
-from kv_pool.manager.swap.swapper import BlockSwapper
+from kv_pool.tiers.swap.plan import SwapPlan
+from kv_pool.tiers.swap.swapper import BlockSwapper
 
 
 class GroupedSequence(Protocol):

@@ -26,9 +26,6 @@ from kv_pool.manager.preemption import PreemptionLoss as PreemptionLoss
 from kv_pool.manager.preemption import PreemptionRule as PreemptionRule
 from kv_pool.manager.preemption import find_victim as find_victim
 from kv_pool.manager.preemption import count_loss as count_loss
-from kv_pool.manager.swap.swapper import BlockSwapper as BlockSwapper
-from kv_pool.manager.swap.plan import SwapPlan as SwapPlan
-from kv_pool.manager.swap.plan import SwapDirection as SwapDirection
 from kv_pool.manager.retention.block_retention import BlockRetention as BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective as RetentionDirective
 from kv_pool.manager.leases import BlockLeases as BlockLeases

@@ -3,10 +3,10 @@
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
-from kv_pool.manager.swap.swapper import BlockSwapper
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import CopyLink
 from kv_pool.replay.report import ReplayReport
+from kv_pool.tiers.swap.swapper import BlockSwapper
 
 
 class HostSwap:

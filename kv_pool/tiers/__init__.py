@@ -1,4 +1,4 @@
-"""Host memory and disk below a pool: offload, onboard, prefetch, and dumps for warm restarts."""
+"""Host memory and disk below a pool: offload, onboard, prefetch, swap, and dumps for warm restarts."""
 
 from kv_pool.lazy_names import export_lazily
 

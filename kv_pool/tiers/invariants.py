@@ -20,9 +20,9 @@ from collections import Counter
 from kv_pool.core import invariants
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId, SlotId
-from kv_pool.manager.swap.open_plans import PlanState
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.onboarder import TierOnboarder
+from kv_pool.tiers.swap.open_plans import PlanState
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 

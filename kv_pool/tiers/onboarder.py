@@ -16,8 +16,8 @@ from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.onboard_plan import OnboardPlan
+from kv_pool.tiers.swap.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.tier_prefixes import TierHit, TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
 

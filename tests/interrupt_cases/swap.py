@@ -3,12 +3,12 @@
 from functools import partial
 
 from interrupt_cases.case import Case
-from manager.swap_engine import SwapEngine
+from tiers.swap_engine import SwapEngine
 
 from kv_pool import AllBlocksCleared, BlockStored, RetentionDirective
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.retention.invariants import check_retention
-from kv_pool.manager.swap import invariants as swap_invariants
+from kv_pool.tiers.swap import invariants as swap_invariants
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 

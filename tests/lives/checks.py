@@ -12,10 +12,10 @@ from lives.source_role import OVER
 from kv_pool.adapter import invariants as adapter_invariants
 from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.retention.invariants import check_retention
-from kv_pool.manager.swap import invariants as swap_invariants
 from kv_pool.migration import invariants as migration_invariants
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
+from kv_pool.tiers.swap import invariants as swap_invariants
 
 # Operations that take blocks and free none.
 TAKING = {"admit", "begin_load", "swap_in", "read_tiers", "compact", "lease_blocks", "write", "go_on"}

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from manager.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
+from tiers.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
 from tiers.tier_engine import TierEngine
 
 from kv_pool import (
@@ -32,9 +32,9 @@ from kv_pool import (
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import InvalidBlockError
 from kv_pool.manager.invariants import check_copies
-from kv_pool.manager.swap import invariants as swap_invariants
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
+from kv_pool.tiers.swap import invariants as swap_invariants
 
 WRONG = 2**62
 NUM_STEPS = 80

@@ -1,7 +1,7 @@
 """A test engine with real tiers; the KV of a token is a number that depends on all tokens before it."""
 
 import numpy as np
-from manager.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
+from tiers.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
 
 from kv_pool import BlockPool, KVCacheManager, Request
 from kv_pool.core.block_keys import make_block_hash_with_group_id

@@ -1,6 +1,6 @@
 import pytest
 from drawing import state
-from manager.swap_engine import SwapEngine
+from tiers.swap_engine import SwapEngine
 
 from kv_pool import (
     AllBlocksCleared,
@@ -29,7 +29,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.swap import invariants as swap_invariants
+from kv_pool.tiers.swap import invariants as swap_invariants
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 

@@ -8,8 +8,8 @@ content that its hash stands for. Results are compared with a full scan.
 import random
 
 import pytest
-from manager.swap.test_swapper import FULL_AND_WINDOW, picture
-from manager.swap_engine import SwapEngine
+from tiers.swap.test_swapper import FULL_AND_WINDOW, picture
+from tiers.swap_engine import SwapEngine
 
 from kv_pool import CopyFailedError, InvalidArgumentError, PlanClosedError
 from kv_pool.manager.admission import AllocStatus
@@ -19,7 +19,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.swap import invariants as swap_invariants
+from kv_pool.tiers.swap import invariants as swap_invariants
 
 SHAPES = {
     "full": None,

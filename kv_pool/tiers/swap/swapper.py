@@ -20,9 +20,9 @@ from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.match import Match, match_tables
-from kv_pool.manager.swap.open_plans import OpenPlans, list_tail_first
-from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
+from kv_pool.tiers.swap.match import Match, match_tables
+from kv_pool.tiers.swap.open_plans import OpenPlans, list_tail_first
+from kv_pool.tiers.swap.plan import SwapDirection, SwapPlan
 
 
 class BlockSwapper:
