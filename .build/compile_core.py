@@ -54,6 +54,7 @@ EVENTS = (
 )
 # What every step of a scheduler goes through.
 MANAGER = (
+    "admission",
     "allocating",
     "applied_rules",
     "block_copies",
@@ -66,8 +67,6 @@ MANAGER = (
     "block_groups/sliding_window_group",
     "block_groups/state_chains",
     "block_groups/step",
-    "block_groups/table_listener",
-    "cached_prefix",
     "checkpoint_choice",
     "engine/cache_blocks",
     "engine/engine_manager",
@@ -86,7 +85,6 @@ MANAGER = (
     "retention/placed_claims",
     "retention/request_directives",
     "retention/segments",
-    "slot_needs",
     "step_checks",
     "table_rows",
 )
@@ -114,12 +112,11 @@ HOT = (
     "manager/manager_state",
     "manager/prefix_caching",
     "manager/prefix_lookup",
-    "manager/slot_needs",
+    "manager/admission",
     "manager/step_checks",
 )
 # Modules that run once for a pool or a request, or for what few requests do.
 COLD = (
-    "core/block_checks",
     "core/cache_policy",
     "core/deadlines",
     "core/extra_keys",
@@ -143,7 +140,6 @@ COLD = (
     "manager/block_groups/make_group",
     "manager/block_groups/scratch_group",
     "manager/block_groups/state_chains",
-    "manager/block_groups/table_listener",
     "manager/checkpoint_choice",
     "manager/engine/zeroed_blocks",
     "manager/forking",

@@ -15,9 +15,17 @@ from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_count, as_int, as_ints, as_list, as_list_of, check_type, refuse_copy
+from kv_pool.core.arguments import (
+    as_count,
+    as_int,
+    as_ints,
+    as_list,
+    as_list_of,
+    check_type,
+    refuse_copy,
+    refuse_interrupted,
+)
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import (

@@ -11,8 +11,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.reuse_watchers import notify_before
-from kv_pool.core.taking import mark_taken
+from kv_pool.core.taking import mark_taken, notify_before
 from kv_pool.ids import BlockId
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")

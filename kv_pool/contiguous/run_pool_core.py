@@ -7,9 +7,8 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
-from kv_pool.core.arguments import as_count, as_int, refuse_type
+from kv_pool.core.arguments import as_count, as_int, refuse_interrupted, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver

@@ -1,15 +1,17 @@
-"""Check arguments: a wrong type raises `InvalidTypeError` with the argument's name. Also refuse copies.
+"""Check arguments: a wrong type raises `InvalidTypeError` with the argument's name. Also refuse
+copies, and calls of interrupted pools.
 
 In compiled modules, the declared types of arguments are checked before a call reaches its function, and
 `int` accepts NumPy integers. In plain Python, the function checks them itself. Both use this module, also for
 checks that declared types cannot express.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, NoReturn
 
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError, PoolInterruptedError
 
 
 def refuse_type(name: str, value: object, expected: str) -> NoReturn:
@@ -113,4 +115,31 @@ def refuse_copy(thing: object) -> NoReturn:
         f"a {type(thing).__name__} cannot be pickled or copied: its blocks are known by identity. To save "
         "the cached content of a pool, use kv_pool.tiers.pool_dump.dump_pool(path, pool), and load_pool() "
         "into a new pool"
+    )
+
+
+def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
+    """Raise InvalidBlockError if `block` belongs to another pool. Bare and null blocks are accepted."""
+    if block.owner is not owner and block.owner is not None and not block.is_null:
+        raise InvalidBlockError(
+            f"block {block.block_id} belongs to another pool; {call} takes blocks of this one"
+        )
+
+
+def raise_typed(error: Exception, listed: Sequence[object], call: str) -> NoReturn:
+    """Raise `error`, or an InvalidTypeError if an element of `listed` is not a block."""
+    for position, element in enumerate(listed):
+        if not isinstance(element, KVCacheBlock):
+            raise InvalidTypeError(
+                f"{call} takes blocks; element {position} is a {type(element).__name__}"
+            ) from error
+    raise error
+
+
+def refuse_interrupted() -> NoReturn:
+    """Raise PoolInterruptedError."""
+    raise PoolInterruptedError(
+        "an earlier call of this pool was interrupted. Call repair() of the manager or the adapter, which "
+        "keeps the blocks of all requests and empties the prefix cache; for a bare BlockPool, repair(blocks) "
+        "with the blocks that you hold, each once per reference"
     )

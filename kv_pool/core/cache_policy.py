@@ -5,9 +5,8 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.cached_runs import CachedRun, RunQueue
+from kv_pool.core.cached_runs import CachedRun, Ghosts, RunQueue
 from kv_pool.core.deadlines import read_clock
-from kv_pool.core.ghosts import Ghosts
 
 __all__ = ["STAY", "CachePolicy", "CachedRun", "Ghosts", "LRU", "RunQueue"]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from mypy_extensions import i32, i64
 
+from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours, raise_typed
 from kv_pool.core.block_keys import get_block_hash, group_suffix, make_block_hash_with_group_id
 from kv_pool.core.evicting import drop_keys, evict, note_own_hash
 from kv_pool.core.extra_keys import CacheableRequest

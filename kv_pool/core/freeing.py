@@ -1,13 +1,14 @@
-"""Drop references to blocks: `free_blocks`."""
+"""Drop references to blocks: `free_blocks`, `unpin_blocks`."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mypy_extensions import i64
 
+from kv_pool.core.arguments import as_list, check_ours, raise_typed, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import raise_typed, refuse_interrupted
-from kv_pool.core.pool_state import PoolState
-from kv_pool.errors import InvalidBlockError
+from kv_pool.core.pool_state import PoolState, ReuseWatcher
+from kv_pool.errors import InvalidBlockError, InvalidTypeError
 
 
 def free_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
@@ -117,3 +118,43 @@ def group_by_pool(own: PoolState, blocks: list[KVCacheBlock]) -> list[tuple[Any,
         references[id(block)] = left
         by_pool.setdefault(id(pool), (pool, []))[1].append(block)
     return list(by_pool.values())
+
+
+def unpin_listed(
+    pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
+) -> None:
+    """Implement `BlockPool.unpin_blocks`."""
+    if not callable(on_reuse):
+        raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; expected a callable")
+    listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
+    check_unpinnable(pool, listed)
+    was_changing = pool.is_changing
+    pool.is_changing = True
+    watcher = ReuseWatcher(on_reuse, pool.holds.clock())
+    freed: list[KVCacheBlock] = []
+    for block in listed:
+        block.ref_cnt -= 1
+        if block.ref_cnt == 0:
+            freed.append(block)
+        pool.reuse_watchers[block.block_id] = watcher
+    pool.free_block_queue.append_n(freed)
+    for part in pool.parts:
+        part.note_freed(listed, True)
+    pool.is_changing = was_changing
+
+
+def check_unpinnable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Raise unless each of these blocks has as many references as it is listed."""
+    references: dict[KVCacheBlock, int] = {}
+    try:
+        for block in listed:
+            check_ours(block, pool.block_owner, "unpin_blocks()")
+            left = references.get(block, block.ref_cnt)
+            if block.is_null or left < 1:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
+                    "unpin_blocks() takes blocks that are in use"
+                )
+            references[block] = left - 1
+    except Exception as error:
+        raise_typed(error, listed, "unpin_blocks()")

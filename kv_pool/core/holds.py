@@ -12,9 +12,8 @@ from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
-from kv_pool.core.arguments import as_list_of, check_number
+from kv_pool.core.arguments import as_list_of, check_number, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId

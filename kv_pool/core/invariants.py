@@ -30,8 +30,8 @@
 it is for tests and for debugging.
 """
 
+from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue

@@ -12,18 +12,19 @@ from kv_pool.core.arguments import (
     as_list,
     as_list_of,
     check_number,
+    check_ours,
     check_type,
+    refuse_interrupted,
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours, refuse_interrupted
 from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
 from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
 from kv_pool.core.deadlines import NEVER
 from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.core.freeing import free_listed
+from kv_pool.core.freeing import free_listed, unpin_listed
 from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
@@ -33,10 +34,10 @@ from kv_pool.core.policy_host import PolicyHost, find_band_policy, open_policy
 from kv_pool.core.pool_state import PoolState, check_whole
 from kv_pool.core.repairing import forget_all, repair_pool
 from kv_pool.core.resizing import add_last, remove_last
-from kv_pool.core.reuse_watchers import notify_watchers, unpin_listed
 from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.core.taking import (
     check_takeable,
+    notify_watchers,
     refuse_count,
     take,
     take_listed,

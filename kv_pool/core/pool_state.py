@@ -8,9 +8,8 @@ from weakref import ref
 
 from mypy_extensions import i32, mypyc_attr
 
-from kv_pool.core.arguments import as_count, as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.content_origins import ContentOrigins
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.eviction_order import EvictionOrder

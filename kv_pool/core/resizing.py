@@ -5,7 +5,7 @@ from typing import cast
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.reuse_watchers import notify_watchers_off_queue
+from kv_pool.core.taking import notify_watchers_off_queue
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId
 

@@ -1,16 +1,18 @@
-"""Add references to blocks: take free blocks, which evicts their content, or touch cached ones."""
+"""Add references to blocks: take free blocks, which evicts their content, or touch cached ones.
+
+Before free blocks are taken, the watchers of `unpin_blocks` are called, then the lower tiers.
+"""
 
 from itertools import islice
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from mypy_extensions import i32, i64
 
+from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours, raise_not_queued, raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.reuse_watchers import notify_before
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 
 MAX_REFERENCES: Final = 2**31 - 1
@@ -44,6 +46,18 @@ def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
         raise_typed(error, listed, "take_blocks()")
 
 
+def raise_not_takeable(block: KVCacheBlock, owner: Any) -> NoReturn:
+    """Raise the error for a block that `take_blocks` rejects."""
+    if block.owner is not owner or block.is_null:
+        raise InvalidBlockError(
+            f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; "
+            "take_blocks() takes free blocks of the pool"
+        )
+    raise InvalidBlockError(
+        f"block {block.block_id} is in use, or listed twice; take_blocks() takes free blocks"
+    )
+
+
 def check_unusual(pool: PoolState, block: KVCacheBlock) -> None:
     """Raise unless `touch` accepts a bare block, one of another pool, or one with many references.
 
@@ -57,6 +71,13 @@ def check_unusual(pool: PoolState, block: KVCacheBlock) -> None:
         raise InvalidBlockError(
             f"block {block.block_id} has {block.ref_cnt} references; the maximum is {MAX_REFERENCES}"
         )
+
+
+def raise_not_queued(block: KVCacheBlock) -> NoReturn:
+    """Raise the error for a block with ref_cnt 0 that is not in the free queue."""
+    raise InvalidBlockError(
+        f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
+    )
 
 
 # ---- changes ---------------------------------------------------------------------------------------
@@ -187,3 +208,53 @@ def count_up(pool: PoolState, listed: list[KVCacheBlock], was_changing: bool) ->
         pool.is_changing = was_changing
         raise_typed(error, listed, "touch()")
     return num_free
+
+
+# ---- calls before a change -----------------------------------------------------------------------
+
+
+def notify_before(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Notify the reuse watchers, then the lower tiers, that these free blocks are about to be taken."""
+    if pool.reuse_watchers:
+        notify_watchers_off_queue(pool, listed)
+    if pool.lower_tiers is not None and pool.enable_caching:
+        cached = [block for block in listed if block.key is not None]
+        if cached:
+            pool.lower_tiers.on_blocks_reused(cached)
+
+
+def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these free blocks, in order.
+
+    During the calls the blocks are not in the queue, so that a watcher may use the pool. Afterwards they are
+    at its front, even if a watcher raises.
+    """
+    was_changing = pool.is_changing
+    pool.is_changing = True
+    queue = pool.free_block_queue
+    queue.remove_n(listed)
+    for part in pool.parts:
+        part.note_unlinked(listed)
+    pool.is_changing = False
+    is_told = False
+    try:
+        notify_watchers(pool, listed)
+        is_told = True
+    finally:
+        pool.is_changing = True
+        queue.prepend_n(listed)
+        for part in pool.parts:
+            if is_told:
+                part.note_relinked(listed)
+            else:
+                part.rebuild_from(pool)
+        pool.is_changing = was_changing
+
+
+def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these blocks, in order, and remove the watchers."""
+    for block in blocks:
+        watcher = pool.reuse_watchers.get(block.block_id)
+        if watcher is not None:
+            del pool.reuse_watchers[block.block_id]
+            watcher.on_reuse(block)

@@ -10,6 +10,7 @@ from kv_pool.core.evicting import evict_invalid, note_own_hash
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.taking import take, touch_listed
 from kv_pool.ids import RequestId
+from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.state_chains import StateChains
@@ -21,70 +22,53 @@ from kv_pool.manager.requests.request import SchedulableRequest
 _NONE: Final[list[KVCacheBlock]] = []  # never changed
 
 
-def is_quiet(
-    state: ManagerState,
-    request: SchedulableRequest,
-    tables: list[BlockTable],
-    num_computed: int,
-    num_scheduled: int,
-    num_lookahead: int,
-    num_final: int,
-    num_kept: int,
-    caches: bool,
-) -> bool:
-    """Return True if a step without encoder tokens fits and changes none of the tables, as most decode steps.
-
-    `allocate_step` would then return no blocks. Asked before a `Step` is made.
-
-    Args:
-        num_computed, num_scheduled, num_lookahead, num_final: see `Step`.
-        num_kept: blocks to leave free.
-        caches: whether full blocks are cached at once.
-    """
-    if state._has_forks or (num_kept and num_kept > state.get_num_free_blocks()):
-        return False
-    caches = caches and state.block_pool.enable_caching
-    for group in state._groups:
-        table = tables[group.group_id]
-        if not group.is_quiet(table, num_scheduled, num_lookahead, num_final, caches):
-            return False
-    return not caches or not state._caching.is_end_due(request, tables, num_computed)
-
-
 def allocate_step(
     state: ManagerState, request: SchedulableRequest, step: Step
 ) -> tuple[Sequence[KVCacheBlock], ...] | None:
     """Give the request the blocks of its step, if they fit, and cache the full ones.
 
     Returns:
-        For each group, the blocks for the new tokens; None if the step does not fit: nothing has changed,
-        except that blocks which left a window are released.
+        For each group, the blocks for the new tokens; `state._no_blocks` itself if no table changes. None if
+        the step does not fit: nothing has changed, except that blocks which left a window are released.
     """
-    pool = state.block_pool
     tables = step.tables
+    if tables is not None:
+        if is_quiet(state, request, tables, step):
+            return state._no_blocks
+        if state._has_forks and step.num_computed > tables[0].num_valid_tokens:
+            step.caches = False  # what it computes from invalid content
     ends: list[int] | None = None
-    if state._has_forks and tables is not None and step.num_computed > tables[0].num_valid_tokens:
-        step.caches = False  # what it computes from invalid content
-    if pool.enable_caching and step.caches:
+    if state.block_pool.enable_caching and step.caches:
         ends = state._caching.find_ends(request, tables, step.num_prefix, step.num_scheduled)
-    needs = state._needs
     num_free = state.get_num_free_blocks()
     if step.num_sequence:
-        num_surplus = needs.count_surplus(tables, step.num_sequence)
-        if needs.count_full_sequence(step, step.num_sequence) > num_free - step.num_left + num_surplus:
+        num_left = step.num_left - count_surplus(state, tables, step.num_sequence)
+        if count_full_sequence(state, step, step.num_sequence) > num_free - num_left:
             return None
     if tables is not None and state._forgets:
         free_skipped_blocks(state, step.request_id, tables, step.num_final)
         num_free = state.get_num_free_blocks()
-    need = needs.plan(step)
+    need = plan_step(state, step)
     num_kept = step.num_left + step.num_reserved
     if num_kept:  # under vLLM, states of rejected drafts count towards it
-        num_kept = max(0, num_kept - needs.count_surplus(tables, step.num_scheduled))
-    if need > num_free - num_kept:
-        return None
-    if len(state._caching.unwritten) > 0 and state._caching.is_unwritten(step.prefix_blocks):
+        num_kept = max(0, num_kept - count_surplus(state, tables, step.num_scheduled))
+    if need > num_free - num_kept or state._caching.is_unwritten(step.prefix_blocks):
         return None
     return carry_out(state, request, step, ends)
+
+
+def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> bool:
+    """Return True if a step fits and changes none of the tables, as most decode steps."""
+    if state._has_forks or step.num_encoder_tokens or step.num_sequence:
+        return False
+    num_kept = step.num_left + step.num_reserved
+    if num_kept and num_kept > state.get_num_free_blocks():
+        return False
+    caches = step.caches and state.block_pool.enable_caching
+    for group in state._groups:
+        if not group.is_quiet(tables[group.group_id], step, caches):
+            return False
+    return not caches or not state._caching.is_end_due(request, tables, step.num_computed)
 
 
 def carry_out(

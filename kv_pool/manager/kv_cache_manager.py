@@ -11,33 +11,34 @@ from kv_pool.core.arguments import (
     as_ints,
     as_list_of,
     check_number,
+    check_ours,
     check_type,
     refuse_copy,
+    refuse_interrupted,
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours, refuse_interrupted
 from kv_pool.core.hash_map import CachedKey
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.events.event_filter import add_kinds
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
-from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, is_quiet
+from kv_pool.manager.admission import AllocStatus, count_max_blocks, judge, list_lasting_pins
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kv_pool.manager.cached_prefix import CachedPrefix
-from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
 from kv_pool.manager.manager_state import ManagerState, find_tables
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
+from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step_checks import read_step
+from kv_pool.manager.step_checks import read_step, set_limits
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -211,22 +212,17 @@ class KVCacheManager(ManagerState):
             cached_prefix,
             num_lookahead_tokens,
             num_external_computed_tokens,
+        )
+        set_limits(
+            self,
+            request,
+            step,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
             num_in_flight_tokens,
         )
-        needs = self._needs
-        num_available = self.get_num_free_blocks() - step.num_left
-        if not step.num_sequence or needs.count_full_sequence(step, step.num_sequence) <= num_available:
-            num_available += needs.count_to_forget(step)
-            fits = needs.plan(step) <= num_available - step.num_reserved
-            if fits and not self._caching.is_unwritten(step.prefix_blocks):
-                return AllocStatus.OK
-        num_usable = self.block_pool.num_gpu_blocks - 1
-        if self.retention is not None:
-            num_usable -= len(self._list_lasting_pins(step.request_id, needs.list_own_blocks(step)))
-        return AllocStatus.LATER if needs.fits_alone(num_usable, step) else AllocStatus.NEVER
+        return judge(self, step)
 
     def allocate_slots(
         self,
@@ -289,29 +285,16 @@ class KVCacheManager(ManagerState):
             cached_prefix,
             num_lookahead_tokens,
             num_external_computed_tokens,
+        )
+        set_limits(
+            self,
+            request,
+            step,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
             num_in_flight_tokens,
         )
-        tables = step.tables
-        if (
-            tables is not None
-            and not step.num_sequence
-            and not step.num_encoder_tokens
-            and is_quiet(
-                self,
-                request,
-                tables,
-                step.num_computed,
-                step.num_scheduled,
-                step.num_lookahead,
-                step.num_final,
-                step.num_left + step.num_reserved,
-                not delay_cache_blocks,
-            )
-        ):
-            return self._no_blocks
         step.caches = not delay_cache_blocks
         return allocate_step(self, request, step)
 
@@ -353,7 +336,7 @@ class KVCacheManager(ManagerState):
             request_id = cached_prefix.request_id
             for blocks in cached_prefix.blocks:
                 own += blocks
-        pinned = self._list_lasting_pins(request_id, own)
+        pinned = list_lasting_pins(self, request_id, own)
         if num_most <= num_blocks - len(pinned):
             return ""
         why = f"a request of {num_tokens} tokens takes up to {num_most} of {num_blocks} blocks"
@@ -368,17 +351,9 @@ class KVCacheManager(ManagerState):
 
     def count_max_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
         """Return the most blocks that a request of `num_tokens` tokens ever holds; see `fits_alone`."""
-        return self._needs.count_max_blocks(
-            as_count("num_tokens", num_tokens), as_count("num_encoder_tokens", num_encoder_tokens)
+        return count_max_blocks(
+            self, as_count("num_tokens", num_tokens), as_count("num_encoder_tokens", num_encoder_tokens)
         )
-
-    def _list_lasting_pins(
-        self, request_id: RequestId | None, own_blocks: Iterable[KVCacheBlock]
-    ) -> set[KVCacheBlock]:
-        """Return the blocks that pins without a deadline keep from a request, except those of its own."""
-        if self.retention is None or not self.retention.num_pins:
-            return set()
-        return self.retention.list_lasting_pins(request_id).difference(own_blocks)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Return the copies to make before the next step writes. Call once per step, after `allocate_slots`.
@@ -554,7 +529,7 @@ class KVCacheManager(ManagerState):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        return label_events(self.block_pool, list_labels(self.groups))
+        return add_kinds(self.block_pool.take_events(), self.event_labels)
 
     # ---- releasing -------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -14,17 +14,33 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.block_groups.table_listener import TableListener
-from kv_pool.manager.host_blocks import HostBlocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.slot_needs import SlotNeeds
+
+
+class HostBlocks(Protocol):
+    """A pool in host memory with copies of a manager's blocks, such as that of a `BlockSwapper`."""
+
+    @property
+    def host_pool(self) -> BlockPoolCore: ...
+
+    def is_idle(self) -> bool:
+        """Return True if no request has blocks there."""
+
+    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
+        """Refuse to commit open plans that share these blocks, of either pool, whose content is invalid."""
+
+    def reset_host(self) -> None:
+        """Evict every prefix there, after the device's pool was reset."""
+
+    def repair_host(self) -> None:
+        """Make the pool there whole, after the manager's own was repaired."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -36,6 +52,7 @@ class ManagerState:
         prefix_rules, policy: as for `KVCacheManager`.
 
     Attributes:
+        discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
         listeners: what follows the life of tables: the retention, the owners of prefixes, the rules; or none.
         detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
     """
@@ -61,6 +78,10 @@ class ManagerState:
         self.block_size: int = specs[0].block_size
         self.max_model_len: int = max_model_len
         self.max_in_flight_tokens: int = max_in_flight_tokens
+        # For each group, the kind of attention and the window that events state.
+        self.event_labels: list[tuple[str, int | None]] = [
+            (spec.kind, getattr(spec, "sliding_window", None)) for spec in specs
+        ]
         self.watermark_blocks: int = int(watermark * block_pool.num_gpu_blocks)
         # Tokens at whose multiples all groups can resume. With a single group, the end of any block.
         self.alignment: int = lcm(*(spec.block_size for spec in specs if spec.is_cacheable))
@@ -75,6 +96,7 @@ class ManagerState:
         self.detached_tables: dict[RequestId, list[BlockTable]] = {}
         self._hosts: list[Callable[[], HostBlocks | None]] = []  # weak references
         self._has_forks: bool = False
+        self.discounts_states: bool = False
         self.listeners: list[TableListener] = []
         self.copies: BlockCopies = BlockCopies(block_pool)
         self.prefix_rules: PrefixRules | None = prefix_rules
@@ -84,7 +106,6 @@ class ManagerState:
         self._caching: PrefixCaching = self._rules.caching
         if self._rules.has_states or self._rules.chains is not None:
             self.listeners.append(self._rules)
-        self._needs: SlotNeeds = SlotNeeds(self._groups, max_model_len, max_in_flight_tokens, self.copies)
         self.retention: BlockRetention | None = None
         self._owners: OwnedPrefixes | None = None
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))
@@ -127,7 +148,6 @@ class ManagerState:
             raise InvalidArgumentError("the retention belongs to another pool than the manager's")
         block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in self.groups]
         retention.attach(block_sizes, self._tables)
-        self._needs.retention = retention
         if self.retention is None:
             self.listeners.append(retention)
         self.retention = retention

@@ -8,8 +8,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.salt_regions import read_salt_regions
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.table_listener import TableListener
+from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 
 
 class OwnedPrefix(NamedTuple):

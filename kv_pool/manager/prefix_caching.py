@@ -118,6 +118,8 @@ class PrefixCaching:
 
     def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Return True if a request with this prefix must wait for the next step."""
+        if len(self.unwritten) == 0 or len(prefix_blocks) == 0:
+            return False
         for group in self._groups:
             blocks = prefix_blocks[group.group_id]
             if group.reads_before_writes and blocks and blocks[-1].key in self.unwritten:

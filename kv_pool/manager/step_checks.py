@@ -1,4 +1,4 @@
-"""`read_step`: checks the arguments of `allocate_slots` and `can_allocate`, and makes their `Step`."""
+"""`read_step`, `set_limits`: check the arguments of `allocate_slots` and `can_allocate`, for their `Step`."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -6,13 +6,13 @@ from typing import Any, SupportsIndex
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.step import Step
-from kv_pool.manager.cached_prefix import CachedPrefix, check_still_cached
 from kv_pool.manager.manager_state import ManagerState
+from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 
@@ -24,10 +24,6 @@ def read_step(
     cached_prefix: CachedPrefix | None,
     num_lookahead_tokens: int,
     num_external_computed_tokens: int,
-    num_encoder_tokens: int,
-    full_sequence_must_fit: bool,
-    reserved_blocks: int,
-    num_in_flight_tokens: int,
 ) -> Step:
     """Check the arguments and return their step. Raises what `allocate_slots` documents; changes nothing."""
     found = getattr(request, "request_id", None)
@@ -38,36 +34,20 @@ def read_step(
         num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
     if not isinstance(num_external_computed_tokens, int):
         num_external_computed_tokens = as_int("num_external_computed_tokens", num_external_computed_tokens)
-    if not isinstance(num_encoder_tokens, int):
-        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-    if not isinstance(full_sequence_must_fit, bool):
-        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
-    if not isinstance(reserved_blocks, int):
-        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
-    if not isinstance(num_in_flight_tokens, int):
-        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
     if num_new < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
         raise InvalidArgumentError(
             f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
             f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
         )
-    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
-            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
-        )
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
     num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
-    num_prefix = junction = 0
-    prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = state._no_blocks
+    num_prefix = 0
     if cached_prefix is not None:
         if not isinstance(cached_prefix, CachedPrefix):
             refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
         check_prefix(state, request, request_id, cached_prefix, num_computed)
         num_prefix = cached_prefix.num_tokens
-        prefix_blocks = cached_prefix.blocks
-        junction = cached_prefix.junction
     if tables is not None:
         if num_external_computed_tokens:
             raise InvalidArgumentError(
@@ -81,7 +61,6 @@ def read_step(
     step = Step(
         request_id,
         tables,
-        prefix_blocks,
         num_computed,
         num_prefix,
         num_external_computed_tokens,
@@ -89,16 +68,45 @@ def read_step(
         num_lookahead_tokens,
         state.max_model_len,
     )
+    if cached_prefix is not None:
+        step.prefix_blocks = cached_prefix.blocks
+        step.junction = cached_prefix.junction
+    elif tables is None:
+        step.prefix_blocks = state._no_blocks
+    step.prefill_end = state._rules.find_prefill_end(request)
+    return step
+
+
+def set_limits(
+    state: ManagerState,
+    request: SchedulableRequest,
+    step: Step,
+    num_encoder_tokens: int,
+    full_sequence_must_fit: bool,
+    reserved_blocks: int,
+    num_in_flight_tokens: int,
+) -> None:
+    """Check these arguments of `allocate_slots`, and set what they say in the step."""
+    if not isinstance(num_encoder_tokens, int):
+        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+    if not isinstance(full_sequence_must_fit, bool):
+        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
+    if not isinstance(reserved_blocks, int):
+        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
+    if not isinstance(num_in_flight_tokens, int):
+        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
+    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
+            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
+        )
     step.num_encoder_tokens = num_encoder_tokens
     step.num_reserved = reserved_blocks
     step.num_final = max(0, step.num_before - num_in_flight_tokens)
-    step.junction = junction
     if full_sequence_must_fit:
         step.num_sequence = request.num_tokens
-    if tables is None and state._tables:
+    if step.tables is None and state._tables:
         step.num_left = state.watermark_blocks
-    step.prefill_end = state._rules.find_prefill_end(request)
-    return step
 
 
 def check_prefix(
@@ -124,6 +132,34 @@ def check_prefix(
         )
     if prefix.num_evictions != state.block_pool.num_evictions:
         check_still_cached(request, prefix.blocks, prefix.num_tokens, state._groups)
+
+
+def check_still_cached(
+    request: SchedulableRequest,
+    prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
+    num_tokens: int,
+    groups: list[BlockGroup],
+) -> None:
+    """Raise InvalidBlockError if a block of the prefix has been evicted since it was found.
+
+    A block in which the prefix ends may have the hash of more tokens of the request.
+    """
+    hashes = request.block_hashes
+    for group in groups:
+        cache = group.pool.cached_block_hash_to_block
+        for position, block in enumerate(prefix_blocks[group.group_id]):
+            if block.is_null:
+                continue
+            end = (position + 1) * group.stride
+            first = min(end, num_tokens // group.pool.hash_block_size)
+            if not any(
+                cache.contain(make_block_hash_with_group_id(block_hash, group.group_id), block.block_id)
+                for block_hash in hashes[first - 1 : end]
+            ):
+                raise InvalidBlockError(
+                    f"block {block.block_id}, position {position} of the cached prefix of request "
+                    f"{request.request_id!r}, was evicted or reused since; look it up again"
+                )
 
 
 def check_table(

@@ -9,8 +9,8 @@ import numpy as np
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId
-from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.replay.host_swap import HostSwap

@@ -2,8 +2,8 @@
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.ids import RequestId
-from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import TierReport
 from kv_pool.tiers.onboard_plan import OnboardPlan

@@ -13,8 +13,8 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.onboard_plan import OnboardPlan
 from kv_pool.tiers.swap.open_plans import OpenPlans, PlanState

@@ -11,8 +11,11 @@ import pytest
 
 from kv_pool import AllocStatus, BlockMove, InvalidArgumentError, OutOfBlocksError
 from kv_pool.core import invariants
-from kv_pool.integrations.block_space_manager import BlockSpaceManager
-from kv_pool.manager.block_counts import count_blocks_touched_by_append, count_required_blocks
+from kv_pool.integrations.block_space_manager import (
+    BlockSpaceManager,
+    count_blocks_touched_by_append,
+    count_required_blocks,
+)
 from kv_pool.storage import KVStorage
 
 BLOCK_SIZE = 4

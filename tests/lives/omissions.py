@@ -377,7 +377,7 @@ OMISSIONS = [
     Omission(
         "a reuse watcher is not called",
         "manager",
-        "kv_pool.core.reuse_watchers",
+        "kv_pool.core.taking",
         "notify_watchers",
         call_no_watchers,
     ),

@@ -30,7 +30,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.prefix_lookup import CachedPrefix
 
 BLOCK_SIZE = 2
 HASHER = BlockHasher("sha256", "s", BLOCK_SIZE)

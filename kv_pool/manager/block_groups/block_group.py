@@ -65,23 +65,21 @@ class BlockGroup:
         """
         return -(-(num_tokens + num_lookahead_tokens) // self.block_size)
 
-    def is_quiet(
-        self, table: BlockTable, num_scheduled: int, num_lookahead: int, num_final: int, caches: bool
-    ) -> bool:
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
         """Return True if a step changes nothing in the table: it adds, releases, copies and caches no block.
 
         Args:
-            num_scheduled, num_lookahead, num_final: see `Step`.
             caches: whether full blocks are cached.
         """
         block_size = self.block_size
-        if table.copy_position >= 0 or num_scheduled + num_lookahead > len(table.blocks) * block_size:
+        num_slots = len(table.blocks) * block_size
+        if table.copy_position >= 0 or step.num_scheduled + step.num_lookahead > num_slots:
             return False
-        if caches and num_scheduled >= (table.num_cached_blocks + 1) * block_size:
+        if caches and step.num_scheduled >= (table.num_cached_blocks + 1) * block_size:
             return False
         if not self.forgets:
             return True
-        return self.count_skipped_tokens(num_final) < (table.num_null_blocks + 1) * block_size
+        return self.count_skipped_tokens(step.num_final) < (table.num_null_blocks + 1) * block_size
 
     def plan(self, step: Step, plan: GroupPlan, is_alone: bool) -> None:
         """Plan what the step takes.

@@ -1,12 +1,14 @@
-"""`BlockTable`: the blocks of one request in one KV cache group, in the order of its tokens."""
+"""`BlockTable`: the blocks of a request in one group; `TableListener`: hears of blocks that leave a table."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.ids import BlockId
+from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.block_groups.state_chains import ChainedState
+from kv_pool.manager.requests.request import SchedulableRequest
 
 ALL_TOKENS: Final = 2**62
 """`BlockTable.num_valid_tokens` of a request without suspect content."""
@@ -89,3 +91,27 @@ class BlockTable:
     def list_ids(self) -> list[BlockId]:
         """Return the block ids, head first; the null block's id for an entry without a block."""
         return [block.block_id for block in self.blocks]
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TableListener:
+    """A part of a manager that follows the life of tables, such as a retention: see `ManagerState.listeners`.
+
+    The methods are called during a call that changes the pool. Without an override they do nothing.
+    """
+
+    def note_started(self, request: SchedulableRequest) -> None:
+        """A request has just got the blocks of its prefix, and gets its first own blocks next."""
+
+    def note_leaving(
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+    ) -> None:
+        """A request is about to release blocks of its table.
+
+        Args:
+            first: the table index of the first block.
+            blocks: head first; null blocks may be among them.
+        """
+
+    def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
+        """A request has released the blocks of these tables, which still list them, and has no others."""

@@ -65,16 +65,14 @@ class MambaGroup(BlockGroup):
         """
         return -(-num_tokens // self.block_size)
 
-    def is_quiet(
-        self, table: BlockTable, num_scheduled: int, num_lookahead: int, num_final: int, caches: bool
-    ) -> bool:
-        if self.count_table_blocks(num_scheduled) + table.num_speculative > len(table.blocks):
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
+        if self.count_table_blocks(step.num_scheduled) + table.num_speculative > len(table.blocks):
             return False
         if self.checkpoint_alignment and (
-            table.checkpoint_position >= 0 or num_scheduled - num_final > self.pool.hash_block_size
+            table.checkpoint_position >= 0 or step.num_scheduled - step.num_final > self.pool.hash_block_size
         ):
             return False  # the step may save a state on its way
-        return super().is_quiet(table, num_scheduled, num_lookahead, num_final, caches)
+        return super().is_quiet(table, step, caches)
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
         # The last entry, except that a state at the end of its block is only read.

@@ -6,6 +6,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.step import Step
 
 
 class CrossAttentionGroup(BlockGroup):
@@ -20,9 +21,7 @@ class CrossAttentionGroup(BlockGroup):
     ) -> int:
         return -(-num_encoder_tokens // self.block_size)
 
-    def is_quiet(
-        self, table: BlockTable, num_scheduled: int, num_lookahead: int, num_final: int, caches: bool
-    ) -> bool:
+    def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
         return True  # a step without encoder tokens
 
 

@@ -55,7 +55,7 @@ class Step:
 
     Attributes:
         tables: one per group; None for a request without blocks.
-        prefix_blocks: the hits of each group that are not in the tables yet.
+        prefix_blocks: for a request without blocks, its hits in each group.
         num_prefix, num_external: tokens of the prefix, and of the external ones, alone.
         num_lookahead: slots after `num_scheduled`, for speculative tokens.
         num_encoder_tokens: slots for cross-attention.
@@ -67,14 +67,13 @@ class Step:
         junction: see `CachedPrefix`; for a request without blocks.
         prefill_end: tokens at which a state may be saved in the middle of the step: see
             `MambaGroup.plan_checkpoint`.
-        plans: one per group, once `SlotNeeds.plan` has made them.
+        plans: one per group, once `plan_step` has made them.
     """
 
     def __init__(
         self,
         request_id: RequestId,
         tables: list[BlockTable] | None,
-        prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_computed: int,
         num_prefix: int,
         num_external: int,
@@ -89,7 +88,7 @@ class Step:
             num_lookahead = max_model_len - num_scheduled
         self.request_id: RequestId = request_id
         self.tables: list[BlockTable] | None = tables
-        self.prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = prefix_blocks
+        self.prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = ()
         self.num_computed: int = num_computed
         self.num_prefix: int = num_prefix
         self.num_before: int = num_before

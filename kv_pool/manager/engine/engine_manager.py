@@ -5,13 +5,15 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.events.event_filter import add_kinds
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, is_quiet
+from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -19,7 +21,6 @@ from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
 from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
-from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 
@@ -71,7 +72,7 @@ class EngineManager:
         self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
         self._rules.caching.offers_states = self._offers_states
         self._rules.caching.allows_missing_hashes = True
-        manager._needs.discounts_states = True
+        manager.discounts_states = True
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         self.request_options: Any = None
@@ -238,66 +239,43 @@ class EngineManager:
             refuse_interrupted()
         manager = self.manager
         request_id: RequestId = request.request_id
-        num_computed: int = request.num_computed_tokens
         tables = manager._tables.get(request_id)
-        num_before = num_computed + num_new_computed_tokens + num_external_computed_tokens
-        num_final = num_before
-        if manager._forgets:
-            num_in_flight: int = request.num_in_flight_tokens
-            num_final = max(0, num_before - num_in_flight)
-        num_left = 0
-        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
-            num_left = self.watermark_blocks
-        if (
-            tables is not None
-            and num_new_tokens > 0
-            and not full_sequence_must_fit
-            and not num_encoder_tokens
-            and is_quiet(
-                manager,
-                request,
-                tables,
-                num_computed,
-                num_before + num_new_tokens,
-                num_lookahead_tokens,
-                num_final,
-                num_left + reserved_blocks,
-                not delay_cache_blocks,
-            )
-        ):
-            return self.empty_kv_cache_blocks
-        if num_new_tokens == 0 and num_before == num_computed:
+        if num_new_tokens == 0 and num_new_computed_tokens == 0 and num_external_computed_tokens == 0:
             raise InvalidArgumentError(
                 f"request {request_id!r} has neither new tokens nor computed tokens to adopt; "
                 "num_new_tokens must be greater than 0"
             )
-        prefix: Any = manager._no_blocks
-        if tables is None and new_computed_blocks is not None:
-            prefix = new_computed_blocks.blocks
         step = Step(
             request_id,
             tables,
-            prefix,
-            num_computed,
+            request.num_computed_tokens,
             num_new_computed_tokens,
             num_external_computed_tokens,
             num_new_tokens,
             num_lookahead_tokens,
             manager.max_model_len,
         )
-        step.num_encoder_tokens = num_encoder_tokens
-        step.num_final = num_final
-        step.num_left = num_left
+        if tables is None:
+            step.prefix_blocks = (
+                manager._no_blocks if new_computed_blocks is None else new_computed_blocks.blocks
+            )
+            step.junction = request.shared_prefix_boundary
+        if manager._forgets:
+            num_in_flight: int = request.num_in_flight_tokens
+            step.num_final = max(0, step.num_before - num_in_flight)
+        if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
+            step.num_left = self.watermark_blocks
         step.num_reserved = reserved_blocks
-        step.caches = not delay_cache_blocks
+        step.num_encoder_tokens = num_encoder_tokens
         if full_sequence_must_fit:
             step.num_sequence = request.num_tokens
-        if tables is None:
-            step.junction = request.shared_prefix_boundary
         step.prefill_end = self._rules.find_prefill_end(request)
+        step.caches = not delay_cache_blocks
         added = allocate_step(manager, request, step)
         if added is None:
             return None
+        if added is manager._no_blocks:
+            return self.empty_kv_cache_blocks
         if self._zeroed.group_ids:
             self._zeroed.note(manager._tables[request_id], step, added, skip_zeroing_group_ids)
         return self.create_kv_cache_blocks(added)
@@ -331,7 +309,6 @@ class EngineManager:
         step = Step(
             request_id,
             tables,
-            self.manager._no_blocks if tables is not None else new_computed_blocks,
             0,
             num_local_computed_tokens,
             total_computed_tokens - num_local_computed_tokens,
@@ -339,15 +316,16 @@ class EngineManager:
             num_lookahead,
             0,
         )
+        if tables is None:
+            step.prefix_blocks = new_computed_blocks
         step.num_encoder_tokens = num_encoder_tokens
         if self._rules.choice.interval == 0:
             step.prefill_end = prefill_end
-        needs = self.manager._needs
         if apply_admission_cap:
-            num_free = needs.count_full_sequence(step, num_tokens_main_model, num_lookahead=num_lookahead)
+            need = count_full_sequence(self.manager, step, num_tokens_main_model, num_lookahead=num_lookahead)
         else:
-            num_free = needs.plan(step)
-        return num_free - needs.count_surplus(tables, num_tokens_main_model)
+            need = plan_step(self.manager, step)
+        return need - count_surplus(self.manager, tables, num_tokens_main_model)
 
     def new_step_starts(self) -> None:
         """Start a step: what was allocated before is written before what follows is read."""
@@ -391,7 +369,7 @@ class EngineManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        return label_events(self.block_pool, self.kv_cache_event_metadata)
+        return add_kinds(self.block_pool.take_events(), self.kv_cache_event_metadata)
 
     # ---- releasing -------------------------------------------------------------------------------
 

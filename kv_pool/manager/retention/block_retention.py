@@ -3,15 +3,21 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, SupportsIndex
 
-from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_copy, refuse_type
+from kv_pool.core.arguments import (
+    as_int,
+    as_list_of,
+    check_number,
+    check_type,
+    refuse_copy,
+    refuse_interrupted,
+    refuse_type,
+)
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.ids import GroupId, RequestId
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.table_listener import TableListener
+from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import PlanClosedError

@@ -13,11 +13,10 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.repairing import forget_all
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, GroupId, RequestId
-from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.admission import AllocStatus, list_lasting_pins, plan_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.step import Step
-from kv_pool.manager.event_labels import label_events, list_labels
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.swap.match import Match, match_tables
@@ -215,7 +214,7 @@ class BlockSwapper:
         `AllBlocksCleared` means that both pools are empty.
         """
         device = self.manager.take_events()
-        host = label_events(self.host_pool, list_labels(self.manager.groups))
+        host = self._host.take_events()
         events: list[KVCacheEvent] = []
         for last_of_device, last_of_host in self._resets:
             for of_pool, last in ((device, last_of_device), (host, last_of_host)):
@@ -289,7 +288,7 @@ class BlockSwapper:
         num_usable = side.block_pool.num_gpu_blocks - 1
         num_to_leave = 0
         if side is self.manager:
-            num_usable -= len(self.manager._list_lasting_pins(None, match.shared))
+            num_usable -= len(list_lasting_pins(self.manager, None, match.shared))
             # The watermark, as for any request without blocks, applies while other requests hold blocks.
             num_to_leave = self.manager.watermark_blocks if self.manager.list_request_ids() else 0
         if match.num_new + len(match.shared) + num_more > num_usable:
@@ -314,7 +313,6 @@ class BlockSwapper:
         step = Step(
             request.request_id,
             tables,
-            self.manager._no_blocks,
             request.num_computed_tokens,
             0,
             0,
@@ -322,7 +320,7 @@ class BlockSwapper:
             as_count("num_lookahead_tokens", num_lookahead_tokens),
             self.manager.max_model_len,
         )
-        return self.manager._needs.plan(step, is_alone=True)
+        return plan_step(self.manager, step, is_alone=True)
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
         self._plans.check_whole()

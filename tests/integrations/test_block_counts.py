@@ -1,13 +1,11 @@
 """Block counts of tokens, and the case in which they differ from the formulas of vLLM v0."""
 
-import doctest
 import math
 
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.manager import block_counts
-from kv_pool.manager.block_counts import count_blocks_touched_by_append, count_required_blocks
+from kv_pool.integrations.block_space_manager import count_blocks_touched_by_append, count_required_blocks
 
 COUNTS = [
     (held, new, lookahead, block_size)
@@ -54,7 +52,3 @@ def test_invalid_counts_are_refused(counts):
         count_blocks_touched_by_append(4, *counts)
     with pytest.raises(InvalidArgumentError):
         count_blocks_touched_by_append(-1, 1, 0, 4)
-
-
-def test_the_examples_of_the_docstrings_run():
-    assert doctest.testmod(block_counts).attempted == 2
