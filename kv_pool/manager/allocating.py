@@ -282,16 +282,17 @@ def note_uncached(group: BlockGroup, table: BlockTable, first: int, passed: list
 def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
     """Replace shared blocks that the step writes to with new blocks, and add the copies to make."""
     pool = state.block_pool
+    num_computed: int = step.num_computed
     for group in state._groups:
         table = tables[group.group_id]
-        if step.num_computed <= table.num_valid_tokens < ALL_TOKENS:
+        if num_computed <= table.num_valid_tokens < ALL_TOKENS:
             table.num_valid_tokens = ALL_TOKENS  # it is recomputed from there
-            table.num_hits = min(table.num_hits, step.num_computed // group.block_size)
+            table.num_hits = min(table.num_hits, num_computed // group.block_size)
         if not table.is_forked:
             continue
         for position in step.plans[group.group_id].shared:
             shared = table.blocks[position]
-            is_copied = position * group.block_size < step.num_computed
+            is_copied = position * group.block_size < num_computed
             [own] = take(pool, 1)
             if is_copied:
                 # If `shared` itself is the target of a pending copy, copy from the source of that.
@@ -308,8 +309,8 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
                 table.copy_position = -1
                 table.tail_tokens = 0
             free_listed(pool, [shared])
-        for block in table.blocks[max(table.num_cached_blocks, step.num_computed // group.block_size) :]:
-            if block.num_key_tokens > step.num_computed:
+        for block in table.blocks[max(table.num_cached_blocks, num_computed // group.block_size) :]:
+            if block.num_key_tokens > num_computed:
                 # Cached by a request that held it, too, and has left; this one was truncated within it.
                 evict_invalid(pool, [block])
         table.is_forked = False

@@ -265,12 +265,16 @@ class EngineManager:
             step.num_final = max(0, step.num_before - num_in_flight)
         if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
             step.num_left = self.watermark_blocks
-        step.num_reserved = reserved_blocks
-        step.num_encoder_tokens = num_encoder_tokens
+        if reserved_blocks:
+            step.num_reserved = reserved_blocks
+        if num_encoder_tokens:
+            step.num_encoder_tokens = num_encoder_tokens
         if full_sequence_must_fit:
             step.num_sequence = request.num_tokens
-        step.prefill_end = self._rules.find_prefill_end(request)
-        step.caches = not delay_cache_blocks
+        if self._rules.plans_checkpoints:
+            step.prefill_end = self._rules.find_prefill_end(request)
+        if delay_cache_blocks:
+            step.caches = False
         added = allocate_step(manager, request, step)
         if added is None:
             return None
