@@ -1,10 +1,11 @@
-"""`AppliedRules`: the look-ups and the caching of one manager, by its `PrefixRules` or without any."""
+"""`AppliedRules`: what the groups of one manager look up and cache, by its `PrefixRules` or without any."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -17,7 +18,6 @@ from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.checkpoint_choice import CheckpointChoice
-from kv_pool.manager.prefix_caching import PrefixCaching, get_num_prompt_tokens
 from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -27,17 +27,19 @@ DENSE: Final = PrefixRules(retention_interval=None, partial_hits=False)
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class AppliedRules(TableListener):
-    """The look-ups and the caching of one manager, for all its groups.
+    """The look-ups of one manager, and the choice of what `PrefixCaching` caches for all its groups.
 
     Args:
         rules: None for a manager that caches all blocks which can serve a hit.
         alignment: tokens; the least common multiple of all block sizes.
 
     Attributes:
+        rules: the rules; `DENSE` without any.
         is_dense: whether there are no rules.
         is_partial: whether hits may end within a block.
         has_states: whether a group has states.
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
+        caches_junctions: whether states at junctions within a block are cached.
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         choice: the `CheckpointChoice`, which selects the blocks to cache.
         chains: the cached states as turns of conversations; None without `bounded_states`.
@@ -57,6 +59,7 @@ class AppliedRules(TableListener):
         self.is_dense: bool = rules is None
         if rules is None:
             rules = DENSE
+        self.rules: PrefixRules = rules
         check_rules(rules, specs, alignment)
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
@@ -64,6 +67,9 @@ class AppliedRules(TableListener):
         self._groups: list[BlockGroup] = groups
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
         self.num_reprefillable: int = rules.num_reprefillable_tokens
+        self.caches_junctions: bool = (
+            rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
+        )
         eagle_groups = set(rules.eagle_groups)
         has_drafter = len(eagle_groups) > 0
         details = rules.details
@@ -106,9 +112,6 @@ class AppliedRules(TableListener):
         self.full_group_beside_states: int = -1
         if self.has_states and self.lookup.full is not None:
             self.full_group_beside_states = self.lookup.full.group_ids[0]
-        self.caching: PrefixCaching = PrefixCaching(
-            pool, groups, alignment, rules, self.is_dense, self.choice, self.is_partial, self.chains
-        )
 
     def set_interval(self, interval: int | None) -> None:
         """Replace the retention interval for blocks that are cached from now on.
@@ -157,10 +160,7 @@ class AppliedRules(TableListener):
                     tables[group.group_id].unaligned_position = position
 
     def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
-        """Record where a request has ended, and withdraw the offers of its states."""
-        caching = self.caching
-        if caching.state_offers:
-            caching.state_offers = [offer for offer in caching.state_offers if offer[0] != request_id]
+        """Record where a request has ended."""
         if self.chains is not None and self.lookup.full is not None:
             table = tables[self.lookup.full.first.group_id]
             if table.num_cached_blocks:
@@ -248,3 +248,13 @@ def list_equal_groups(rules: PrefixRules, specs: tuple[KVCacheSpec, ...]) -> lis
         if spec.is_cacheable:
             equal.setdefault(spec, []).append(GroupId(number))
     return list(equal.values())
+
+
+def get_num_prompt_tokens(request: SchedulableRequest) -> int:
+    """Return the tokens of the request's prompt. Raise InvalidTypeError if it does not count them."""
+    unchecked: Any = request
+    try:
+        num_prompt = unchecked.num_prompt_tokens
+    except AttributeError:
+        refuse_type("request", request, "a request with num_prompt_tokens, which prefix_rules need")
+    return num_prompt if isinstance(num_prompt, int) else as_int("num_prompt_tokens", num_prompt)

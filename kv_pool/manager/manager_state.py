@@ -103,8 +103,10 @@ class ManagerState:
         self._rules: AppliedRules = AppliedRules(
             prefix_rules, specs, self._groups, block_pool, self.alignment
         )
-        self._caching: PrefixCaching = self._rules.caching
-        if self._rules.has_states or self._rules.chains is not None:
+        self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self._rules)
+        if self._rules.has_states:
+            self.listeners.append(self._caching)
+        if self._rules.chains is not None:
             self.listeners.append(self._rules)
         self.retention: BlockRetention | None = None
         self._owners: OwnedPrefixes | None = None

@@ -5,7 +5,6 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full, cache_partial, note_left_out
 from kv_pool.core.evicting import evict_invalid
@@ -14,73 +13,49 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import hashes_of
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import GroupId, RequestId
+from kv_pool.manager.applied_rules import AppliedRules, get_num_prompt_tokens
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.state_chains import StateChains
-from kv_pool.manager.checkpoint_choice import CheckpointChoice
-from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
-class PrefixCaching:
+class PrefixCaching(TableListener):
     """Registers blocks in the prefix map for all groups of a manager. A `CheckpointChoice` selects them.
 
     Args:
-        alignment: tokens; with several groups, a prefix is only useful if it ends at a multiple of it.
-        is_dense: whether the manager has no `PrefixRules`: ends of prompts within a block are not cached, and
+        rules: select the blocks. Without `PrefixRules`, ends of prompts within a block are not cached, and
             only the state after a step is, if it is at a block's end.
-        choice: selects full blocks.
-        is_partial: whether hits may end within a block.
-        chains: records the cached states; None without `PrefixRules.bounded_states`.
 
     Attributes:
         unwritten: keys of states whose content exists only after the step whose slots are being allocated.
         uncached: running requests that cache nothing any more; see `KVCacheManager.evict_owned`.
         has_encoder: whether K and V also depend on an encoder's input, through a group that is never hit.
-        caches_junctions: whether states at junctions within a block are cached.
         allows_missing_hashes: whether a request may lack hashes, as vLLM's may: blocks without one are not
             cached.
         offers_states: whether newly cached states are listed, for an engine that copies them elsewhere.
         state_offers: request, group, block and tokens of each such state.
     """
 
-    def __init__(
-        self,
-        pool: BlockPoolCore,
-        groups: list[BlockGroup],
-        alignment: int,
-        rules: PrefixRules,
-        is_dense: bool,
-        choice: CheckpointChoice,
-        is_partial: bool,
-        chains: StateChains | None,
-    ) -> None:
+    def __init__(self, pool: BlockPoolCore, groups: list[BlockGroup], rules: AppliedRules) -> None:
         self._pool: BlockPoolCore = pool
         self._groups: list[BlockGroup] = groups
-        self._alignment: int = alignment
-        self._is_dense: bool = is_dense
-        self._choice: CheckpointChoice = choice
-        self._is_partial: bool = is_partial
-        self._chains: StateChains | None = chains
+        self._rules: AppliedRules = rules
         self.unwritten: set[Any] = set()
         self.uncached: set[RequestId] = set()
         self.has_encoder: bool = any(not group.is_cacheable for group in groups)
         self._reads_whole_sequence: bool = any(group.reads_whole_sequence for group in groups)
-        self._num_reprefillable: int = rules.num_reprefillable_tokens
-        self.caches_junctions: bool = (
-            rules.junction_states and is_partial and not rules.num_reprefillable_tokens
-        )
-        self._renews_states: bool = rules.details.renews_states
-        self._caches_whole_prompts: bool = rules.details.caches_whole_prompts
-        self._ends_within_blocks: bool = rules.details.ends_within_blocks
+        details = rules.rules.details
+        self._renews_states: bool = details.renews_states
+        self._caches_whole_prompts: bool = details.caches_whole_prompts
+        self._ends_within_blocks: bool = details.ends_within_blocks
         # Attention blocks of several hashes, whose parts can be hit.
         self._tail_groups: list[BlockGroup] = []
         # Whether parts of blocks, or states, are cached when a prompt ends.
         self._caches_ends: bool = False
         for group in groups:
-            if group.is_cacheable and not is_dense:
+            if group.is_cacheable and not rules.is_dense:
                 if group.is_downward_closed and group.stride > 1:
                     self._tail_groups.append(group)
                 if group.reads_before_writes or group.stride > 1:
@@ -133,6 +108,11 @@ class PrefixCaching:
         if self.offers_states:
             self.state_offers.append((request_id, group_id, block, num_tokens))
 
+    def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
+        """Withdraw the offers of a request's states."""
+        if self.state_offers:
+            self.state_offers = [offer for offer in self.state_offers if offer[0] != request_id]
+
     # ---- what a step caches ------------------------------------------------------------------------
 
     def find_ends(
@@ -174,7 +154,7 @@ class PrefixCaching:
             self.check_hash_count(request, num_all, num_all if tables is None else num_needed)
         if not is_due:
             return None
-        if not self._is_dense:
+        if not self._rules.is_dense:
             get_num_prompt_tokens(request)
         if self._pool.enable_kv_cache_events:
             check_announceable(request)
@@ -182,14 +162,14 @@ class PrefixCaching:
 
     def _limit(self, group: BlockGroup, num_tokens: int) -> int:
         """Return the number of tokens, of those computed after a step, that a hit of this group may use."""
-        num_final = max(0, num_tokens - self._num_reprefillable)
+        num_final = max(0, num_tokens - self._rules.num_reprefillable)
         if len(self._groups) == 1:
             return num_final
-        if self._is_partial:
+        if self._rules.is_partial:
             if not group.drops_hits or not num_tokens:
                 return num_tokens
             return num_final
-        unit = self._alignment
+        unit = self._rules.choice.alignment
         num_aligned = num_tokens // unit * unit
         if not group.drops_hits or not num_aligned:
             return num_aligned
@@ -230,7 +210,7 @@ class PrefixCaching:
         if not self._caches_ends:
             return False
         num_prompt = get_num_prompt_tokens(request)
-        if min(num_tokens, request.num_tokens) <= num_prompt + self._num_reprefillable:
+        if min(num_tokens, request.num_tokens) <= num_prompt + self._rules.num_reprefillable:
             return True
         for group in self._tail_groups:
             table = tables[group.group_id]
@@ -261,7 +241,7 @@ class PrefixCaching:
             num_loaded: tokens with the external ones, whose state a connector writes before the step; 0 for
                 none.
         """
-        num_prompt = 0 if self._is_dense else get_num_prompt_tokens(request)
+        num_prompt = 0 if self._rules.is_dense else get_num_prompt_tokens(request)
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -271,14 +251,14 @@ class PrefixCaching:
             end = min(limit, len(request.block_hashes) * self._pool.hash_block_size) // group.block_size
             if end > first:
                 mask: list[bool] | None = None
-                if isinstance(group, MambaGroup) and self._is_dense:
+                if isinstance(group, MambaGroup) and self._rules.is_dense:
                     mask = select_last_state(group, first, end, num_written, num_loaded)
                 elif not group.is_downward_closed:
-                    checkpoints = self._choice.list_checkpoints(num_prompt, table.junction, group)
-                    mask = self._choice.select(group, first, end, checkpoints)
+                    checkpoints = self._rules.choice.list_checkpoints(num_prompt, table.junction, group)
+                    mask = self._rules.choice.select(group, first, end, checkpoints)
                 self._cache_full(request, group, table, end, mask, num_prompt)
             if isinstance(group, MambaGroup):
-                if not self._is_dense:
+                if not self._rules.is_dense:
                     self._cache_state(request, group, table, limit, num_prompt)
                 elif is_written:
                     continue
@@ -310,19 +290,19 @@ class PrefixCaching:
                 if mask is None:
                     mask = [True] * (end - first)
                 mask[position - first] = False
-        if self._is_dense and mask is not None and True not in mask:
+        if self._rules.is_dense and mask is not None and True not in mask:
             hashes = hashes_of(self._pool, request, first, end, group.block_size)
             note_left_out(table.blocks[first:end], hashes, mask)  # without an event
         else:
             cache_full(self._pool, request, table.blocks, first, end, group.block_size, group.group_id, mask)
         table.num_cached_blocks = end
-        if self._chains is not None and isinstance(group, MambaGroup):
+        if self._rules.chains is not None and isinstance(group, MambaGroup):
             junction = table.junction // group.block_size
-            last = self._choice.find_end(num_prompt) // group.block_size
+            last = self._rules.choice.find_end(num_prompt) // group.block_size
             for position in range(first, end):
                 if mask is None or mask[position - first]:
                     is_end = position + 1 == last != junction
-                    self._chains.note_kept(table.blocks[position], table.resumed, is_end)
+                    self._rules.chains.note_kept(table.blocks[position], table.resumed, is_end)
 
     def _cache_tail(
         self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, limit: int, num_prompt: int
@@ -354,12 +334,12 @@ class PrefixCaching:
             self._cache_checkpoint(request, group, table, num_prompt)
             return
         unit = self._pool.hash_block_size
-        if limit <= 0 or limit % unit or (group.drops_hits and self._num_reprefillable):
+        if limit <= 0 or limit % unit or (group.drops_hits and self._rules.num_reprefillable):
             return  # or the state is that after later tokens
         if self._ends_within_blocks and limit % group.block_size == 0:
             return
         if limit != group.find_checkpoint(num_prompt, unit) and not (
-            self.caches_junctions
+            self._rules.caches_junctions
             and limit == table.junction
             and request.num_computed_tokens < limit <= num_prompt
         ):
@@ -391,7 +371,7 @@ class PrefixCaching:
         is_kept = num_tokens == group.find_checkpoint(num_prompt, group.hit_alignment)
         if not is_kept and num_tokens % group.block_size == 0:
             position = num_tokens // group.block_size - 1
-            mask = self._choice.select(group, position, position + 1, [])
+            mask = self._rules.choice.select(group, position, position + 1, [])
             is_kept = mask is None or mask[0]
         if num_tokens > num_hashed or (not is_kept and num_tokens != table.junction):
             # The engine writes a state between two blocks' ends, not the one of the block's hash.
@@ -411,13 +391,3 @@ def select_last_state(
     """
     states = [num_written, num_loaded]
     return [(position + 1) * group.block_size in states for position in range(first, end)]
-
-
-def get_num_prompt_tokens(request: SchedulableRequest) -> int:
-    """Return the tokens of the request's prompt. Raise InvalidTypeError if it does not count them."""
-    unchecked: Any = request
-    try:
-        num_prompt = unchecked.num_prompt_tokens
-    except AttributeError:
-        refuse_type("request", request, "a request with num_prompt_tokens, which prefix_rules need")
-    return num_prompt if isinstance(num_prompt, int) else as_int("num_prompt_tokens", num_prompt)

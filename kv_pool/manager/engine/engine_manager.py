@@ -70,8 +70,8 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self._zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
         self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
-        self._rules.caching.offers_states = self._offers_states
-        self._rules.caching.allows_missing_hashes = True
+        manager._caching.offers_states = self._offers_states
+        manager._caching.allows_missing_hashes = True
         manager.discounts_states = True
         self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
@@ -440,7 +440,7 @@ class EngineManager:
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
         """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
         taken: dict[RequestId, list[tuple[int, BlockId, int]]] = {}
-        caching = self._rules.caching
+        caching = self.manager._caching
         if caching.state_offers:
             offers = sorted(caching.state_offers, key=lambda offer: offer[1])
             caching.state_offers = []
