@@ -74,12 +74,12 @@ class Step:
         self,
         request_id: RequestId,
         tables: list[BlockTable] | None,
-        num_computed: int,
-        num_prefix: int,
-        num_external: int,
-        num_new: int,
-        num_lookahead: int,
-        max_model_len: int,
+        num_computed: i64,
+        num_prefix: i64,
+        num_external: i64,
+        num_new: i64,
+        num_lookahead: i64,
+        max_model_len: i64,
     ) -> None:
         num_before = num_computed + num_prefix + num_external
         num_scheduled = num_before + num_new
