@@ -300,7 +300,6 @@ NOT_WALKED = {
     GPUKVPool: {"attach", "dump", "load"},  # these involve a node, and a file
     BlockRetention: {  # called by the manager
         "attach",
-        "note_taken",
         "list_lasting_pins",
         "note_started",
         "note_leaving",

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from kv_pool.adapter.holdings import as_new_id
 from kv_pool.adapter.victims import Victims
-from kv_pool.contiguous import compaction, plan
+from kv_pool.contiguous import compaction
 from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -34,7 +34,7 @@ class Allocation:
 
         step           takes                                               found by
         free run       the ids after the sequence, else a run              FreeRunIndex.take_run, BuddySystem
-        cleared run    a run that other blocks are moved out of            plan_clear_run, apply_moves
+        cleared run    a run that other blocks are moved out of            compaction.clear_run
         retained run   like these, with cached blocks of high priority     the same
         any blocks     the cheapest blocks                                 core.taking.take
         eviction       the same as above, after evicting sequences         Victims.choose, Victims.evict
@@ -149,13 +149,15 @@ class Allocation:
             max_moves = request.num_blocks
         if self._on_moved is None:
             return _NO_COMPACTION
-        clearance = plan.plan_clear_run(
-            self._pool, request.num_blocks, avoids_retained=avoids_retained, max_moves=max_moves
+        first = compaction.clear_run(
+            self._pool,
+            request.num_blocks,
+            self._copy,
+            self._on_moved,
+            avoids_retained=avoids_retained,
+            max_moves=max_moves,
         )
-        if clearance is None:
-            return "compaction"
-        compaction.apply_moves(self._pool, clearance.moves, self._copy, on_moved=self._on_moved)
-        return self._take_at(clearance.first_block_id, request.num_blocks)
+        return "compaction" if first is None else self._take_at(first, request.num_blocks)
 
     def _take_retained_run(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None

@@ -1048,8 +1048,6 @@ class GPUKVPool(KVPoolProtocol):
         pool = self.block_pool
         pool.is_changing = True
         touch_listed(pool, blocks)
-        if self.holdings.retention is not None:
-            self.holdings.retention.note_taken(blocks)
         self.holdings.hold(sequence, blocks)
         pool.is_changing = False
 

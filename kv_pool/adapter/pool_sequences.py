@@ -136,8 +136,6 @@ class PoolSequences:
 
     def add_references(self, blocks: list[KVCacheBlock]) -> None:
         touch_listed(self.pool, blocks)
-        if self._holdings.retention is not None:
-            self._holdings.retention.note_taken(blocks)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         return self.pool.run_index.take_run(self.pool, num_blocks, True) or take(self.pool, num_blocks)

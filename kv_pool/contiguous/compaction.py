@@ -319,14 +319,35 @@ def take_run(
     taken = pool.get_new_run(num_blocks)
     if taken is not None:
         return taken
-    clearance = plan.plan_clear_run(pool, num_blocks)
-    if clearance is None:
+    first = clear_run(pool, num_blocks, copy, on_moved)
+    if first is None:
         return None
-    apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
-    first = clearance.first_block_id
     run = list(pool.blocks[first : first + num_blocks])
     pool.take_blocks(run)
     return run
+
+
+def clear_run(
+    pool: RunBlockPool,
+    num_blocks: int,
+    copy: CopyBlocks,
+    on_moved: Callable[[Relocation], object],
+    *,
+    avoids_retained: bool = False,
+    max_moves: int | None = None,
+) -> BlockId | None:
+    """Move blocks out of a run; see `plan.plan_clear_run` for the arguments.
+
+    Returns:
+        The first id of the run, whose blocks are free; None, with nothing changed, if no run can be cleared.
+    Raises:
+        Any exception of `copy`: see `apply_moves`.
+    """
+    clearance = plan.plan_clear_run(pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves)
+    if clearance is None:
+        return None
+    apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
+    return clearance.first_block_id
 
 
 def shrink(

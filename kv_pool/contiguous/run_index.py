@@ -10,8 +10,9 @@ from kv_pool.contiguous.free_ages import ANY_AGE, GENERATIONS, FreeAges
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.mode import COMPILED
+from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.taking import mark_taken, notify_before
+from kv_pool.core.taking import take_listed
 from kv_pool.ids import BlockId
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
@@ -101,17 +102,13 @@ class FreeRunIndex(FreeAges):
         for block in chosen:
             if block.ref_cnt != 0 or block.next_free_block is None:
                 return False
+        informed: PoolPart | None = self
         if pool.reuse_watchers or pool.lower_tiers is not None:
-            self.note_freed(chosen, False)  # they are free while watchers are told
+            self.note_freed(chosen, False)  # they are free while watchers are called
+            informed = None
             pool.is_changing = was_changing
-            notify_before(pool, chosen)
-            pool.is_changing = True
-            self.note_taken(chosen)
-        pool.free_block_queue.remove_n(chosen)
-        mark_taken(pool, chosen)
-        for part in pool.parts:
-            if part is not self:
-                part.note_taken(chosen)
+        take_listed(pool, chosen, informed)
+        pool.is_changing = True
         return True
 
     # ---- searching -------------------------------------------------------------------------------

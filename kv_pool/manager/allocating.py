@@ -149,8 +149,6 @@ def start_tables(
             used = as_list("cached_prefix", used)
         touch_listed(pool, used)
         table.blocks += used
-        if state.retention is not None and state.retention.holds_blocks:
-            state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_hits = table.num_cached_blocks
         chains = state._rules.chains

@@ -160,8 +160,6 @@ class ManagerSequences:
 
     def add_references(self, blocks: list[KVCacheBlock]) -> None:
         touch_listed(self.pool, blocks)
-        if self.manager.retention is not None:
-            self.manager.retention.note_taken(blocks)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         return take(self.pool, num_blocks)

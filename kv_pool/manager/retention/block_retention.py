@@ -357,10 +357,6 @@ class BlockRetention(TableListener):
             ending = self._deadlines.find_due(now)
         pool.is_changing = False
 
-    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Release pins of these blocks, to which a request has just taken references; their claims stay."""
-        self._placed.release(blocks)
-
     def note_leaving(
         self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
     ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mypy_extensions import i32
+from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Deadlines
@@ -74,6 +74,11 @@ class PlacedClaims(BandPolicy):
                 self._put([block], None)
         if first >= 0:
             self._place_stretch(freed[first:])
+
+    def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
+        """Release pins of these blocks, to which a request has just taken references; their claims stay."""
+        if is_access and self.held.has_blocks:
+            self.release(blocks)
 
     def note_reset(self) -> None:
         """Remove all claims: no block has content any more."""

@@ -172,8 +172,6 @@ class SwapPlan(TwoPhasePlan):
         target_hold = self._open_hold(pool)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
         touch_listed(pool, self._match.shared)
-        if self._target.retention is not None:
-            self._target.retention.note_taken(self._match.shared)
         taken = iter(take(pool, self._match.num_new))
         self._targets = [
             [next(taken) if block is None else block for block in row] for row in self._match.rows
