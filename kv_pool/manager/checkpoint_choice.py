@@ -4,7 +4,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
+from kv_pool.manager.block_groups.window_groups import SlidingWindowGroup
 
 
 # Subclasses may be plain Python: another choice needs no compiled code.

@@ -8,9 +8,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
+from kv_pool.manager.block_groups.window_groups import ChunkedLocalGroup, SlidingWindowGroup
 
 
 class CachedPrefix(NamedTuple):

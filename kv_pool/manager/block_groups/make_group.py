@@ -4,7 +4,6 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -20,7 +19,7 @@ from kv_pool.manager.block_groups.scratch_group import (
     EncoderOnlyGroup,
     SingleStateGroup,
 )
-from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
+from kv_pool.manager.block_groups.window_groups import ChunkedLocalGroup, SlidingWindowGroup
 
 
 def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
