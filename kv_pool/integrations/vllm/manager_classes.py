@@ -19,13 +19,13 @@ from vllm.v1.request import RequestStatus
 
 from kv_pool.core.observer import BlockObserver
 from kv_pool.ids import GroupId
+from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
 from kv_pool.integrations.vllm.pool_classes import BlockPool
 from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.prefix_rules import NEWEST_DETAILS
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
@@ -162,7 +162,7 @@ class KVCacheManager(EngineManager):
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.retained_hit_group_ids: tuple[GroupId, ...] = ()
-        self.mamba_shared_prefix_checkpoint = self._rules.caches_junctions
+        self.mamba_shared_prefix_checkpoint = self.rules.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
             self,

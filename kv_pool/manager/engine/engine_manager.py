@@ -39,6 +39,8 @@ class EngineManager:
 
     Attributes:
         request_options: applies the options of clients to their requests; None until `set_request_options`.
+        rules, groups: what the manager looks up and caches, and its groups.
+        zeroed: the blocks that are listed for the worker.
         empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
 
     Unlike those of `KVCacheManager`, the calls follow vLLM in what they tolerate: an unknown request has no
@@ -58,8 +60,8 @@ class EngineManager:
         if manager.prefix_rules is None:
             raise InvalidArgumentError("an EngineManager needs a manager with prefix_rules")
         self.manager: KVCacheManager = manager
-        self._rules: AppliedRules = manager._rules
-        self._groups: list[BlockGroup] = manager._groups
+        self.rules: AppliedRules = manager._rules
+        self.groups: list[BlockGroup] = manager._groups
         self.block_pool: BlockPoolCore = manager.block_pool
         self.num_kv_cache_groups: int = len(manager.groups)
         self.max_model_len: int = manager.max_model_len
@@ -68,8 +70,8 @@ class EngineManager:
         self.kv_cache_event_metadata: tuple[tuple[str, int | None], ...] = tuple(event_labels)
         self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
-        self._zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
-        self._offers_states: bool = any(group.adds_null_blocks for group in self._groups)
+        self.zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
+        self._offers_states: bool = any(group.adds_null_blocks for group in self.groups)
         manager._caching.offers_states = self._offers_states
         manager._caching.allows_missing_hashes = True
         manager.discounts_states = True
@@ -113,7 +115,7 @@ class EngineManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        blocks, num_tokens, junction = self._rules.find_prefix(request, list_hashes(request), limit)
+        blocks, num_tokens, junction = self.rules.find_prefix(request, list_hashes(request), limit)
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, junction
         if self.block_pool.enable_kv_cache_events:
@@ -125,7 +127,7 @@ class EngineManager:
     def _report_hits(self, request: Any, blocks: list[list[KVCacheBlock]]) -> None:
         for group_id, found in enumerate(blocks):
             if len(found) > 0:
-                block_size = self._groups[group_id].block_size
+                block_size = self.groups[group_id].block_size
                 self.block_pool.emit_cached_block_events(request, len(found), block_size, GroupId(group_id))
 
     def get_computed_blocks_for_connector(
@@ -136,15 +138,19 @@ class EngineManager:
         With full attention and states, the prefix is that of full attention; the last value is True if a
         group has a shorter one.
         """
-        full_group = self._rules.full_group_beside_states
+        full_group = self.rules.full_group_beside_states
         if full_group >= 0 and self.prefix_cache_lookup_enabled(request):
             limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-            found, lengths = self._rules.lookup.find_by_group(list_hashes(request), limit)
+            found, lengths = self.rules.lookup.find_by_group(list_hashes(request), limit)
             num_full = lengths[full_group]
             if max(lengths) == num_full:
                 return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
         blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
         return blocks, num_tokens, junction, False
+
+    def find_tables(self, request_id: RequestId) -> list[BlockTable] | None:
+        """Return the live block tables of the request, one per group; None for an unknown one."""
+        return self.manager._tables.get(request_id)
 
     def get_blocks(self, request_id: RequestId) -> KVCacheBlocks:
         """Return the live block tables of the request; no blocks for an unknown one."""
@@ -157,7 +163,7 @@ class EngineManager:
         """Return the block ids of the request by group; empty lists for an unknown one."""
         tables = self.manager._tables.get(request_id)
         if tables is None:
-            return tuple([[] for _ in self._groups])
+            return tuple([[] for _ in self.groups])
         return tuple([table.list_ids() for table in tables])
 
     def get_block_ids_for_computed_tokens(
@@ -165,7 +171,7 @@ class EngineManager:
     ) -> tuple[list[BlockId], ...]:
         """Return the block ids as `get_block_ids`; of attention groups only those of the computed tokens."""
         clipped: list[list[BlockId]] = []
-        for ids, group in zip(self.get_block_ids(request_id), self._groups, strict=True):
+        for ids, group in zip(self.get_block_ids(request_id), self.groups, strict=True):
             if group.is_cacheable and not self._is_state[group.group_id]:
                 del ids[-(-num_computed_tokens // group.block_size) :]
             clipped.append(ids)
@@ -178,7 +184,7 @@ class EngineManager:
         if tables is None:
             return 0
         lengths: list[int] = []
-        for group in self._groups:
+        for group in self.groups:
             if group.is_cacheable:
                 lengths.append(0)
                 for block in tables[group.group_id].blocks:
@@ -195,7 +201,7 @@ class EngineManager:
     def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
         """Return the first `num_computed_tokens` tokens of a look-up; a multiple of every block size."""
         clipped: list[list[KVCacheBlock]] = []
-        for group, found in zip(self._groups, blocks.blocks, strict=True):
+        for group, found in zip(self.groups, blocks.blocks, strict=True):
             num_blocks = num_computed_tokens // group.block_size
             if group.is_cacheable and (
                 num_computed_tokens % group.block_size
@@ -271,8 +277,8 @@ class EngineManager:
             step.num_encoder_tokens = num_encoder_tokens
         if full_sequence_must_fit:
             step.num_sequence = request.num_tokens
-        if self._rules.plans_checkpoints:
-            step.prefill_end = self._rules.find_prefill_end(request)
+        if self.rules.plans_checkpoints:
+            step.prefill_end = self.rules.find_prefill_end(request)
         if delay_cache_blocks:
             step.caches = False
         added = allocate_step(manager, request, step)
@@ -280,8 +286,8 @@ class EngineManager:
             return None
         if added is manager._no_blocks:
             return self.empty_kv_cache_blocks
-        if self._zeroed.group_ids:
-            self._zeroed.note(manager._tables[request_id], step, added, skip_zeroing_group_ids)
+        if self.zeroed.group_ids:
+            self.zeroed.note(manager._tables[request_id], step, added, skip_zeroing_group_ids)
         return self.create_kv_cache_blocks(added)
 
     def count_needed_blocks(
@@ -323,7 +329,7 @@ class EngineManager:
         if tables is None:
             step.prefix_blocks = new_computed_blocks
         step.num_encoder_tokens = num_encoder_tokens
-        if self._rules.choice.interval == 0:
+        if self.rules.choice.interval == 0:
             step.prefill_end = prefill_end
         if apply_admission_cap:
             need = count_full_sequence(self.manager, step, num_tokens_main_model, num_lookahead=num_lookahead)
@@ -337,12 +343,12 @@ class EngineManager:
 
     def take_new_block_ids(self) -> list[BlockId]:
         """Return the ids of new blocks to overwrite with zeros, since the last call."""
-        return self._zeroed.take()
+        return self.zeroed.take()
 
     def record_blocks_for_zeroing(self, request_id: RequestId, start_token: int) -> None:
         """List the request's blocks from `start_token` on, a block's start, for zeroing."""
-        block_sizes = [group.block_size for group in self._groups]
-        self._zeroed.note_from(self.manager._tables[request_id], block_sizes, start_token)
+        block_sizes = [group.block_size for group in self.groups]
+        self.zeroed.note_from(self.manager._tables[request_id], block_sizes, start_token)
 
     # ---- caching ---------------------------------------------------------------------------------
 
@@ -456,7 +462,7 @@ class EngineManager:
         request_id: RequestId = request.request_id
         tables: list[BlockTable] = self.manager._tables.get(request_id, []) if self._offers_states else []
         finished: list[tuple[int, BlockId, int]] = []
-        for group, table in zip(self._groups, tables, strict=False):
+        for group, table in zip(self.groups, tables, strict=False):
             num_tokens = table.tail_tokens
             table.tail_tokens = 0
             if num_tokens and not request.num_in_flight_tokens and request.num_computed_tokens == num_tokens:

@@ -10,6 +10,7 @@ from kv_pool.environment import MAX_PINNED_BLOCKS
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.ids import RequestId
+from kv_pool.integrations.request_options.handler import OpenOptions, RequestOptionsHandler
 from kv_pool.integrations.vllm.request_options.sent_options import (
     ABSENT,
     NO_MANAGER,
@@ -18,7 +19,6 @@ from kv_pool.integrations.vllm.request_options.sent_options import (
     warn_of_unread_options,
 )
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request_options.handler import OpenOptions, RequestOptionsHandler
 
 logger = logging.getLogger("vllm.kv_pool")
 

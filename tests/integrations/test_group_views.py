@@ -4,9 +4,9 @@ import pytest
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.manager.engine.group_views import GroupsView, GroupView
 from kv_pool.manager.prefix_rules import PrefixRules
 
 SPECS = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=4)]

@@ -27,7 +27,7 @@ class ByRequest(Mapping[RequestId, T]):
         read: Callable[[BlockTable], T | None],
         make_missing: Callable[[], T] | None = None,
     ) -> None:
-        self._tables = engine.manager._tables
+        self._engine = engine
         self._group_id = group_id
         self._read = read
         self._make_missing = make_missing
@@ -41,7 +41,7 @@ class ByRequest(Mapping[RequestId, T]):
         return self._make_missing()
 
     def get(self, request_id: RequestId, default: Any = None) -> Any:
-        tables = self._tables.get(request_id)
+        tables = self._engine.find_tables(request_id)
         value = None if tables is None else self._read(tables[self._group_id])
         return default if value is None else value
 
@@ -49,7 +49,7 @@ class ByRequest(Mapping[RequestId, T]):
         return isinstance(request_id, str) and self.get(RequestId(request_id)) is not None
 
     def __iter__(self) -> Iterator[RequestId]:
-        return (request_id for request_id in self._tables if request_id in self)
+        return (request_id for request_id in self._engine.manager.list_request_ids() if request_id in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -74,7 +74,7 @@ class GroupView:
     retains_longer_hit = False
 
     def __init__(self, engine: EngineManager, group_id: GroupId, kv_cache_spec: Any) -> None:
-        group = engine.manager._groups[group_id]
+        group = engine.groups[group_id]
         self.block_size: int = group.block_size
         self.kv_cache_group_id = group_id
         self.kv_cache_spec = kv_cache_spec
@@ -87,7 +87,7 @@ class GroupView:
         self.num_cached_block: Mapping[RequestId, int] = ByRequest(
             engine, group_id, lambda table: table.num_cached_blocks
         )
-        self.records_new_block_ids: bool = group_id in engine._zeroed.group_ids
+        self.records_new_block_ids: bool = group_id in engine.zeroed.group_ids
         self._group = group
         # vLLM's names; its tests of the scheduler and of states read them.
         self._null_block = engine.block_pool.null_block
@@ -125,7 +125,7 @@ class GroupsView:
         eagle_group_ids: set[GroupId],
         use_eagle: bool,
     ) -> None:
-        rules = engine._rules
+        rules = engine.rules
         self._engine = engine
         self.block_pool: BlockPoolCore = engine.block_pool
         self.hash_block_size: int = engine.block_pool.hash_block_size
@@ -149,11 +149,11 @@ class GroupsView:
     @property
     def retention_interval(self) -> int | None:
         """The retention interval of `PrefixRules`; a new one is for blocks that are cached from then on."""
-        return self._engine._rules.choice.interval
+        return self._engine.rules.choice.interval
 
     @retention_interval.setter
     def retention_interval(self, interval: int | None) -> None:
-        self._engine._rules.set_interval(interval)
+        self._engine.rules.set_interval(interval)
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
@@ -161,14 +161,14 @@ class GroupsView:
         """Return the blocks by group, the tokens of the common prefix, and those of the junction after it."""
         if not self._engine.enable_caching:
             return tuple([[] for _ in self.single_type_managers]), 0, 0
-        blocks, num_tokens, junction = self._engine._rules.lookup.find(block_hashes, max_cache_hit_length)
+        blocks, num_tokens, junction = self._engine.rules.lookup.find(block_hashes, max_cache_hit_length)
         return tuple(blocks), num_tokens, max(0, junction - num_tokens)
 
     def find_longest_cache_hit_per_group(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
     ) -> tuple[tuple[list[KVCacheBlock], ...], tuple[int, ...]]:
         """Return the blocks and the tokens of each group's own longest prefix."""
-        found, lengths = self._engine._rules.lookup.find_by_group(block_hashes, max_cache_hit_length)
+        found, lengths = self._engine.rules.lookup.find_by_group(block_hashes, max_cache_hit_length)
         return tuple(found), tuple(lengths)
 
     def get_blocks(self, request_id: RequestId) -> tuple[list[KVCacheBlock], ...]:
@@ -182,4 +182,4 @@ class GroupsView:
 
 def count_hit_alignment(engine: EngineManager) -> int:
     """Return the tokens of which each hit is a multiple."""
-    return engine.block_pool.hash_block_size if engine._rules.is_partial else engine.manager.alignment
+    return engine.block_pool.hash_block_size if engine.rules.is_partial else engine.manager.alignment
