@@ -14,6 +14,7 @@ LAYERS = {
     "errors": 0,
     "documentation": 0,
     "version": 0,
+    "closing": 0,
     "lazy_names": 0,
     "environment": 0,
     "core": 1,

@@ -3,9 +3,9 @@
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
+from kv_pool.closing import Closing
 from kv_pool.control.messages import (
     CancelCommand,
     Command,
@@ -37,7 +37,7 @@ from kv_pool.reports.statistics import PoolStatistics
 _Result = TypeVar("_Result")
 
 
-class ControlClient:
+class ControlClient(Closing):
     """A connection to the `ControlServer` of a running pool.
 
         with ControlClient() as client:
@@ -65,14 +65,6 @@ class ControlClient:
         self.path = find_path(path, node, not_node)
         self._timeout_s = timeout_s
         self._connect()
-
-    def __enter__(self) -> "ControlClient":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connection."""

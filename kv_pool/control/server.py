@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from kv_pool.closing import Running
 from kv_pool.control.messages import (
     MAX_COMMAND_BYTES,
     CancelCommand,
@@ -94,7 +94,7 @@ class ControlledPool(Protocol):
         """Compact the pool and return how many blocks changed their id. See `GPUKVPool.defragment`."""
 
 
-class ControlServer:
+class ControlServer(Running):
     """A server of one pool for `kv-pool stats`, `defrag`, `layout` and so on, in its own thread.
 
         with ControlServer(pool):
@@ -152,15 +152,6 @@ class ControlServer:
         self._at_node = Workers("kv_pool control of the node", max_clients)
         self._inode = 0
         self._failure: OSError | None = None
-
-    def __enter__(self) -> "ControlServer":
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Start to listen; clients can connect as soon as this returns.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from kv_pool.closing import Closing
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import PublisherClosedError
 
@@ -79,7 +80,7 @@ class EventPublisher(Protocol):
     ) -> None: ...
 
 
-class NullEventPublisher:
+class NullEventPublisher(Closing):
     """A publisher that discards events, for engines whose stream is turned off."""
 
     def __init__(self) -> None:
@@ -96,14 +97,3 @@ class NullEventPublisher:
 
     def close(self) -> None:
         self._is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

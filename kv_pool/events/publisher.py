@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from kv_pool.closing import Closing
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
@@ -41,7 +41,7 @@ _CLOSE = None
 """The end of the queue, put after the last batch."""
 
 
-class ZMQEventPublisher:
+class ZMQEventPublisher(Closing):
     """A ZeroMQ publisher of a pool's events; replays missed batches on request.
 
         with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5657")) as publisher:
@@ -213,17 +213,6 @@ class ZMQEventPublisher:
                 self._queue.put(_CLOSE)
             self._thread.join()
             self._sockets.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- the publisher's thread ----------------------------------------------------------------------
 

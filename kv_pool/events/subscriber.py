@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
+from kv_pool.closing import Closing
 from kv_pool.errors import EventStreamError, InvalidArgumentError
 from kv_pool.events.batch import read_rank
 from kv_pool.events.continuity import Continuity
@@ -64,7 +64,7 @@ class SubscriberStatistics:
     publishers: tuple[StreamSource, ...] = ()
 
 
-class KVEventSubscriber:
+class KVEventSubscriber(Closing):
     """An iterator over a publisher's batches, for `for item in subscriber` and `async for`.
 
         with KVEventSubscriber("tcp://host:5557", "tcp://host:5657") as subscriber:
@@ -244,17 +244,6 @@ class KVEventSubscriber:
                 self._sockets.wake()
                 return
         self._close_sockets()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- inside ----------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import ExitStack
-from types import TracebackType
 
+from kv_pool.closing import Running
 from kv_pool.errors import KVPoolError, PeerAuthenticationError, PeerUnavailableError
 from kv_pool.migration.calls import NodeCalls
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeList
@@ -16,7 +16,7 @@ from kv_pool.threads import start_thread
 _logger = logging.getLogger(__name__)
 
 
-class Announcer:
+class Announcer(Running):
     """A thread that keeps a node registered and copies the registry's nodes to the node's `peers`.
 
     Args:
@@ -70,15 +70,6 @@ class Announcer:
             except KVPoolError as error:
                 _logger.info("cannot remove node %s from the registry: %s", self._migrator.name, error)
         self._registry.close()
-
-    def __enter__(self) -> Announcer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def _run(self) -> None:
         while not self._stopping.wait(self._ttl_s / 3):

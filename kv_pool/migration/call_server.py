@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
 
+from kv_pool.closing import Running
 from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, PeerUnavailableError
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
@@ -31,7 +31,7 @@ _TICK_MS = 1000
 _GONE_S = 3.0
 
 
-class CallServer:
+class CallServer(Running):
     """The listening side of calls, and of the connections over which backends send bytes of blocks.
 
         with CallServer("127.0.0.1:0", load_secret("secret"), node.answer) as server:
@@ -85,15 +85,6 @@ class CallServer:
         self._replies: deque[tuple[bytes, bytes]] = deque()
         self._waker: socket.socket | None = None
         self._receiving: threading.Thread | None = None
-
-    def __enter__(self) -> CallServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Start listening; nodes can connect on return.

@@ -7,9 +7,9 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+from kv_pool.closing import Running
 from kv_pool.errors import (
     InvalidArgumentError,
     MigrationError,
@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 _MAX_CALL_S = 5.0
 
 
-class Migrator:
+class Migrator(Running):
     """A node: it copies and moves blocks between its site and the sites of other nodes.
 
         with Migrator("a", site, backends=[InProcessBackend(storage)]) as a, \\
@@ -221,15 +221,6 @@ class Migrator:
         for backend in self._backends:
             backend.close()
         self._housekeeping.settle()
-
-    def __enter__(self) -> Migrator:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def address(self) -> str:
