@@ -74,7 +74,8 @@ class LineReader:
         Args:
             parse: called with the text of a line and its number, from 1. A decoding error or a ValueError
                 that it raises makes the line broken.
-            first_line_hint: added to the message of a decoding error in the first line.
+            first_line_hint: added to the message of a decoding error in the first line, for a format of JSON
+                lines: a table of comma-separated values gets another hint.
         Raises:
             TraceError: a line is broken (the message has file and line number), or the file cannot be
                 decompressed.
@@ -96,9 +97,13 @@ class LineReader:
                         continue
                     found = parse(text, number)
                 except UNDECODABLE as error:
-                    if number == 1 and text is not None and not isinstance(error, TraceError):
-                        hint = _describe_csv(text) or f"{error}{first_line_hint}"
-                        error = self.make_error(1, hint)
+                    if (
+                        number == 1
+                        and first_line_hint
+                        and text is not None
+                        and not isinstance(error, TraceError)
+                    ):
+                        error = self.make_error(1, _describe_csv(text) or f"{error}{first_line_hint}")
                     self.pass_broken(number, error)
                     continue
                 yield found
