@@ -12,7 +12,6 @@ from typing import Final, cast
 
 from mypy_extensions import i64
 
-from kv_pool.contiguous.ages import IN_USE
 from kv_pool.ids import BlockId
 
 _MAX_PLACES: Final = 16
@@ -29,9 +28,9 @@ _MIN_CHANGES: Final = 256
 class BuddySystem:
     """The chunks of the free ids of a pool.
 
-    Derived from the age bytes of a `FreeRunIndex`, which notes each range of ids that it changes. `update`
-    applies the pending splits and merges before a search, so a pool pays for them only when a caller requests
-    a run.
+    Derived from the ages of `FreeAges`, of which 0 stands for an id in use; they note each range of ids that
+    changes. `update` applies the pending splits and merges before a search, so a pool pays for them only when
+    a caller requests a run.
 
     Attributes:
         counts: number of chunks of each order, from 0; up to date after `update`.
@@ -91,11 +90,11 @@ class BuddySystem:
         """Make chunks of the free ids in `[first, end)`, which are in no chunk yet."""
         at: i64 = first
         while at < end:
-            if ages[at] == IN_USE:
+            if ages[at] == 0:
                 at += 1
                 continue
             start: i64 = at
-            stop: i64 = ages.find(IN_USE, at, end)
+            stop: i64 = ages.find(0, at, end)
             at = end if stop < 0 else stop
             self._free(start, at)
 
@@ -231,7 +230,7 @@ class BuddySystem:
 
 def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
     """Return the largest age of the ids `[first, end)`; stop at the first age of `limit` or above."""
-    youngest: i64 = IN_USE
+    youngest: i64 = 0
     at: i64 = first
     while at < end and youngest < limit:
         age: i64 = ages[at]
