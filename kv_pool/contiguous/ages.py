@@ -122,25 +122,7 @@ class FreeAges(FreeIndex):
             self.note_moved(free[: len(free) - num_ordered], EMPTY + 1)
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Mark these blocks as in use; skip blocks of another owner."""
-        owner = self._owner
-        first: i64 = 0
-        end: i64 = 0
-        for block in blocks:
-            if block.owner is not owner:
-                continue
-            block_id: i64 = block.block_id
-            if block_id == end:
-                end += 1
-            elif block_id == first - 1:
-                first -= 1
-            else:
-                if end > first:
-                    self._store(first, end, IN_USE)
-                first = block_id
-                end = block_id + 1
-        if end > first:
-            self._store(first, end, IN_USE)
+        self._store_all(blocks, False, False)
 
     def note_unlinked(self, blocks: list[KVCacheBlock]) -> None:
         self.note_taken(blocks)
@@ -153,35 +135,7 @@ class FreeAges(FreeIndex):
             self.note_taken(blocks)
 
     def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
-        """Mark as free those of these blocks that have no reference left."""
-        owner = self._owner
-        keeps_hashes = self._keeps_hashes
-        now = self.now
-        first: i64 = 0
-        end: i64 = 0
-        age: i64 = EMPTY
-        num_kept: i64 = 0
-        for block in blocks:
-            if block.ref_cnt != 0 or block.owner is not owner or block.is_null:
-                continue
-            block_id: i64 = block.block_id
-            block_age: i64 = EMPTY
-            if keeps_all or (keeps_hashes and block.key is not None):
-                block_age = now
-                num_kept += 1
-            if block_age == age and block_id == first - 1:
-                first -= 1
-            elif block_age == age and block_id == end:
-                end += 1
-            else:
-                if end > first:
-                    self._store(first, end, age)
-                first = block_id
-                end = block_id + 1
-                age = block_age
-        if end > first:
-            self._store(first, end, age)
-        self._num_in_generation += num_kept
+        self._num_in_generation += self._store_all(blocks, True, keeps_all)
         if self._num_in_generation >= self._width:
             self.now += self._num_in_generation // self._width
             self._num_in_generation %= self._width
@@ -235,6 +189,45 @@ class FreeAges(FreeIndex):
         if self.buddies is not None:
             self.buddies.note_all_changed()
 
+    def _store_all(self, blocks: list[KVCacheBlock], is_freed: bool, keeps_all: bool) -> i64:
+        """Mark blocks as in use, or as free those that have no reference left. Skips other owners' blocks.
+
+        Args:
+            keeps_all: freed blocks without a hash have content, too.
+        Returns:
+            How many of them are free with content now.
+        """
+        owner = self._owner
+        keeps_hashes = self._keeps_hashes
+        now = self.now
+        first: i64 = 0
+        end: i64 = 0
+        age: i64 = IN_USE
+        num_kept: i64 = 0
+        for block in blocks:
+            if block.owner is not owner or (is_freed and (block.ref_cnt != 0 or block.is_null)):
+                continue
+            block_id: i64 = block.block_id
+            block_age: i64 = IN_USE
+            if is_freed:
+                block_age = EMPTY
+                if keeps_all or (keeps_hashes and block.key is not None):
+                    block_age = now
+                    num_kept += 1
+            if block_age == age and block_id == first - 1:
+                first -= 1
+            elif block_age == age and block_id == end:
+                end += 1
+            else:
+                if end > first:
+                    self._store(first, end, age)
+                first = block_id
+                end = block_id + 1
+                age = block_age
+        if end > first:
+            self._store(first, end, age)
+        return num_kept
+
     def _store(self, first: i64, end: i64, age: i64) -> None:
         length: i64 = end - first
         if self.buddies is not None:
@@ -256,20 +249,20 @@ class FreeAges(FreeIndex):
         right: i64 = ages.find(IN_USE, end)
         if right < 0:
             right = len(ages)
+        whole: i64 = (right - left) // unit
+        sides: i64 = (first - left) // unit + (right - end) // unit
         num_in_use: i64 = ages.count(IN_USE, first, end)
         if num_in_use == 0:
-            self.num_runs -= (right - left) // unit
+            self.num_runs -= whole
         elif num_in_use == end - first:
-            self.num_runs -= (first - left) // unit + (right - end) // unit
+            self.num_runs -= sides
         else:
             for run in ages[left:right].split(bytes([IN_USE])):
                 self.num_runs -= len(run) // unit
+        self.num_runs += sides if age == IN_USE else whole
         self.num_free += num_in_use
         if age == IN_USE:
-            self.num_runs += (first - left) // unit + (right - end) // unit
             self.num_free -= end - first
-        else:
-            self.num_runs += (right - left) // unit
 
     def _set_width(self, num_free_blocks: i64) -> None:
         self._width = max(1, num_free_blocks // GENERATIONS, len(self.ages) // _MAX_GENERATIONS)

@@ -5,7 +5,7 @@ from typing import Final, cast
 from mypy_extensions import i64
 
 from kv_pool.contiguous.ages import ANY_AGE, EMPTY, GENERATIONS, IN_USE, RETAINED, YOUNGEST, FreeAges
-from kv_pool.contiguous.buddy import BuddySystem
+from kv_pool.contiguous.buddy import BuddySystem, find_youngest
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END
 from kv_pool.core.mode import COMPILED
@@ -55,11 +55,13 @@ class FreeRunIndex(FreeAges):
         if chosen and (len(chosen) < num_blocks or not are_queued(chosen)):
             self.rebuild_from(pool)  # a caller has changed the queue itself
             chosen = []
+        if chosen:
+            if pool.reuse_watchers or pool.lower_tiers is not None:
+                self.note_freed(chosen, False)  # they are free while watchers are told
+                pool.is_changing = was_changing
+            take_listed(pool, chosen)
         pool.is_changing = was_changing
-        if not chosen:
-            return None
-        take_listed(pool, chosen)
-        return chosen
+        return chosen or None
 
     def take_run(
         self, pool: PoolState, num_blocks: int, avoids_retained: bool = False
@@ -89,12 +91,10 @@ class FreeRunIndex(FreeAges):
 
     # ---- searching -------------------------------------------------------------------------------
 
-    def list_runs(self) -> list[int]:
-        """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
-        return [len(run) for run in self.ages.split(bytes([IN_USE])) if run]
-
     def _choose(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock]:
         """Choose `num_blocks` free blocks that form long runs.
+
+        Pieces are marked as in use, so that further searches do not find them.
 
         Returns:
             Runs, each by id: first the ids after that of `after`, then pieces that are old enough, then the
@@ -104,34 +104,39 @@ class FreeRunIndex(FreeAges):
         ages = self.ages
         blocks = pool.blocks
         if num_blocks == 1 and (after is None or after.is_null):
-            fragment = 0 if self.buddies is None else self.buddies.find_single(ages, self._find_idle_age())
+            max_age: i64 = self._find_idle_age()
+            fragment = 0 if self.buddies is None else self.buddies.find_run(1, ages, max_age, max_age)
             return [blocks[fragment]] if fragment else []
         queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
         while head is not None and head.ref_cnt == BAND_END:
             head = head.next_free_block
-        max_age: i64 = self._find_early_age(head)
+        max_age = self._find_early_age(head)
         need: i64 = num_blocks
-        aside: list[tuple[int, bytearray]] = []
+        chosen: list[KVCacheBlock] = []
         if after is not None and not after.is_null:
             first: i64 = after.block_id + 1
             data = bytes(ages[first : first + need])
             length: i64 = 0
             while length < len(data) and data[length] != IN_USE and data[length] <= max_age:
                 length += 1
+            chosen.extend(blocks[first : first + length])
             need -= length
             if need == 0:
-                return list(blocks[first : first + length])
+                return chosen
             if length > 0:
-                self._set_aside(aside, first, first + length)
+                self._store(first, first + length, IN_USE)
         if self.buddies is not None:
-            need = self._set_chunks_aside(aside, need)
+            need -= self._choose_chunks(chosen, blocks, need)
         elif need > 1:
             pieces = self.sweep(need, max_age)
             position: i64 = 0
             while position < len(pieces):
-                self._set_aside(aside, pieces[position], pieces[position + 1])
-                need -= pieces[position + 1] - pieces[position]
+                first = pieces[position]
+                end: i64 = pieces[position + 1]
+                chosen.extend(blocks[first:end])
+                self._store(first, end, IN_USE)
+                need -= end - first
                 position += 2
         rest: list[BlockId] = []
         block = head
@@ -140,29 +145,17 @@ class FreeRunIndex(FreeAges):
                 rest.append(block.block_id)
                 need -= 1
             block = block.next_free_block
-        chosen: list[KVCacheBlock] = []
-        for start, old_ages in aside:
-            end = start + len(old_ages)
-            chosen.extend(blocks[start:end])
-            ages[start:end] = old_ages
-            if self.buddies is not None:
-                self.buddies.note_changed(start, end)
         rest.sort()
         chosen.extend([blocks[block_id] for block_id in rest])
         return chosen
 
-    def _set_aside(self, aside: list[tuple[int, bytearray]], first: i64, end: i64) -> None:
-        """Add a chosen piece with its ages to `aside`; searches do not find it until `_choose` ends."""
-        aside.append((first, self.ages[first:end]))
-        self.ages[first:end] = bytearray(end - first)
-        if self.buddies is not None:
-            self.buddies.note_changed(first, end)
-
-    def _set_chunks_aside(self, aside: list[tuple[int, bytearray]], num_blocks: i64) -> i64:
-        """Choose chunks, such as 8 + 4 + 1 for 13, single ids from the smallest chunks.
+    def _choose_chunks(
+        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
+    ) -> i64:
+        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks, and mark them.
 
         Returns:
-            How many blocks are missing, since the remaining ones were used recently.
+            How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
         """
         assert self.buddies is not None
         max_age: i64 = self._find_idle_age()
@@ -171,13 +164,10 @@ class FreeRunIndex(FreeAges):
         while size * 2 <= need:
             size *= 2
         while need > 0:
-            first: i64 = 0
-            if size > 1:
-                first = self.buddies.find_run(size, self.ages, max_age, max_age)
-            else:
-                first = self.buddies.find_single(self.ages, max_age)
+            first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
             if first > 0:
-                self._set_aside(aside, first, first + size)
+                chosen.extend(blocks[first : first + size])
+                self._store(first, first + size, IN_USE)
                 need -= size
             elif size == 1:
                 break
@@ -185,7 +175,7 @@ class FreeRunIndex(FreeAges):
                 size //= 2
             while size > max(1, need):
                 size //= 2
-        return need
+        return num_blocks - need
 
     def _find_early_age(self, head: KVCacheBlock | None) -> i64:
         """Return the greatest age of blocks that may be taken out of order to form a run.
@@ -314,14 +304,7 @@ class FreeRunIndex(FreeAges):
                     place = first
                     turn = 1
                 while turn < 3 and num_places < _MAX_PLACES and best_age > good:
-                    age: i64 = EMPTY
-                    position = place
-                    while position < place + n:
-                        if data[position] > age:
-                            age = data[position]
-                            if age >= best_age:
-                                break
-                        position += 1
+                    age: i64 = find_youngest(self.ages, at + place, at + place + n, best_age)
                     if age < best_age:
                         best = at + place
                         best_age = age
