@@ -126,15 +126,17 @@ class Allocation:
         num_blocks = request.num_blocks
         ages = pool.run_index.ages
         empty = bytes([EMPTY]) * num_blocks
+        first = -1
         if after is not None and ages.startswith(empty, after.block_id + 1):
-            return self._take_at(after.block_id + 1, num_blocks)
-        if pool.run_index.placement == "oldest":
+            first = after.block_id + 1
+        elif pool.run_index.placement == "oldest":
             # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
             end = self._start + max(_MAX_SCAN, 2 * num_blocks)
             first = ages.find(empty, self._start, end)
-            if first >= 0:
-                return self._take_at(first, num_blocks)
-            self._start = end - num_blocks if end < len(ages) else 0
+            if first < 0:
+                self._start = end - num_blocks if end < len(ages) else 0
+        if first >= 0:
+            return self._take_listed(list(pool.blocks[first : first + num_blocks]))
         pool.is_changing = True
         run = pool.run_index.take_run(pool, num_blocks, avoids_retained)
         pool.is_changing = run is not None
@@ -149,7 +151,7 @@ class Allocation:
             max_moves = request.num_blocks
         if self._on_moved is None:
             return _NO_COMPACTION
-        first = compaction.clear_run(
+        run = compaction.clear_run(
             self._pool,
             request.num_blocks,
             self._copy,
@@ -157,7 +159,7 @@ class Allocation:
             avoids_retained=avoids_retained,
             max_moves=max_moves,
         )
-        return "compaction" if first is None else self._take_at(first, request.num_blocks)
+        return "compaction" if run is None else self._take_listed(run)
 
     def _take_retained_run(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None
@@ -174,8 +176,7 @@ class Allocation:
         self._pool.is_changing = True
         return take(self._pool, request.num_blocks, after)
 
-    def _take_at(self, first: int, num_blocks: int) -> list[KVCacheBlock]:
-        run = list(self._pool.blocks[first : first + num_blocks])
+    def _take_listed(self, run: list[KVCacheBlock]) -> list[KVCacheBlock]:
         self._pool.is_changing = True
         take_listed(self._pool, run)
         return run

@@ -12,7 +12,6 @@ from typing import Final, cast
 
 from mypy_extensions import i64
 
-from kv_pool.contiguous.ages import IN_USE
 from kv_pool.ids import BlockId
 
 _MAX_PLACES: Final = 16
@@ -29,9 +28,9 @@ _MIN_CHANGES: Final = 256
 class BuddySystem:
     """The chunks of the free ids of a pool.
 
-    Derived from the age bytes of a `FreeRunIndex`, which notes each range of ids that it changes. `update`
-    applies the pending splits and merges before a search, so a pool pays for them only when a caller requests
-    a run.
+    Derived from the ages of `FreeAges`, of which 0 stands for an id in use; they note each range of ids that
+    changes. `update` applies the pending splits and merges before a search, so a pool pays for them only when
+    a caller requests a run.
 
     Attributes:
         counts: number of chunks of each order, from 0; up to date after `update`.
@@ -91,11 +90,11 @@ class BuddySystem:
         """Make chunks of the free ids in `[first, end)`, which are in no chunk yet."""
         at: i64 = first
         while at < end:
-            if ages[at] == IN_USE:
+            if ages[at] == 0:
                 at += 1
                 continue
             start: i64 = at
-            stop: i64 = ages.find(IN_USE, at, end)
+            stop: i64 = ages.find(0, at, end)
             at = end if stop < 0 else stop
             self._free(start, at)
 
@@ -195,29 +194,6 @@ class BuddySystem:
             order += 1
         return cast(BlockId, best)
 
-    def find_single(self, ages: bytearray, max_age: int) -> BlockId:
-        """Find an id with content no younger than `max_age`, in the smallest chunk that has one.
-
-        Returns:
-            The id; 0 for none among the compared chunks.
-        """
-        self.update(ages)
-        limit: i64 = max_age
-        order_at = self._order_at
-        for order in range(len(self.counts)):
-            num_places: i64 = 0
-            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
-            while chunk >= 0 and num_places < _MAX_PLACES:
-                at: i64 = chunk
-                end: i64 = min(at + (1 << order), at + _MAX_PLACES)
-                while at < end:
-                    if ages[at] <= limit:
-                        return cast(BlockId, at)
-                    at += 1
-                num_places += 1
-                chunk = order_at.find(_MARKS[order], at)
-        return cast(BlockId, 0)
-
     def list_chunks(self, ages: bytearray) -> list[tuple[BlockId, int]]:
         """Return the chunks as (first id, order), by id."""
         self.update(ages)
@@ -231,7 +207,7 @@ class BuddySystem:
 
 def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
     """Return the largest age of the ids `[first, end)`; stop at the first age of `limit` or above."""
-    youngest: i64 = IN_USE
+    youngest: i64 = 0
     at: i64 = first
     while at < end and youngest < limit:
         age: i64 = ages[at]

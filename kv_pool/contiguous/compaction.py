@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.fragmentation import find_run_length
-from kv_pool.contiguous.move_check import CheckedMoves, check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.id_swap import swap_ids
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, BlockMove
 
 if TYPE_CHECKING:
@@ -74,13 +73,21 @@ def apply_moves(
 ) -> Relocation:
     """Copy the bytes of each source to its target, then exchange the ids of the two blocks.
 
+        slot              scratch   target   source          an exchange
+        before            -         cached   used
+        1st call of copy  cached    cached   used
+        2nd call          cached    used     used            the target has arrived
+        3rd call          cached    used     cached
+
     Of a block object only `block_id` changes: tables of objects, references, hashes and the eviction order
     stay the same, no event is sent, and the prefix cache finds the same blocks. A cached target is evicted
     first, since the copy overwrites it, unless the plan contains the reverse move. The two moves are an
-    exchange: both blocks keep their bytes, at the cost of three copies through a scratch slot.
+    exchange: both blocks keep their bytes, at the cost of three copies through a scratch slot. A block in use
+    always has its bytes at one of its two ids, so a failure needs no copy back. A cached block may lose its
+    bytes if the second or third call fails.
 
     Args:
-        copy: called with all moves except exchanges, then with the copies of exchanges, see `copy_bytes`.
+        copy: called with all moves except exchanges, then with the copies of exchanges in batches.
         on_moved: called with the relocation if a block moved.
         scratch_ids: ids that `copy` accepts as sources and targets and whose content is not needed between
             calls; as many exchanges are copied at a time. For a storage pass `BlockStorage.scratch_ids`; the
@@ -101,21 +108,37 @@ def apply_moves(
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     pool.holds.check_whole()
-    checked = check_moves(pool, moves)
+    one_way, exchanges = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
-    if checked.exchanges and not scratch_ids:
-        raise InvalidArgumentError(
-            f"{len(checked.exchanges)} exchanges need a scratch slot; pass one in scratch_ids"
-        )
+    if exchanges and not scratch_ids:
+        raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
+    # The moves whose bytes have arrived, of an exchange only that to the free block; and the cached blocks
+    # whose bytes are lost if a call of copy fails now.
     done: list[tuple[BlockId, BlockId]] = []
     endangered: list[KVCacheBlock] = []
     pool.is_changing = True
     pool.copied = done
     pool.copied_at = pool.epoch
-    evict_invalid(pool, [pool.blocks[block_id] for block_id in checked.overwritten])
+    targets = [pool.blocks[target] for _, target in one_way]
+    evict_invalid(pool, [block for block in targets if block.key is not None])
     try:
-        copy_bytes(pool, checked, copy, scratch_ids, done, endangered)
+        if one_way:
+            copy(one_way)
+            done += one_way
+        step = len(scratch_ids) or 1
+        for start in range(0, len(exchanges), step):
+            batch = exchanges[start : start + step]
+            slots = list(zip(batch, scratch_ids, strict=False))
+            to_scratch = [BlockMove(target, slot) for (_, target), slot in slots]
+            from_scratch = [BlockMove(slot, source) for (source, _), slot in slots]
+            overwritten = [pool.blocks[target] for _, target in batch]
+            copy(to_scratch)
+            endangered = overwritten
+            copy(batch)
+            done += batch
+            copy(from_scratch)
+            endangered = []
     except Exception:
         evict_invalid(pool, endangered)
         moved = set(chain.from_iterable(done))
@@ -124,48 +147,61 @@ def apply_moves(
     return _change_ids(pool, done, list(moves), on_moved)
 
 
-def copy_bytes(
-    pool: RunBlockPool,
-    checked: CheckedMoves,
-    copy: CopyBlocks,
-    scratch_ids: Sequence[BlockId],
-    done: list[tuple[BlockId, BlockId]],
-    endangered: list[KVCacheBlock],
-) -> None:
-    """Copy the bytes of checked moves: one-way moves first, then exchanges in batches.
+def check_moves(pool: RunBlockPool, moves: Sequence[BlockMove]) -> tuple[list[BlockMove], list[BlockMove]]:
+    """Check C1, C2 and C3 of `contiguous/invariants.py`.
 
-        slot              scratch   target   source
-        before            -         cached   used
-        1st call of copy  cached    cached   used
-        2nd call          cached    used     used         `done` from here on
-        3rd call          cached    used     cached
-
-    A block in use always has its bytes at one of its two ids, so a failure needs no copy back. A cached block
-    may lose its bytes if the second or third call fails.
-
-    Args:
-        scratch_ids: scratch slots; as many exchanges are copied at a time.
-        done: gets the moves whose bytes have arrived at the target; of an exchange, the checked move.
-        endangered: has the cached blocks whose bytes are lost if a call fails now.
+    Returns:
+        The moves to blocks whose content may be overwritten; and of each exchange the move to a free, cached
+        block, without the reverse move.
     Raises:
-        Any exception of `copy`. Both lists are correct then.
+        InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
     """
-    if checked.one_way:
-        copy(checked.one_way)
-        done.extend(checked.one_way)
-    step = len(scratch_ids)
-    for start in range(0, len(checked.exchanges), step or 1):
-        batch = checked.exchanges[start : start + step]
-        slots = list(zip(batch, scratch_ids, strict=False))
-        to_scratch = [BlockMove(target, slot) for (_, target), slot in slots]
-        from_scratch = [BlockMove(slot, source) for (source, _), slot in slots]
-        overwritten = [pool.blocks[target] for _, target in batch]
-        copy(to_scratch)
-        endangered[:] = overwritten
-        copy(batch)
-        done.extend(batch)
-        copy(from_scratch)
-        endangered.clear()
+    blocks = pool.blocks
+    one_way, pairs = _split(moves)
+    ids = set(chain.from_iterable(moves))
+    for block_id in ids:
+        if not 0 < block_id < len(blocks):
+            raise InvalidBlockError(
+                f"C3: block {block_id} cannot move: it is the null block, or outside 1..{len(blocks) - 1}"
+            )
+    pool.holds.check_movable(ids)
+    for block_id in chain((source for source, _ in one_way), chain.from_iterable(pairs)):
+        if blocks[block_id].ref_cnt == 0 and blocks[block_id].key is None:
+            raise InvalidBlockError(f"C2: block {block_id} is neither in use nor cached: nothing to move")
+    for _, target in one_way:
+        if blocks[target].ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
+    exchanges: list[BlockMove] = []
+    for source, target in pairs:
+        if blocks[target].ref_cnt != 0:
+            source, target = target, source
+        if blocks[target].ref_cnt != 0:
+            raise InvalidBlockError(
+                f"C2: blocks {target} and {source} are both in use; one must be free to exchange them"
+            )
+        exchanges.append(BlockMove(source, target))
+    return one_way, exchanges
+
+
+def _split(moves: Sequence[BlockMove]) -> tuple[list[BlockMove], list[BlockMove]]:
+    """Return the one-way moves, and the first move of each exchange. Raise for C1."""
+    one_way: dict[tuple[BlockId, BlockId], BlockMove] = {}
+    exchanges: list[BlockMove] = []
+    seen: set[BlockId] = set()
+    for move in moves:
+        source, target = move
+        if (target, source) in one_way:
+            exchanges.append(one_way.pop((target, source)))
+        elif source in seen or target in seen or source == target:
+            twice = source if source in seen else target
+            raise InvalidArgumentError(
+                f"C1: block {twice} is in two moves; each id may be the source or target of one move, "
+                "unless two moves exchange two blocks"
+            )
+        else:
+            one_way[move] = move
+            seen.update(move)
+    return list(one_way.values()), exchanges
 
 
 def _change_ids(
@@ -316,14 +352,11 @@ def take_run(
         OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
         Any exception of `copy`: see `apply_moves`.
     """
-    taken = pool.get_new_run(num_blocks)
-    if taken is not None:
-        return taken
-    first = clear_run(pool, num_blocks, copy, on_moved)
-    if first is None:
-        return None
-    run = list(pool.blocks[first : first + num_blocks])
-    pool.take_blocks(run)
+    run = pool.get_new_run(num_blocks)
+    if run is None:
+        run = clear_run(pool, num_blocks, copy, on_moved)
+        if run is not None:
+            pool.take_blocks(run)
     return run
 
 
@@ -335,11 +368,11 @@ def clear_run(
     *,
     avoids_retained: bool = False,
     max_moves: int | None = None,
-) -> BlockId | None:
-    """Move blocks out of a run; see `plan.plan_clear_run` for the arguments.
+) -> list[KVCacheBlock] | None:
+    """Move blocks out of a run, see `plan.plan_clear_run`.
 
     Returns:
-        The first id of the run, whose blocks are free; None, with nothing changed, if no run can be cleared.
+        The run's blocks, all free now; None, with nothing changed, if no run can be cleared.
     Raises:
         Any exception of `copy`: see `apply_moves`.
     """
@@ -347,7 +380,8 @@ def clear_run(
     if clearance is None:
         return None
     apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
-    return clearance.first_block_id
+    first = clearance.first_block_id
+    return list(pool.blocks[first : first + num_blocks])
 
 
 def shrink(

@@ -48,7 +48,8 @@ class _Map:
         import numpy as np
 
         pool.flush_evicted()
-        ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
+        self.ages: NDArray[np.uint8] = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
+        ages = self.ages
         immovable = np.zeros(len(ages), dtype=bool)
         immovable[pool.holds.list_immovable_ids()] = True
         immovable[0] = True
@@ -211,9 +212,7 @@ def plan_gather(
     target_ids = ids_in(kept, cut(blocks.empty, False))
     if len(target_ids) < len(source_ids) and max_evictions > 0:
         cached_ids = ids_in(kept, cut(blocks.cached & ~blocks.retained, False))
-        pool.flush_evicted()
-        ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8)[cached_ids]
-        oldest = cached_ids[np.argsort(ages, kind="stable")][:max_evictions]
+        oldest = cached_ids[np.argsort(blocks.ages[cached_ids], kind="stable")][:max_evictions]
         target_ids = np.concatenate((target_ids, oldest))
     moves = _pair(source_ids.tolist(), target_ids.tolist())
     if exchanges and len(moves) < len(source_ids):
@@ -287,13 +286,7 @@ def plan_clear_run(
     cost[~possible] = cost.max() + 1
     first = int(np.argmin(cost))
     end = first + num_blocks
-    blocks.empty[first:end] = next_evicted[first:end] = False
-    targets = blocks.ids(blocks.empty) + blocks.ids(next_evicted)
-    sources = blocks.ids(blocks.movable, first, end)
-    sources += blocks.ids(staying & blocks.retained, first, end) + blocks.ids(
-        staying & ~blocks.retained, first, end
-    )
-    return RunClearance(BlockId(first), _pair(sources[:max_moves], targets))
+    return RunClearance(BlockId(first), _move_out(blocks, next_evicted, first, end, max_moves))
 
 
 def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
@@ -324,8 +317,25 @@ def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
             f"{num_room} are free below. Free a request, or drain fewer."
         )
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
-    sources = blocks.ids(blocks.movable | (blocks.cached & ~next_evicted), bar)
-    return _pair(sources, blocks.ids(blocks.empty | next_evicted, 0, bar))
+    return _move_out(blocks, next_evicted, bar, pool.num_gpu_blocks)
+
+
+def _move_out(
+    blocks: _Map, next_evicted: "NDArray[np.bool_]", first: int, end: int, max_moves: int | None = None
+) -> list[BlockMove]:
+    """Move the blocks in use, and cached ones that are not evicted, out of `[first, end)`.
+
+    With `max_moves` these move first: blocks in use, then those of higher bands. They move to empty slots,
+    then over the blocks of `next_evicted`; by ascending id, so that neighbours stay neighbours if possible.
+    """
+    staying = blocks.cached & ~next_evicted
+    sources = blocks.ids(blocks.movable, first, end)
+    sources += blocks.ids(staying & blocks.retained, first, end)
+    sources += blocks.ids(staying & ~blocks.retained, first, end)
+    sources = sources[:max_moves]
+    blocks.empty[first:end] = next_evicted[first:end] = False
+    targets = blocks.ids(blocks.empty) + blocks.ids(next_evicted)
+    return _pair(sorted(sources), sorted(targets[: len(sources)]))
 
 
 def _pair(sources: list[BlockId], targets: list[BlockId]) -> list[BlockMove]:

@@ -4,13 +4,11 @@ from typing import Final, cast
 
 from mypy_extensions import i64
 
-from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED, YOUNGEST
-from kv_pool.contiguous.buddy import BuddySystem
-from kv_pool.contiguous.free_ages import ANY_AGE, GENERATIONS, FreeAges
+from kv_pool.contiguous.ages import ANY_AGE, EMPTY, GENERATIONS, IN_USE, RETAINED, YOUNGEST, FreeAges
+from kv_pool.contiguous.buddy import BuddySystem, find_youngest
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.free_queue import BAND_END
 from kv_pool.core.mode import COMPILED
-from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import take_listed
 from kv_pool.ids import BlockId
@@ -30,11 +28,11 @@ class FreeRunIndex(FreeAges):
     """An index of free runs, searched by age.
 
     Args:
-        early_share: out of eviction order `choose_and_mark` takes only blocks from the queue's first part,
+        early_share: out of eviction order `take` takes only blocks from the queue's first part,
             as far as ages tell; this is the size of that part, 0 to 1.
         placement: where `find_run` finds a run:
             buddy: in the smallest aligned chunk of a power of two that is old enough, see `BuddySystem`; if
-                there is none, as "oldest". `choose_and_mark` uses chunks, too.
+                there is none, as "oldest". `take` uses chunks, too.
             first_fit: at the lowest ids, regardless of cached content.
             oldest: where the youngest content is oldest, see `find_oldest_run`.
     """
@@ -48,28 +46,22 @@ class FreeRunIndex(FreeAges):
     # ---- taking ----------------------------------------------------------------------------------
 
     def take(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock] | None:
-        """As in `FreeIndex`. Prefers runs of consecutive ids where that is cheap: see `choose_and_mark`."""
+        """As in `FreeIndex`. Prefers runs of consecutive ids where that is cheap: see `_choose`."""
         if not self._takes_early or num_blocks == 0:
             return None
         was_changing = pool.is_changing
         pool.is_changing = True
-        next_id = 0 if after is None or after.is_null else after.block_id + 1
-        chosen: list[KVCacheBlock] = []
-        if num_blocks > 1 or next_id:
-            chosen = self.choose_and_mark(
-                pool.blocks, pool.free_block_queue, cast(BlockId, next_id), num_blocks
-            )
-        else:
-            # A block alone is no run: one of a small chunk keeps large chunks whole.
-            fragment = self.find_fragment()
-            if fragment:
-                chosen.append(pool.blocks[fragment])
-                self.note_range_taken(fragment, fragment + 1)
-        is_taken = len(chosen) == num_blocks and self._take_chosen(pool, chosen, was_changing)
-        if chosen and not is_taken:
+        chosen = self._choose(pool, after, num_blocks)
+        if chosen and (len(chosen) < num_blocks or not are_queued(chosen)):
             self.rebuild_from(pool)  # a caller has changed the queue itself
+            chosen = []
+        if chosen:
+            if pool.reuse_watchers or pool.lower_tiers is not None:
+                self.note_freed(chosen, False)  # they are free while watchers are told
+                pool.is_changing = was_changing
+            take_listed(pool, chosen)
         pool.is_changing = was_changing
-        return chosen if is_taken else None
+        return chosen or None
 
     def take_run(
         self, pool: PoolState, num_blocks: int, avoids_retained: bool = False
@@ -83,108 +75,84 @@ class FreeRunIndex(FreeAges):
             return []
         was_changing = pool.is_changing
         pool.is_changing = True
-        chosen: list[KVCacheBlock] | None = None
-        while True:
-            first = self.find_run(num_blocks)
-            if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
-                chosen = None
-                break
-            chosen = list(pool.blocks[first : first + num_blocks])
-            self.note_range_taken(first, first + num_blocks)
-            if self._take_chosen(pool, chosen, was_changing):
+        run: list[KVCacheBlock] = []
+        first = self.find_run(num_blocks)
+        while first is not None:
+            run = list(pool.blocks[first : first + num_blocks])
+            if are_queued(run):
                 break
             self.rebuild_from(pool)  # a caller has changed the queue itself
+            first = self.find_run(num_blocks)
         pool.is_changing = was_changing
-        return chosen
-
-    def _take_chosen(self, pool: PoolState, chosen: list[KVCacheBlock], was_changing: bool) -> bool:
-        """Take blocks that are chosen and marked. Return False if they are not all in the queue."""
-        for block in chosen:
-            if block.ref_cnt != 0 or block.next_free_block is None:
-                return False
-        informed: PoolPart | None = self
-        if pool.reuse_watchers or pool.lower_tiers is not None:
-            self.note_freed(chosen, False)  # they are free while watchers are called
-            informed = None
-            pool.is_changing = was_changing
-        take_listed(pool, chosen, informed)
-        pool.is_changing = True
-        return True
+        if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
+            return None
+        take_listed(pool, run)
+        return run
 
     # ---- searching -------------------------------------------------------------------------------
 
-    def list_runs(self) -> list[int]:
-        """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
-        return [len(run) for run in self.ages.split(bytes([IN_USE])) if run]
+    def _choose(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock]:
+        """Choose `num_blocks` free blocks that form long runs.
 
-    def choose_and_mark(
-        self,
-        blocks: tuple[KVCacheBlock, ...],
-        queue: FreeKVCacheBlockQueue,
-        next_id: BlockId,
-        num_blocks: int,
-    ) -> list[KVCacheBlock]:
-        """Choose `num_blocks` free blocks that form long runs, and mark them as in use.
+        Pieces are marked as in use, so that further searches do not find them.
 
-        Args:
-            blocks: all blocks of the pool.
-            next_id: prefer free blocks from this id on; 0 for no preference.
         Returns:
-            Runs, each by id: first from `next_id`, then pieces that are old enough, then the next blocks in
-            the queue. Fewer blocks only if the queue has fewer blocks of this pool.
+            Runs, each by id: first the ids after that of `after`, then pieces that are old enough, then the
+            next blocks in the queue; fewer only if the queue has fewer blocks of this pool. A single block
+            without `after`, which is no run, is one of a small chunk; [] if there is none.
         """
-        chosen: list[KVCacheBlock] = []
         ages = self.ages
-        owner = blocks[0].owner
+        blocks = pool.blocks
+        if num_blocks == 1 and (after is None or after.is_null):
+            max_age: i64 = self._find_idle_age()
+            fragment = 0 if self.buddies is None else self.buddies.find_run(1, ages, max_age, max_age)
+            return [blocks[fragment]] if fragment else []
+        queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
         while head is not None and head.ref_cnt == BAND_END:
             head = head.next_free_block
-        max_age: i64 = self._find_early_age(head)
+        max_age = self._find_early_age(head)
         need: i64 = num_blocks
-        first: i64 = next_id
-        if 0 < first < len(ages):
+        chosen: list[KVCacheBlock] = []
+        if after is not None and not after.is_null:
+            first: i64 = after.block_id + 1
             data = bytes(ages[first : first + need])
-            end: i64 = 0
-            while end < len(data) and data[end] != IN_USE and data[end] <= max_age:
-                end += 1
-            if end > 0:
-                end += first
-                chosen.extend(blocks[first:end])
-                self._store(first, end, IN_USE)
-                need -= end - first
+            length: i64 = 0
+            while length < len(data) and data[length] != IN_USE and data[length] <= max_age:
+                length += 1
+            chosen.extend(blocks[first : first + length])
+            need -= length
+            if need == 0:
+                return chosen
+            if length > 0:
+                self._store(first, first + length, IN_USE)
         if self.buddies is not None:
-            need -= self._choose_and_mark_chunks(chosen, blocks, need)
+            need -= self._choose_chunks(chosen, blocks, need)
         elif need > 1:
             pieces = self.sweep(need, max_age)
             position: i64 = 0
             while position < len(pieces):
                 first = pieces[position]
-                end = pieces[position + 1]
+                end: i64 = pieces[position + 1]
                 chosen.extend(blocks[first:end])
                 self._store(first, end, IN_USE)
                 need -= end - first
                 position += 2
-        if need > 0:
-            rest: list[BlockId] = []
-            block = head
-            tail = queue.fake_free_list_tail
-            while need > 0 and block is not None and block is not tail:
-                if block.owner is owner and ages[block.block_id] != IN_USE:
-                    rest.append(block.block_id)
-                    need -= 1
-                block = block.next_free_block
-            rest.sort()
-            others = [blocks[block_id] for block_id in rest]
-            self.note_taken(others)
-            chosen.extend(others)
+        rest: list[BlockId] = []
+        block = head
+        while need > 0 and block is not None and block is not queue.fake_free_list_tail:
+            if block.owner is pool.block_owner and ages[block.block_id] != IN_USE:
+                rest.append(block.block_id)
+                need -= 1
+            block = block.next_free_block
+        rest.sort()
+        chosen.extend([blocks[block_id] for block_id in rest])
         return chosen
 
-    def _choose_and_mark_chunks(
+    def _choose_chunks(
         self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
     ) -> i64:
-        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, single ones from the smallest chunks.
-
-        Marks them as in use.
+        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks, and mark them.
 
         Returns:
             How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
@@ -196,18 +164,14 @@ class FreeRunIndex(FreeAges):
         while size * 2 <= need:
             size *= 2
         while need > 0:
-            first: i64 = 0
-            if size > 1:
-                first = self.buddies.find_run(size, self.ages, max_age, max_age)
-            else:
-                first = self.buddies.find_single(self.ages, max_age)
+            first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
             if first > 0:
                 chosen.extend(blocks[first : first + size])
                 self._store(first, first + size, IN_USE)
                 need -= size
             elif size == 1:
-                break  # the remaining blocks were used recently
-            if first == 0:
+                break
+            else:
                 size //= 2
             while size > max(1, need):
                 size //= 2
@@ -292,15 +256,6 @@ class FreeRunIndex(FreeAges):
                 return first
         return self.find_oldest_run(num_blocks)
 
-    def find_fragment(self) -> BlockId:
-        """Return the id of a block of the smallest chunk that is old enough; 0 for none.
-
-        Always 0 before the first request for a run, since there are no chunks yet.
-        """
-        if self.buddies is None:
-            return cast(BlockId, 0)
-        return self.buddies.find_single(self.ages, self._find_idle_age())
-
     def find_oldest_run(self, num_blocks: int) -> BlockId | None:
         """Return the first id of `num_blocks` consecutive free ids with old content, or None.
 
@@ -349,14 +304,7 @@ class FreeRunIndex(FreeAges):
                     place = first
                     turn = 1
                 while turn < 3 and num_places < _MAX_PLACES and best_age > good:
-                    age: i64 = EMPTY
-                    position = place
-                    while position < place + n:
-                        if data[position] > age:
-                            age = data[position]
-                            if age >= best_age:
-                                break
-                        position += 1
+                    age: i64 = find_youngest(self.ages, at + place, at + place + n, best_age)
                     if age < best_age:
                         best = at + place
                         best_age = age
@@ -380,3 +328,8 @@ class FreeRunIndex(FreeAges):
         elif not is_whole:
             self._hand = at
         return cast(BlockId, best) if best else None
+
+
+def are_queued(blocks: list[KVCacheBlock]) -> bool:
+    """Return whether all these blocks are in the free queue."""
+    return all(block.ref_cnt == 0 and block.next_free_block is not None for block in blocks)

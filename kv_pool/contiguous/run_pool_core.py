@@ -6,6 +6,7 @@ from typing import Any
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
+from kv_pool.contiguous.ages import IN_USE
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.core.arguments import as_count, as_int, refuse_interrupted, refuse_type
 from kv_pool.core.block import KVCacheBlock
@@ -179,7 +180,7 @@ class RunPoolCore(BlockPoolCore):
 
     def list_free_runs(self) -> list[int]:
         """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
-        return self.run_index.list_runs()
+        return [len(run) for run in self.run_index.ages.split(bytes([IN_USE])) if run]
 
     # ---- changing the size -----------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """`allocate_step`: what `allocate_slots` does for a `Step`, under any manager's interface.
 
-    stop      by                                   afterwards
-    step      `read_step`, or `EngineManager`      the arguments are checked; nothing has changed
-    quiet     `is_quiet`                           most decode steps end here, with no blocks
-    need      `plan_step`, a `GroupPlan` each      known: hits, shared entries, blocks to take
-    refuse    `allocate_step`                      None; blocks that left a window are released
-    touch     `start_tables`                       a new request's tables have its hits
-    take      `extend_tables`, `replace_shared`    the tables have the blocks that the plans name
-    cache     `PrefixCaching.cache`                full blocks of known tokens can be hit
+stop      by                                   afterwards
+step      `read_step`, or `EngineManager`      the arguments are checked; nothing has changed
+quiet     `is_quiet`                           most decode steps end here, with no blocks
+need      `plan_step`, a `GroupPlan` each      known: hits, shared entries, blocks to take
+refuse    `allocate_step`                      None; blocks that left a window are released
+touch     `start_tables`                       a new request's tables have its hits
+take      `extend_tables`, `replace_shared`    the tables have the blocks that the plans name
+cache     `PrefixCaching.cache`                full blocks of known tokens can be hit
 """
 
 from collections.abc import Sequence

@@ -142,7 +142,7 @@ class BlockStorage:
             InvalidTypeError, InvalidBlockError, InvalidArgumentError: an invalid plan. Nothing was copied.
             CopyFailedError: the copy failed part-way. Blocks that are not targets are intact. The targets,
                 even those that are sources of other moves, hold undefined bytes; to protect such sources,
-                copy them in separate calls, as `copy_bytes` of a compaction does. Block ids have not changed.
+                copy them in separate calls, as `compaction.apply_moves` does. Block ids have not changed.
 
         On the CPU, the copy is complete on return. On a GPU, it is queued on the current stream (or see
         `use_copy_stream`), and a device error is raised by the next `synchronize`. Overwrite a source only in
