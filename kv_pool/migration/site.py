@@ -1,4 +1,4 @@
-"""Blocks in a migration: `OfferedBlock`, `Selection` at the source, `Reservation` at the target, their keys."""
+"""Blocks in a migration: `OfferedBlock`, `Selection` at the source, `Reservation` at the target; keys."""
 
 from __future__ import annotations
 
