@@ -47,7 +47,6 @@ EVENTS = (
     "resident_copy",
     "stored_spans",
     "stream_state",
-    "tails",
     "token_keys",
 )
 # What every step of a scheduler goes through.

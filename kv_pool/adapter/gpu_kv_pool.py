@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from kv_pool.adapter.pool_sequences import MigrationRoutes
     from kv_pool.core.cache_policy import CachePolicy
-    from kv_pool.events.resident_state import ResidentState
+    from kv_pool.events.event_publisher import ResidentState
     from kv_pool.manager.retention.block_retention import BlockRetention
     from kv_pool.migration.migrator import Migrator
     from kv_pool.storage.block_layout import BlockLayout

@@ -1,9 +1,11 @@
 """`KVEventBatch` and its encoding: one msgpack array `[ts, events, rank]`, byte for byte as in vLLM 0.33.
 
 The encoder is strict and the decoder is lenient: deployed publishers send events as maps or, before June
-2026, as arrays, and a reader that stops at the first unknown event loses the stream.
+2026, as arrays, and a reader that stops at the first unknown event loses the stream. A snapshot is one batch,
+encoded piece by piece.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -206,6 +208,8 @@ class _Envelope(msgspec.Struct, array_like=True):
 _LARGE_BYTES = 100_000
 """From this size on, decoding in one C call blocks other threads for longer than Python's switch interval."""
 
+_HEAD_BYTES = 40
+
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """Errors that decoding raises for invalid bytes; some errors of msgspec 0.19 are not ValueErrors."""
 
@@ -329,3 +333,58 @@ def _is_number(value: Any) -> bool:
 
 def _describe(value: Any) -> str:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else repr(value)[:80]
+
+
+def encode_in_pieces(
+    ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
+) -> tuple[bytes, int]:
+    """Encode the events of all chunks as one batch.
+
+    Chunks are encoded one at a time, because msgspec holds the GIL while it encodes, which blocks the pool's
+    thread.
+
+    Args:
+        encode: `encode_batch` or `encode_batch_positional`.
+    Returns:
+        The payload, and the number of events omitted because they cannot be encoded.
+    """
+    pieces = []
+    num_events = num_left_out = 0
+    for chunk in chunks:
+        try:
+            pieces.append(_encode_events(chunk, encode))
+            num_events += len(chunk)
+        except Exception:
+            for event in chunk:
+                try:
+                    pieces.append(_encode_events([event], encode))
+                    num_events += 1
+                except Exception:
+                    num_left_out += 1
+    # [ts, [pieces], rank]: the same bytes as from a single call.
+    head = b"\x93" + msgspec.msgpack.encode(ts) + _make_array_header(num_events)
+    return b"".join([head, *pieces, msgspec.msgpack.encode(rank)]), num_left_out
+
+
+def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
+    """Return the encoded events without an array header."""
+    payload = encode(KVEventBatch(0.0, events, 0))
+    # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
+    return payload[10 + len(_make_array_header(len(events))) : -1]
+
+
+def _make_array_header(length: int) -> bytes:
+    if length < 16:
+        return bytes([0x90 | length])
+    if length < 2**16:
+        return b"\xdc" + length.to_bytes(2, "big")
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+def is_snapshot(payload: bytes) -> bool:
+    """Return True if a batch begins with a clear, so that the state after it does not depend on earlier ones.
+
+    Checks only the first bytes, since snapshots can be large: a clear has no fields, so its name directly
+    follows the time and the number of events, and no other event is short enough to precede it there.
+    """
+    return b"AllBlocksCleared" in payload[:_HEAD_BYTES]

@@ -28,12 +28,10 @@ from dataclasses import replace
 
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.errors import EventStreamError
-from kv_pool.events.batch import DecodedBatch, decode_lazily
+from kv_pool.events.batch import DecodedBatch, decode_lazily, is_snapshot
 from kv_pool.events.growing_pause import GrowingPause
-from kv_pool.events.queued_batches import QueuedBatches
-from kv_pool.events.replayed_batches import ReplayedBatches, make_fingerprint
+from kv_pool.events.queued_batches import QueuedBatches, ReplayedBatches, make_fingerprint
 from kv_pool.events.sequence_frames import MAX_SEQUENCE
-from kv_pool.events.snapshot_batch import is_snapshot
 from kv_pool.events.stream_items import (
     BatchesLost,
     BatchRequest,

@@ -8,13 +8,16 @@ from msgspec.structs import astuple, replace
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidTypeError
+from kv_pool.events.chains import is_alike, make_event
 from kv_pool.events.place_blocks import PlaceBlocks
 from kv_pool.events.resident_blocks import ResidentBlocks
 from kv_pool.events.stored_spans import find_distinct, slice_positions, split_repeats, without_holes
-from kv_pool.events.tails import announce_with_tails
 
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
+
+MAX_TAIL_BLOCKS = 1024
+"""Maximum number of blocks announced again per store; further blocks are not announced again."""
 
 OWN_CLASSES: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
 _BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, BlockReported)}
@@ -222,3 +225,49 @@ def adopt(event: object) -> BlockStored | BlockRemoved | AllBlocksCleared:
     except TypeError as error:
         raise InvalidTypeError(f"a {type(event).__name__} cannot be sent: {error}") from error
     return adopted
+
+
+def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEvent]:
+    """Return one removal of the blocks after `fresh`, then stores of both; [] if no blocks follow.
+
+        announced so far        a b c d stored, b removed      some readers cannot reach c and d any more
+        b is stored again       c d removed, b c d stored      all readers reach all blocks
+
+    Dynamo's indexer hides the blocks after a removed block; storing it again does not restore them.
+
+    Args:
+        blocks: the blocks of one place.
+        fresh: hashes that have just become resident, parents first, and are not announced yet.
+
+    Cost: O(blocks announced).
+    """
+    place = blocks.place
+    are_fresh = set(fresh)
+    shown: set[Any] = set()
+    again: list[Any] = []
+    stores: list[KVCacheEvent] = []
+    pending = fresh[::-1]
+    while pending:
+        following = pending.pop()
+        run: list[Any] = []
+        run_blocks: list[Any] = []
+        while following is not None and following not in shown:
+            if following not in are_fresh:
+                if len(again) == MAX_TAIL_BLOCKS:
+                    break
+                again.append(following)
+            block = blocks.find_block(following)
+            shown.add(following)
+            run.append(following)
+            run_blocks.append(block)
+            following = None
+            for child in blocks.list_children(block):
+                if following is None and is_alike(block, blocks.find_block(child)):
+                    following = child
+                else:
+                    pending.append(child)
+        if run:
+            stores.append(make_event(place, run, run_blocks))
+    if not again:
+        return []
+    return [BlockRemoved(again, place.medium, place.group_idx, place.locality, place.ownership), *stores]

@@ -1,5 +1,6 @@
-"""The publisher protocol, its statistics, and a publisher that sends nothing."""
+"""The protocols of a publisher and of its state, its statistics, and a publisher that sends nothing."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -97,3 +98,22 @@ class NullEventPublisher(Closing):
 
     def close(self) -> None:
         self._is_closed = True
+
+
+class ResidentState(Protocol):
+    """A state that tracks the resident blocks through the events applied to it."""
+
+    def apply(
+        self, events: list[KVCacheEvent], sequence: int | None = None, *, packs_tokens: bool = False
+    ) -> list[KVCacheEvent]:
+        """Apply the batch with this sequence; return the events to send instead, possibly none.
+
+        Called from the publisher's thread, with increasing sequences. A batch without events only records
+        that the sequence is used.
+        """
+
+    def iter_snapshot(self) -> tuple[int, Iterator[list[KVCacheEvent]]]:
+        """Return the sequence of the last included batch, and events: a clear, then stores, parents first.
+
+        Called, and its lists consumed, by another thread while batches are applied.
+        """

@@ -16,11 +16,10 @@ from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positi
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
 from kv_pool.events.event_filter import add_kinds
-from kv_pool.events.event_publisher import PublisherStatistics
+from kv_pool.events.event_publisher import PublisherStatistics, ResidentState
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_server import ReplayServer
-from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import pack_sequence
 from kv_pool.events.sockets import PublisherSockets
 from kv_pool.events.zmq_module import zmq

@@ -11,14 +11,12 @@ from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
-from kv_pool.events.batch import KVEventBatch
+from kv_pool.events.batch import KVEventBatch, encode_in_pieces
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics
+from kv_pool.events.event_publisher import PublisherStatistics, ResidentState
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
-from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
-from kv_pool.events.snapshot_batch import encode_in_pieces
 from kv_pool.events.sockets import REPLAY_HWM
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.events.zmq_module import zmq

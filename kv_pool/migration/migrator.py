@@ -41,9 +41,8 @@ from kv_pool.migration.migration_book import MigrationBook
 from kv_pool.migration.peer_links import PeerLinks, PeerOfPull
 from kv_pool.migration.peers import Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.pull_settings import PullSettings
+from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.push import Push
-from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationRecord, MigrationStatus
@@ -297,15 +296,9 @@ class Migrator(Running):
         """
         if not 0 <= hold_s < math.inf:
             raise InvalidArgumentError(f"hold_s is {hold_s}; pass a finite number of seconds, 0 for no hold")
-        return self._start_pull(
-            TransferId(secrets.token_bytes(16)),
-            subject,
-            source,
-            is_move,
-            max_bytes_per_s or 0.0,
-            hold_s,
-            backend,
-        )
+        transfer_id, limit = TransferId(secrets.token_bytes(16)), max_bytes_per_s or 0.0
+        wanted = PullSubject(transfer_id, subject, is_move, source, max_bytes_per_s=limit, backend=backend)
+        return self._start_pull(wanted, hold_s)
 
     def migrate(
         self,
@@ -391,14 +384,7 @@ class Migrator(Running):
     def _answer_pull(self, message: PullSubject) -> PullStarted:
         self._links.learn_address(message.source, message.source_address)
         if self._book.get(message.pull_id) is None:
-            self._start_pull(
-                message.pull_id,
-                message.subject,
-                message.source,
-                message.is_move,
-                message.max_bytes_per_s,
-                backend=message.backend,
-            )
+            self._start_pull(message)
         return PullStarted(message.pull_id.hex())
 
     def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
@@ -419,22 +405,12 @@ class Migrator(Running):
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 
-    def _start_pull(
-        self,
-        transfer_id: TransferId,
-        subject: Subject,
-        source: NodeName,
-        is_move: bool,
-        max_bytes_per_s: float,
-        hold_s: float = 0.0,
-        backend: str = "",
-    ) -> Migration:
-        self._check_can_start(subject, source, is_move)
-        limit = RateLimit(max_bytes_per_s, self._clock)
-        record = MigrationRecord(transfer_id, "in", source, subject, is_move)
-        pull = Pull(
-            self._settings, PeerOfPull(self._links, source, self._call_s, backend), record, limit, hold_s
-        )
+    def _start_pull(self, wanted: PullSubject, hold_s: float = 0.0) -> Migration:
+        self._check_can_start(wanted.subject, wanted.source, wanted.is_move)
+        limit = RateLimit(wanted.max_bytes_per_s, self._clock)
+        record = MigrationRecord(wanted.pull_id, "in", wanted.source, wanted.subject, wanted.is_move)
+        source = PeerOfPull(self._links, wanted.source, self._call_s, wanted.backend)
+        pull = Pull(self._settings, source, record, limit, hold_s)
         migration = IncomingMigration(pull, self.lease_s)
         known = self._book.add(migration)
         if known is not migration:

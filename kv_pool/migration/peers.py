@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import tomllib
 from collections.abc import Sequence
 from os import PathLike
 
@@ -13,7 +12,7 @@ from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import KnownNode, NodeLocation
-from kv_pool.regular_files import open_regular
+from kv_pool.regular_files import read_toml
 
 _SHOWN_NAMES = 10
 
@@ -127,16 +126,12 @@ def read_peers(path: str | PathLike[str]) -> Peers:
         InvalidArgumentError: the file cannot be read, is not TOML, or has unknown tables or invalid values.
             The message names the file.
     """
+    tables = read_toml(path, "the peers")
     try:
-        with open(open_regular(path), "rb") as file:
-            found = msgspec.convert(tomllib.load(file), _PeersFile)
-    except OSError as error:
-        raise InvalidArgumentError(f"{path}: cannot read the peers: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path}: not a TOML file: {error}") from error
+        found = msgspec.convert(tables, _PeersFile)
     except msgspec.ValidationError as error:
-        tables = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
-        raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
+        allowed = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
+        raise InvalidArgumentError(f"{path}: {error}; {allowed}") from error
     peers = Peers()
     names = set()
     for peer in found.peers:

@@ -22,10 +22,9 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, NodeName, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.leases import BlockLeases
-from kv_pool.migration.arriving_keys import insert_keys
 from kv_pool.migration.selector import Selector, check_usable
 from kv_pool.migration.sequences import NoOwner, SequenceOwner, Sequences
-from kv_pool.migration.site import OfferedBlock, Reservation, Selection, SubjectState
+from kv_pool.migration.site import OfferedBlock, Reservation, Selection, SubjectState, insert_keys
 from kv_pool.migration.subjects import BlocksSubject, SequenceSubject, Subject
 from kv_pool.storage.block_layout import BlockLayout
 

@@ -79,7 +79,7 @@ class NodeRegistry:
             now = self._expire()
             known = self._entries.get(name)
             if name in self._kept or self._replaced.get(name) == incarnation:
-                there = self._kept[name].address if name in self._kept else self._describe(name)
+                there = (self._kept.get(name) or self._entries[name].node).address
                 raise InvalidArgumentError(
                     f"another node is named {name!r}, at {there}; rename one of the two"
                 )
@@ -102,7 +102,7 @@ class NodeRegistry:
             return self._list()
 
     def _list(self) -> NodeList:
-        nodes = {**{name: entry.node for name, entry in self._entries.items()}, **self._kept}
+        nodes = {name: entry.node for name, entry in self._entries.items()} | self._kept
         return NodeList([nodes[name] for name in sorted(nodes)])
 
     def _expire(self) -> float:
@@ -114,6 +114,3 @@ class NodeRegistry:
     def _forget(self, name: NodeName) -> None:
         del self._entries[name]
         self._replaced.pop(name, None)
-
-    def _describe(self, name: NodeName) -> str:
-        return self._entries[name].node.address

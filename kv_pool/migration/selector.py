@@ -17,9 +17,8 @@ from kv_pool.errors import (
     StaleTransferError,
 )
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
-from kv_pool.migration.arriving_keys import list_keys
 from kv_pool.migration.sequences import SequenceOwner, Sequences
-from kv_pool.migration.site import OfferedBlock, Selection, SubjectState
+from kv_pool.migration.site import OfferedBlock, Selection, SubjectState, list_keys
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
 
 _Rows = list[list[KVCacheBlock]]

@@ -39,12 +39,10 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings
-from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.site import Reservation
-from kv_pool.migration.source_calls import PullPeer, SourceCalls
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
-from kv_pool.migration.verified_reads import VerifiedReads
+from kv_pool.migration.verified_reads import PullPeer, SourceCalls, VerifiedReads
 
 
 class Pull:
@@ -78,8 +76,7 @@ class Pull:
         self._site = settings.site
         self._calls = SourceCalls(peer)
         self._limit = limit
-        self._source: NodeDescription | None = None
-        self._offer: Offer | None = None
+        self._incarnation = ""  # of the source
         self._reads: VerifiedReads | None = None
         self._may_be_leased = False
         self._is_inserted = False
@@ -148,13 +145,18 @@ class Pull:
     # ---- phases ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all phases, until the end or IN_DOUBT. An error is stored in `record.error`."""
+        """Run all phases, until the end or IN_DOUBT. An error is stored in `record.error`.
+
+        M2 holds from `_reserve` to `_insert`, while the missing blocks are read and verified.
+        """
         try:
-            self._prepare()
-            self._reserve()
-            self._read()
-            self._insert()
-            self._enter_acknowledging()
+            reads, offer = self._prepare()
+            reservation = self._reserve(offer)
+            self._enter(MigrationPhase.READING)
+            reads.read(offer.blocks, reservation.blocks, reservation.missing)
+            self._insert(reads, reservation)
+            self._calls.commit()
+            self._enter(MigrationPhase.ACKNOWLEDGING)
         except Exception as error:
             self._fail(error)
         else:
@@ -165,12 +167,12 @@ class Pull:
         if self.status.phase is MigrationPhase.IN_DOUBT:
             self._acknowledge()
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> tuple[VerifiedReads, Offer]:
         """M1: check layout compatibility, then ask the source for a lease on the blocks."""
         self._enter(MigrationPhase.PREPARING)
-        self._source = source = self._calls.repeat(DescribeNode(), NodeDescription)
+        source = self._calls.repeat(DescribeNode(), NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
-        self._reads = VerifiedReads(self._settings, self._calls, source, self.record, self._limit)
+        self._reads = reads = VerifiedReads(self._settings, self._calls, source, self.record, self._limit)
         self._calls.check_wanted()
         self._may_be_leased = True
         request = PrepareTransfer(
@@ -179,12 +181,13 @@ class Pull:
         offer = self._calls.repeat(request, Offer)
         if offer.incarnation != source.incarnation:
             raise PeerUnavailableError(f"node {source.name!r} restarted during the request; try again")
-        self._offer = offer
+        self._incarnation = offer.incarnation
         self.status.num_blocks = len(offer.blocks)
+        return reads, offer
 
-    def _reserve(self) -> None:
+    def _reserve(self, offer: Offer) -> Reservation:
         """M2: reserve one block for each offered block; put those to be written under a write lease."""
-        offer, site = self._get_offer(), self._site
+        site = self._site
         with site.lock:
             reservation = self.reservation = site.reserve(self.subject, offer.blocks, offer.state)
             try:
@@ -192,7 +195,7 @@ class Pull:
                     self.lease = site.leases.acquire(
                         [reservation.blocks[position] for position in reservation.missing],
                         self._settings.clock() + self._settings.lease_s,
-                        f"transfer {self.transfer_id.hex()} from {self._get_source().name}",
+                        f"transfer {self.transfer_id.hex()} from {self.status.peer}",
                         LeaseKind.WRITE,
                     )
             except Exception:
@@ -201,33 +204,23 @@ class Pull:
                 raise
         num_present = len(reservation.blocks) - len(reservation.missing)
         self.status.num_present_blocks = self.status.num_done_blocks = num_present
+        return reservation
 
-    def _read(self) -> None:
-        """M2: read and verify the missing blocks."""
-        self._enter(MigrationPhase.READING)
-        reservation = self._get_reservation()
-        self._get_reads().read(self._get_offer().blocks, reservation.blocks, reservation.missing)
-
-    def _insert(self) -> None:
+    def _insert(self, reads: VerifiedReads, reservation: Reservation) -> None:
         """End M2: insert the blocks, which can be hit from here on, even if the migration fails later."""
         self._enter(MigrationPhase.INSERTING)
         self._calls.check_wanted()
-        self._get_reads().return_reader()
+        reads.return_reader()
         with self._site.lock:
-            reservation = self._get_reservation()
             # A cached block is never under a write lease; the reservation's reference keeps it.
             self._release_lease()
             self._site.insert(reservation)
             self._is_inserted = True
 
-    def _enter_acknowledging(self) -> None:
-        self._calls.commit()
-        self._enter(MigrationPhase.ACKNOWLEDGING)
-
     def _acknowledge(self) -> None:
         """M4: acknowledge, then adopt: a move once the source has confirmed, a copy unless it is invalid."""
         new_ids = [block.block_id for block in self._get_reservation().blocks]
-        message = AcknowledgeTransfer(self.transfer_id, self._get_offer().incarnation, new_ids)
+        message = AcknowledgeTransfer(self.transfer_id, self._incarnation, new_ids)
         try:
             (self._calls.call if self.is_move else self._calls.repeat)(message, Acknowledged)
         except Exception as error:
@@ -258,10 +251,8 @@ class Pull:
                     self.held = held
                     self.record.new_ids = [block.block_id for block in reservation.blocks]
                     self.record.set_error(None)
-                    self.reservation, self.status.phase = (
-                        None,
-                        MigrationPhase.DONE,
-                    )  # together: a pull in doubt has a reservation (M3)
+                    # Together: a pull in doubt has a reservation (M3).
+                    self.reservation, self.status.phase = None, MigrationPhase.DONE
             except Exception as error:
                 self._end_as_failed(error)
                 return
@@ -301,7 +292,7 @@ class Pull:
                 return
             self.record.set_error(
                 MigrationInDoubtError(
-                    f"node {self._get_source().name!r} has not confirmed that it released "
+                    f"node {self.status.peer!r} has not confirmed that it released "
                     f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
                 )
             )
@@ -343,18 +334,6 @@ class Pull:
     def _enter(self, phase: MigrationPhase) -> None:
         self.status.phase = phase
         self._settings.on_change(self.record)
-
-    def _get_reads(self) -> VerifiedReads:
-        assert self._reads is not None
-        return self._reads
-
-    def _get_source(self) -> NodeDescription:
-        assert self._source is not None
-        return self._source
-
-    def _get_offer(self) -> Offer:
-        assert self._offer is not None
-        return self._offer
 
     def _get_reservation(self) -> Reservation:
         assert self.reservation is not None

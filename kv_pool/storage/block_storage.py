@@ -289,29 +289,28 @@ def find_copy(device: str) -> CopyBlocks:
 def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> BlockStorage:
     """Return a storage of adjacent blocks in host memory; its only segment's owner is a flat uint8 array."""
     array = np.empty(num_blocks * block_bytes, np.uint8)
-    row = Segment(array.ctypes.data, block_bytes, block_bytes, array)
-    return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", block_format)
+    table = SegmentTable.of_adjacent(array.ctypes.data, block_bytes, num_blocks, array)
+    return BlockStorage(table, "cpu", block_format)
 
 
-def make_device_buffer(
-    block_bytes: int, num_blocks: int, block_format: str, device: str, copy: CopyBlocks
-) -> BlockStorage:
-    """Return a storage of adjacent blocks on a device; its only segment's owner is a flat uint8 tensor."""
+def make_buffer_beside(storage: BlockStorage, num_blocks: int) -> BlockStorage:
+    """Return a storage of adjacent blocks like those of another storage, on its device.
+
+    Its only segment's owner is a flat uint8 array, or tensor on a GPU.
+    """
+    if storage.device == "cpu":
+        return make_host_buffer(storage.block_bytes, num_blocks, storage.block_format)
     import torch
 
-    tensor = torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device)
-    row = Segment(tensor.data_ptr(), block_bytes, block_bytes, tensor)
-    return BlockStorage(SegmentTable.from_segments([row], num_blocks), device, block_format, copy)
+    tensor = torch.empty(num_blocks * storage.block_bytes, dtype=torch.uint8, device=storage.device)
+    table = SegmentTable.of_adjacent(tensor.data_ptr(), storage.block_bytes, num_blocks, tensor)
+    return BlockStorage(table, storage.device, storage.block_format, storage._copy)
 
 
 def make_scratch(storage: BlockStorage, num_blocks: int) -> SegmentTable:
     """Return new blocks on a storage's device, with the same cuts, so that copies need not split tables."""
     spans = storage.segments.spans
-    sizes = storage.block_bytes, num_blocks, storage.block_format
-    if storage.device == "cpu":
-        whole = make_host_buffer(*sizes).segments
-    else:
-        whole = make_device_buffer(*sizes, storage.device, storage._copy).segments
+    whole = make_buffer_beside(storage, num_blocks).segments
     return SegmentTable(
         num_blocks,
         whole.bases[0] + np.cumsum(spans) - spans,
@@ -339,18 +338,8 @@ def copy_through_buffers(
     import torch
 
     step = min(len(sources), max(1, buffer_bytes // source.block_bytes))
-    ends = []
-    for storage in (source, target):
-        if storage.device == "cpu":
-            ends.append(make_host_buffer(source.block_bytes, step, source.block_format))
-        else:
-            ends.append(
-                make_device_buffer(
-                    source.block_bytes, step, source.block_format, storage.device, storage._copy
-                )
-            )
-    gathered, scattered = ends
-    from_tensor, to_tensor = (torch.as_tensor(end.segments.owners[0]) for end in ends)
+    gathered, scattered = (make_buffer_beside(storage, step) for storage in (source, target))
+    from_tensor, to_tensor = (torch.as_tensor(end.segments.owners[0]) for end in (gathered, scattered))
     for start in range(0, len(sources), step):
         some = slice(start, start + step)
         places = np.arange(len(sources[some]), dtype=np.int64)

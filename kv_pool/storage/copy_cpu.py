@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.storage.segments import IntArray, SegmentTable
+from kv_pool.storage.spans import find_runs
 
 # Below this size, a memmove call per row costs more than the copy, so NumPy copies many rows per call.
 _ROW_BYTES = 16 * 1024
@@ -23,10 +24,7 @@ def copy_on_cpu(source: SegmentTable, target: SegmentTable, sources: IntArray, t
     In rows without padding, consecutive moves from consecutive to consecutive blocks are copied as one.
     Cost: memmove's rate for spans of 16 KiB or more, whatever the order of the moves.
     """
-    starts = np.flatnonzero(
-        np.concatenate([[True], (np.diff(sources) != 1) | (np.diff(targets) != 1)])[: len(sources)]
-    )
-    lengths = np.diff(np.concatenate([starts, [len(sources)]]))
+    starts, lengths = find_runs(sources, targets)
     for row in range(len(source)):
         span = int(source.spans[row])
         is_dense = span == source.strides[row] == target.strides[row]

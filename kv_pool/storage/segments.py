@@ -75,6 +75,11 @@ class SegmentTable:
         return table
 
     @classmethod
+    def of_adjacent(cls, address: int, block_bytes: int, num_blocks: int, owner: Any) -> SegmentTable:
+        """Return a table of blocks that follow each other without gaps, each in one span."""
+        return cls.from_segments([Segment(address, block_bytes, block_bytes, owner)], num_blocks)
+
+    @classmethod
     def overlay(cls, tables: Sequence[SegmentTable]) -> SegmentTable:
         """Return one table over the bytes of several groups that share block ids, and possibly memory.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kv_pool.ids import BlockId, is_run
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import Segment, SegmentTable
+from kv_pool.storage.segments import SegmentTable
 from kv_pool.tiers.formats.block_format import BlockFormat
 
 ByteRows = npt.NDArray[np.uint8]
@@ -42,8 +42,8 @@ def view_rows(storage: BlockStorage) -> ByteRows | None:
 def wrap_rows(rows: ByteRows, block_format: str) -> BlockStorage:
     """Wrap contiguous rows, (n, block_bytes) uint8, as a storage of n blocks. Copies nothing."""
     num_blocks, block_bytes = rows.shape
-    row = Segment(rows.ctypes.data, block_bytes, block_bytes, rows)
-    return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", block_format)
+    table = SegmentTable.of_adjacent(rows.ctypes.data, block_bytes, num_blocks, rows)
+    return BlockStorage(table, "cpu", block_format)
 
 
 class RowBuffer:

@@ -10,7 +10,7 @@ from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import Segment, SegmentTable
+from kv_pool.storage.segments import SegmentTable
 from kv_pool.tiers.block_rows import ByteRows, RowBuffer, as_block_ids, skip_raw
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.tier import Tier, TierRead
@@ -91,5 +91,5 @@ def allocate_slab(num_blocks: int, beside: BlockStorage) -> BlockStorage:
     import torch
 
     slab = torch.empty(num_blocks * beside.block_bytes, dtype=torch.uint8, pin_memory=True)
-    row = Segment(slab.data_ptr(), beside.block_bytes, beside.block_bytes, slab)
-    return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", beside.block_format)
+    table = SegmentTable.of_adjacent(slab.data_ptr(), beside.block_bytes, num_blocks, slab)
+    return BlockStorage(table, "cpu", beside.block_format)

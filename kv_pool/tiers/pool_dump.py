@@ -18,7 +18,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
-from kv_pool.events.resident_state import ResidentState
+from kv_pool.events.event_publisher import ResidentState
 from kv_pool.ids import BlockId
 from kv_pool.storage.block_layout import BlockLayout, describe_root
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer

@@ -18,7 +18,7 @@ from core.pool_operations import PoolSide
 import kv_pool
 from kv_pool import AllBlocksCleared, BlockHashToBlockMap, FreeKVCacheBlockQueue
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
-from kv_pool.integrations.vllm.older_partial_blocks import LastFeatureOnly, PartialBlocksOnly
+from kv_pool.integrations.vllm.older_behaviour import LastFeatureOnly, PartialBlocksOnly
 
 
 def read_recording(release):

@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_pool import AllBlocksCleared, BlockRemoved
-from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
+from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, is_snapshot
 from kv_pool.events.continuity import Continuity
-from kv_pool.events.snapshot_batch import is_snapshot
 from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 
 

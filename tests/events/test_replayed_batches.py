@@ -1,6 +1,6 @@
 """Recognizing live batches that were replayed."""
 
-from kv_pool.events.replayed_batches import ReplayedBatches, make_fingerprint
+from kv_pool.events.queued_batches import ReplayedBatches, make_fingerprint
 
 
 def replayed(**payloads):

@@ -1,8 +1,7 @@
 import pytest
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved
-from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
-from kv_pool.events.snapshot_batch import encode_in_pieces
+from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, encode_in_pieces
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 15, 16, 300, 70_000])

@@ -7,7 +7,8 @@ from events.made_events import draw, removed, stored
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
-from kv_pool.events import invariants, tails
+from kv_pool.events import invariants
+from kv_pool.events.event_filter import MAX_TAIL_BLOCKS
 from kv_pool.events.invariants import Reader
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
@@ -63,7 +64,7 @@ def test_number_of_blocks_announced_again_is_bounded():
     state = StreamState()
     send(state, stored(range(1, 5_000)), removed(1))
     removal, store = state.apply([stored([1])])
-    assert len(removal.block_hashes) == tails.MAX_TAIL_BLOCKS
+    assert len(removal.block_hashes) == MAX_TAIL_BLOCKS
     assert store.block_hashes == [1, *removal.block_hashes]
 
 
@@ -75,7 +76,7 @@ def test_thousand_branches_are_announced_again_parents_first():
     invariants.check_events(state, sent, reader)
     reader.read(sent)
     assert len(sent) == 1 + 512
-    assert len(sent[0].block_hashes) == tails.MAX_TAIL_BLOCKS
+    assert len(sent[0].block_hashes) == MAX_TAIL_BLOCKS
     invariants.check_knowledge(state, reader)
 
 

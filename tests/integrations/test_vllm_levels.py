@@ -86,13 +86,15 @@ def test_level_manager_replaces_pool_and_manager(made_up_vllm):
 @pytest.mark.parametrize("version", CHECKED_VERSIONS["manager"])
 def test_each_version_gets_the_manager_of_its_release(made_up_vllm, version):
     set_version(made_up_vllm, version)
-    module = find_release(version).manager_module
+    release = find_release(version)
     code = f"""
         {REPORTED}
         register()
         from vllm.v1.manager_scheduler import KVCacheManager
-        assert KVCacheManager.__module__ == {module!r}
-        assert KVCacheManager.pool_class.__module__ == {find_release(version).pool_module!r}
+        for found, path in (
+            (KVCacheManager, {release.manager_class!r}), (KVCacheManager.pool_class, {release.pool_class!r})
+        ):
+            assert f"{{found.__module__}}:{{found.__qualname__}}" == path
     """
     seen, logged = run(made_up_vllm, code, **LEVEL)
     assert owners(seen) == ("kv_pool", "kv_pool")

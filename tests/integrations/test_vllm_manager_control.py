@@ -23,8 +23,8 @@ class EngineRequest:
 
 
 def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
-    from kv_pool.integrations.vllm.controlled_classes import make_controlled_manager
     from kv_pool.integrations.vllm.manager_classes import KVCacheManager
+    from kv_pool.integrations.vllm.pool_control import make_controlled_manager
 
     path = tmp_path / "here.sock"
     monkeypatch.setenv("KV_POOL_VLLM_CONTROL", str(path))
@@ -43,8 +43,8 @@ def test_answers_name_the_requests_and_their_blocks(tmp_path, monkeypatch):
 
 def test_statistics_have_pins_and_the_hit_rate(tmp_path, monkeypatch):
     """They showed 0 pinned blocks and no hit rate, and the list of holds showed no end of the pins."""
-    from kv_pool.integrations.vllm.controlled_classes import make_controlled_manager
     from kv_pool.integrations.vllm.manager_classes import KVCacheManager
+    from kv_pool.integrations.vllm.pool_control import make_controlled_manager
 
     path = tmp_path / "here.sock"
     monkeypatch.setenv("KV_POOL_VLLM_CONTROL", str(path))

@@ -255,12 +255,12 @@ def test_unchecked_version_keeps_its_classes(made_up_vllm, version):
 @pytest.mark.parametrize("version", CHECKED_VERSIONS["pool"])
 def test_each_checked_version_gets_the_pool_of_its_release(made_up_vllm, version):
     set_version(made_up_vllm, version)
-    module = find_release(version).pool_module
+    path = find_release(version).pool_class
     code = f"""
         import vllm.v1.scheduler
         register()
         from vllm.v1.scheduler import Pool, SharedPool
-        assert Pool.__module__ == {module!r}
+        assert f'{{Pool.__module__}}:{{Pool.__qualname__}}' == {path!r}
         assert issubclass(SharedPool, Pool)
         assert Pool(8, True, 4, True, None, medium="CPU").medium == "CPU"
     """

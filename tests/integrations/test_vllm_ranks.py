@@ -92,7 +92,7 @@ def test_tensor_parallel_workers_have_no_pools(tmp_path, level, method):
     assert seen["folders"] == ["rank0of2", "rank1of2"]
     for worker in seen["workers"]:
         found, manager = worker["classes"]
-        assert found == "kv_pool.integrations.vllm.controlled_classes"
+        assert found == "kv_pool.integrations.vllm.pool_control"
         assert manager.startswith("kv_pool" if level == "manager" else "vllm")
         assert worker["pools"] == 0
         assert worker["threads"] == ["kv_pool transfers"]  # of the connector; none of a control socket

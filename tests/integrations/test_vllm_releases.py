@@ -1,6 +1,7 @@
 """Each version of vLLM gets its own classes, and all checked versions are described."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +37,12 @@ def test_each_level_has_checked_versions():
     assert CHECKED_VERSIONS.keys() == REPLACED.keys()
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.pool_module)
-def test_each_release_names_modules_of_kv_pool(release):
-    assert importlib.util.find_spec(release.pool_module) is not None
-    assert importlib.util.find_spec(release.manager_module) is not None
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.pool_class)
+def test_each_release_names_classes_of_kv_pool(release):
+    for path in (release.pool_class, release.manager_class):
+        module, name = path.split(":")
+        source = Path(importlib.util.find_spec(module).origin).read_text()
+        assert f"\nclass {name}(" in source
 
 
 def test_only_whole_versions_are_checked():

@@ -10,8 +10,7 @@ from lives.turns import Turns
 
 from kv_pool.errors import InvalidContentError
 from kv_pool.migration.messages import CancelTransfer
-from kv_pool.migration.pull_settings import PullSettings
-from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull

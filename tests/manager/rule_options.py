@@ -12,7 +12,7 @@ Names of vLLM in parentheses.
 
 from dataclasses import asdict
 
-from kv_pool.integrations.vllm.older_rules import RULES_0_30, RULES_0_31, RULES_0_32
+from kv_pool.integrations.vllm.older_behaviour import RULES_0_30, RULES_0_31, RULES_0_32
 
 NEWEST = (0, 33)
 DETAILS = {(0, 32): RULES_0_32, (0, 31): RULES_0_31, (0, 30): RULES_0_30}

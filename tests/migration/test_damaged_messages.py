@@ -11,8 +11,7 @@ from migration.made_nodes import MadeEngine
 
 from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
-from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend
-from kv_pool.migration.backends.wire_rows import list_rows
+from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend, list_rows
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
     AnnounceNode,

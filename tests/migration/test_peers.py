@@ -66,7 +66,7 @@ def test_read_peers_reads_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[[peers]", "not a TOML file"),
+        ("[[peers]", "this is not TOML"),
         ('[[peers]]\nname = "b"\n', "missing required field `address`"),
         ('[[peers]]\nname = "b"\naddress = "h:1"\nport = 1\n', "unknown field `port`"),
         ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is not a node address"),

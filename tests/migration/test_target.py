@@ -28,8 +28,7 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings
-from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject

@@ -155,7 +155,7 @@ def _find_replacements(release: Release, level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
     new_classes = load_classes(release, level)
     if os.environ.get(CONTROL, "0") not in ("", "0"):
-        from kv_pool.integrations.vllm.controlled_classes import make_controlled, make_controlled_manager
+        from kv_pool.integrations.vllm.pool_control import make_controlled, make_controlled_manager
 
         new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])
         if level == "manager":

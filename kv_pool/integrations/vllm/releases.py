@@ -1,6 +1,7 @@
 """`Release`: what kv_pool replaces in one release of vLLM, and by which classes."""
 
 import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,23 +24,23 @@ class Release:
 
     Attributes:
         number: (0, 33) for 0.33.
-        pool_module, manager_module: the modules of kv_pool that define `BlockPool` and `KVCacheManager` for
-            this release. The other classes are those of `pool_classes` and `manager_classes` in each release.
+        pool_class, manager_class: `module:name` of what replaces `BlockPool` and `KVCacheManager` in this
+            release. The other classes are those of `pool_classes` and `manager_classes` in each release.
     """
 
     number: tuple[int, int]
-    pool_module: str
-    manager_module: str
+    pool_class: str
+    manager_class: str
 
 
 PACKAGE = "kv_pool.integrations.vllm"
 
 # Newest first. A release needs an entry only if kv_pool's classes for it differ from those of the one before.
 RELEASES = (
-    Release((0, 33), f"{PACKAGE}.pool_classes", f"{PACKAGE}.manager_classes"),
-    Release((0, 32), f"{PACKAGE}.pool_classes_0_32", f"{PACKAGE}.manager_classes_0_32"),
-    Release((0, 31), f"{PACKAGE}.pool_classes_0_31", f"{PACKAGE}.manager_classes_0_31"),
-    Release((0, 30), f"{PACKAGE}.pool_classes_0_30", f"{PACKAGE}.manager_classes_0_30"),
+    Release((0, 33), f"{PACKAGE}.pool_classes:BlockPool", f"{PACKAGE}.manager_classes:KVCacheManager"),
+    Release((0, 32), f"{PACKAGE}.older_pools:BlockPool032", f"{PACKAGE}.older_managers:KVCacheManager032"),
+    Release((0, 31), f"{PACKAGE}.older_pools:BlockPool031", f"{PACKAGE}.older_managers:KVCacheManager031"),
+    Release((0, 30), f"{PACKAGE}.older_pools:BlockPool030", f"{PACKAGE}.older_managers:KVCacheManager030"),
 )
 
 
@@ -60,8 +61,8 @@ def load_classes(release: Release, level: str) -> dict[str, Any]:
     """Return kv_pool's classes for this level of the release, by vLLM's names. Imports vLLM."""
     pool_classes = importlib.import_module(f"{PACKAGE}.pool_classes")
     found = {name: getattr(pool_classes, name) for names in POOL_LEVEL.values() for name in names}
-    found["BlockPool"] = importlib.import_module(release.pool_module).BlockPool
+    found["BlockPool"] = pkgutil.resolve_name(release.pool_class)
     if level == "manager":
         found["KVCacheBlocks"] = importlib.import_module(f"{PACKAGE}.manager_classes").KVCacheBlocks
-        found["KVCacheManager"] = importlib.import_module(release.manager_module).KVCacheManager
+        found["KVCacheManager"] = pkgutil.resolve_name(release.manager_class)
     return found

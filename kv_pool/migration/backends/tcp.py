@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import ClassVar, TypeVar, cast
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from kv_pool.errors import (
     CopyFailedError,
+    InvalidArgumentError,
     InvalidBlockError,
     MigrationError,
     PeerUnavailableError,
@@ -20,14 +21,13 @@ from kv_pool.errors import (
 )
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_rows
 from kv_pool.migration.calls import describe_failure, raise_failure
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import CallFailed
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
-from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.storage.segments import IntArray
-from kv_pool.storage.spans import find_runs, make_block_ids
+from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
+from kv_pool.storage.segments import IntArray, SegmentTable, split_alike
+from kv_pool.storage.spans import HostSpans, find_runs, make_block_ids
 
 # The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
 # throughput: no bytes are copied during the check.
@@ -36,6 +36,10 @@ PIECE_BYTES = 32 * 1024 * 1024
 _CONNECT_S = 10.0
 _SEND_S = 30.0  # a reader that accepts no bytes for this time has stopped; its lease expires
 _IDLE_S = 600.0
+
+# Below this span size, passing each span to the kernel costs more than a copy of the block to a buffer.
+_SPAN_BYTES = 8 * 1024
+_MAX_ROWS = 65_536
 
 
 class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,9 +98,8 @@ class TcpBackend(TransferBackend):
             channel = calls.connect_bulk(self.name, self._connect_s)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
-            ours = list_rows(self.storage)
-            window = BlockWindow(self.storage, choose_rows(ours, theirs), count_piece_blocks(self.storage))
-            channel.send(msgspec.msgpack.encode(Rows(ours)), time.monotonic() + self._connect_s)
+            window = self._make_window(theirs)
+            channel.send(self.describe(), time.monotonic() + self._connect_s)
             on_failure.pop_all()
         return TcpReader(channel, self.storage, window, peer_name)
 
@@ -111,8 +114,7 @@ class TcpBackend(TransferBackend):
             KVPoolError: the reader violates the protocol.
         """
         theirs = _decode(channel.receive(time.monotonic() + _SEND_S), Rows).spans
-        rows = choose_rows(list_rows(self.storage), theirs)
-        window = BlockWindow(self.storage, rows, count_piece_blocks(self.storage))
+        window = self._make_window(theirs)
         while channel.wait_for_more(_IDLE_S):
             asked = _decode(channel.receive(time.monotonic() + _SEND_S), ReadRuns)
             try:
@@ -125,9 +127,15 @@ class TcpBackend(TransferBackend):
     def close(self) -> None:
         self._is_closed = True
 
+    def _make_window(self, theirs: Sequence[int]) -> BlockWindow:
+        rows = choose_rows(list_rows(self.storage), theirs)
+        return BlockWindow(self.storage, rows, count_piece_blocks(self.storage))
+
     def _send_blocks(self, channel: Channel, window: BlockWindow, asked: ReadRuns) -> None:
         ids = _expand_runs(asked.runs, self.storage.num_blocks)
-        for some in _split(ids, count_piece_blocks(self.storage)):
+        size = count_piece_blocks(self.storage)
+        for start in range(0, len(ids), size):
+            some = ids[start : start + size]
             named = some.tolist()
             self._check_leased(asked.transfer_id, named)
             header = msgspec.msgpack.encode(PieceHeader(len(some)))
@@ -222,11 +230,6 @@ def _expand_runs(runs: list[int], num_blocks: int) -> IntArray:
     return make_block_ids(np.repeat(firsts, counts) + places_in_runs, num_blocks)
 
 
-def _split(ids: IntArray, size: int) -> Iterator[IntArray]:
-    for start in range(0, len(ids), size):
-        yield ids[start : start + size]
-
-
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
@@ -235,3 +238,78 @@ def _decode(data: bytes, kind: type[_Struct]) -> _Struct:
         return msgspec.msgpack.decode(data, type=kind)
     except UNDECODABLE as error:
         raise MigrationError(f"cannot decode a {kind.__name__} message: {error}") from error
+
+
+# ---- the order of block bytes on a connection, independent of the memory layouts on its two sides ----
+
+
+def list_rows(storage: BlockStorage) -> list[int]:
+    """Return the spans, in bytes, into which this side's memory splits a block."""
+    if storage.device != "cpu":
+        return [storage.block_bytes]
+    rows: list[int] = storage.segments.spans.tolist()
+    return rows
+
+
+def choose_rows(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+    """Return the rows, in bytes, into which both sides split their blocks. Symmetric in its arguments.
+
+    A piece of blocks is sent row by row, and each row block by block, so that each side can merge contiguous
+    memory. If the rows would be many and small, blocks are sent whole, one after another.
+
+    Raises:
+        InvalidArgumentError: there are no rows, or the block sizes differ.
+    """
+    if not 0 < len(theirs) <= _MAX_ROWS or min(theirs) < 1 or sum(theirs) != sum(ours):
+        raise InvalidArgumentError(
+            f"the peer's blocks have {sum(theirs)} bytes in {len(theirs)} rows, the local ones {sum(ours)} "
+            f"bytes in {len(ours)} rows"
+        )
+    cuts = np.union1d(np.cumsum(ours), np.cumsum(theirs))
+    if len(cuts) * _SPAN_BYTES > cuts[-1]:
+        return [sum(ours)]
+    rows: list[int] = np.diff(cuts, prepend=0).tolist()
+    return rows
+
+
+class BlockWindow:
+    """A window on blocks of one storage as memory views that a socket reads or writes, one piece at a time.
+
+    Host memory that can be split into these rows is used in place. Other memory, such as a GPU's, is copied
+    through a buffer.
+
+    Args:
+        rows: from `choose_rows`.
+        max_blocks: maximum number of blocks of one piece.
+    """
+
+    def __init__(self, storage: BlockStorage, rows: Sequence[int], max_blocks: int) -> None:
+        self._storage = storage
+        self._buffer: BlockStorage | None = None
+        table = storage.segments
+        if storage.device != "cpu" or len(table) > len(rows):
+            self._buffer = make_host_buffer(storage.block_bytes, max_blocks, storage.block_format)
+            table = self._buffer.segments
+        sizes = np.array(rows, np.int64)
+        split = SegmentTable(1, np.zeros_like(sizes), sizes, sizes, (None,) * len(rows))  # without memory
+        self._spans = HostSpans(split_alike(table, split)[0])
+
+    def read_out(self, block_ids: IntArray) -> list[memoryview]:
+        """Return views of the bytes of these blocks, in wire order."""
+        if self._buffer is None:
+            return self._spans.list_views(block_ids)
+        places = np.arange(len(block_ids), dtype=np.int64)
+        self._storage.copy_to(self._buffer, np.stack([block_ids, places], axis=1))
+        return self._spans.list_views(places)
+
+    def list_target_views(self, block_ids: IntArray) -> list[memoryview]:
+        """Return views to receive the bytes of these blocks into, in wire order; then call `write_in`."""
+        if self._buffer is None:
+            return self._spans.list_views(block_ids)
+        return self._spans.list_views(np.arange(len(block_ids), dtype=np.int64))
+
+    def write_in(self, block_ids: IntArray) -> None:
+        """Complete a receive: the views of `list_target_views` are full; on return the blocks have them."""
+        if self._buffer is not None:
+            places = np.arange(len(block_ids), dtype=np.int64)
+            self._buffer.copy_to(self._storage, np.stack([places, block_ids], axis=1))

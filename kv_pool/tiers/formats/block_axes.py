@@ -1,13 +1,18 @@
-"""`BlockAxes`: the order and size of the axes in a block's bytes: layer, K/V, token, head, element."""
+"""`BlockAxes`: the axes in a block's bytes (layer, K/V, token, head, element); formats that use them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
+
+import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage.tensors import DTYPE_BYTES
-from kv_pool.tiers.formats.block_format import ByteArray, FloatArray, HasBlockBytes
+from kv_pool.tiers.formats.block_format import ByteArray, FloatArray, HasBlockBytes, check_rows
 from kv_pool.tiers.formats.floats import FLOATS, from_floats, to_floats
 
 LETTERS = "L2NHD"
@@ -60,6 +65,50 @@ class BlockAxes:
     def from_floats(self, values: FloatArray) -> ByteArray:
         """Convert (n, *shape) float32 to (n, block_bytes) uint8, rounded to the nearest element value."""
         return from_floats(values.reshape(len(values), self.num_elements), self.dtype)
+
+
+class ChunkedFormat(ABC):
+    """A `BlockFormat` of blocks with axes, which encodes and decodes a few blocks at a time.
+
+    Attributes:
+        chunk_elements: number of elements of these blocks; at least one block.
+        encoded_bytes: set by the subclass.
+    """
+
+    chunk_elements: ClassVar[int]
+    encoded_bytes: int
+
+    def __init__(self, name: str, axes: BlockAxes) -> None:
+        self.name = name
+        self.axes = axes
+
+    def encode(self, blocks: ByteArray) -> ByteArray:
+        blocks = check_rows(blocks, self.axes.block_bytes)
+        encoded = np.empty((len(blocks), self.encoded_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            for some in self._iterate_chunks(len(blocks)):
+                self._encode_chunk(blocks[some], encoded[some])
+        return encoded
+
+    def decode(self, encoded: ByteArray) -> ByteArray:
+        encoded = check_rows(encoded, self.encoded_bytes)
+        blocks = np.empty((len(encoded), self.axes.block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            for some in self._iterate_chunks(len(encoded)):
+                blocks[some] = self._decode_chunk(encoded[some])
+        return blocks
+
+    def _iterate_chunks(self, num_blocks: int) -> Iterator[slice]:
+        step = max(1, self.chunk_elements // self.axes.num_elements)
+        return (slice(start, start + step) for start in range(0, num_blocks, step))
+
+    @abstractmethod
+    def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
+        """Encode (n, block_bytes) into (n, encoded_bytes)."""
+
+    @abstractmethod
+    def _decode_chunk(self, encoded: ByteArray) -> ByteArray:
+        """Decode (n, encoded_bytes) to (n, block_bytes)."""
 
 
 def read_axes(blocks: HasBlockBytes) -> BlockAxes:

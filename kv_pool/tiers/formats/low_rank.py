@@ -9,15 +9,14 @@ import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage.tensors import DTYPE_BYTES
-from kv_pool.tiers.formats.block_axes import BlockAxes
-from kv_pool.tiers.formats.block_format import ByteArray, check_rows
+from kv_pool.tiers.formats.block_axes import BlockAxes, ChunkedFormat
+from kv_pool.tiers.formats.block_format import ByteArray
 from kv_pool.tiers.formats.floats import FLOATS, from_floats, to_floats
 
 DEFAULT_SIZE_RATIO = 0.5
-_CHUNK_ELEMENTS = 1 << 20
 
 
-class LowRankFormat:
+class LowRankFormat(ChunkedFormat):
     """A truncated singular value decomposition of each (tokens, head_size) matrix, per layer, K/V and head.
 
         (N, D)  is about  (N, rank) @ (rank, D),   in (N + D) * rank elements instead of N * D
@@ -34,12 +33,13 @@ class LowRankFormat:
     matrix with a NaN or an infinity decodes to NaN in every element.
     """
 
+    chunk_elements = 1 << 20
+
     def __init__(self, axes: BlockAxes, size_ratio: float = DEFAULT_SIZE_RATIO) -> None:
         if not 0 < size_ratio <= 1:
             raise InvalidArgumentError(f"size_ratio is {size_ratio}; it must be above 0 and at most 1")
         tokens, head_size = axes.get_size("N"), axes.get_size("D")
-        self.name = f"low_rank:{size_ratio:g}"
-        self.axes = axes
+        super().__init__(f"low_rank:{size_ratio:g}", axes)
         self.rank = max(1, int(size_ratio * tokens * head_size / (tokens + head_size)))
         if (tokens + head_size) * self.rank >= tokens * head_size:
             raise InvalidArgumentError(
@@ -54,28 +54,12 @@ class LowRankFormat:
         num_elements = self._num_matrices * (tokens + head_size) * self.rank
         self.encoded_bytes = num_elements * DTYPE_BYTES[axes.dtype]
 
-    def encode(self, blocks: ByteArray) -> ByteArray:
-        blocks = check_rows(blocks, self.axes.block_bytes)
-        encoded = np.empty((len(blocks), self.encoded_bytes), np.uint8)
-        with np.errstate(all="ignore"):
-            for some in self._iterate_chunks(len(blocks)):
-                encoded[some] = self._encode_chunk(blocks[some])
-        return encoded
-
-    def decode(self, encoded: ByteArray) -> ByteArray:
-        encoded = check_rows(encoded, self.encoded_bytes)
-        blocks = np.empty((len(encoded), self.axes.block_bytes), np.uint8)
-        with np.errstate(all="ignore"):
-            for some in self._iterate_chunks(len(encoded)):
-                blocks[some] = self._decode_chunk(encoded[some])
-        return blocks
-
-    def _encode_chunk(self, blocks: ByteArray) -> ByteArray:
+    def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
         matrices = self.axes.to_floats(blocks).transpose(self._order)
         left, right = self._factorise(matrices.reshape(-1, self._left[0], self._right[1]))
         shape = (len(blocks), -1)
         factors = np.concatenate([left.reshape(shape), right.reshape(shape)], axis=1)
-        return from_floats(factors, self.axes.dtype)
+        encoded[:] = from_floats(factors, self.axes.dtype)
 
     def _decode_chunk(self, encoded: ByteArray) -> ByteArray:
         factors = to_floats(encoded, self.axes.dtype).astype(np.float64)
@@ -101,7 +85,3 @@ class LowRankFormat:
             left[:, :, : self.rank] * roots[:, None, :] + poison,
             right[:, : self.rank] * roots[:, :, None] + poison,
         )
-
-    def _iterate_chunks(self, num_blocks: int) -> list[slice]:
-        step = max(1, _CHUNK_ELEMENTS // self.axes.num_elements)
-        return [slice(start, start + step) for start in range(0, num_blocks, step)]

@@ -6,8 +6,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.tiers.formats.block_axes import read_axes
 from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat
 from kv_pool.tiers.formats.fp8 import make_fp8_format
-from kv_pool.tiers.formats.int4 import make_int4_format
-from kv_pool.tiers.formats.int8 import make_int8_format
+from kv_pool.tiers.formats.integers import make_int4_format, make_int8_format
 from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
 
 FORMATS = ("raw", "int8", "int4", "fp8", "low_rank")

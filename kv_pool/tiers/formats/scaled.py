@@ -7,11 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.tiers.formats.block_axes import BlockAxes
-from kv_pool.tiers.formats.block_format import ByteArray, FloatArray, check_rows
+from kv_pool.tiers.formats.block_axes import BlockAxes, ChunkedFormat
+from kv_pool.tiers.formats.block_format import ByteArray, FloatArray
 from kv_pool.tiers.formats.floats import FLOATS, narrow_up, widen
 
-_CHUNK_ELEMENTS = 1 << 18
 _SCALE_BYTES = 2
 
 
@@ -35,7 +34,7 @@ class Codes(Protocol):
         """Decode bytes to numbers. The result for the three non-finite codes is arbitrary."""
 
 
-class ScaledFormat:
+class ScaledFormat(ChunkedFormat):
     """A block format with scaled codes; see `make_int8_format`, `make_int4_format` and `make_fp8_format`.
 
         |<-- codes of the elements, in the order of the block -->|<-- scales of K -->|<-- scales of V -->|
@@ -49,9 +48,10 @@ class ScaledFormat:
     if the codes have no infinities.
     """
 
+    chunk_elements = 1 << 18  # intermediate arrays stay in the processor's cache
+
     def __init__(self, name: str, axes: BlockAxes, codes: Codes, key_group: str, value_group: str) -> None:
-        self.name = name
-        self.axes = axes
+        super().__init__(name, axes)
         self.codes = codes
         groups = (key_group, value_group) if axes.has_values else (value_group,)
         self._groups = [axes.get_places(group) for group in groups]
@@ -64,27 +64,6 @@ class ScaledFormat:
         num_scales = sum(int(np.prod(shape)) for shape in self._scale_shapes)
         self._code_bytes = -(-axes.num_elements * codes.num_bits // 8)
         self.encoded_bytes = self._code_bytes + num_scales * _SCALE_BYTES
-
-    def encode(self, blocks: ByteArray) -> ByteArray:
-        blocks = check_rows(blocks, self.axes.block_bytes)
-        encoded = np.empty((len(blocks), self.encoded_bytes), np.uint8)
-        with np.errstate(all="ignore"):
-            for some in self._iterate_chunks(len(blocks)):
-                self._encode_chunk(blocks[some], encoded[some])
-        return encoded
-
-    def decode(self, encoded: ByteArray) -> ByteArray:
-        encoded = check_rows(encoded, self.encoded_bytes)
-        blocks = np.empty((len(encoded), self.axes.block_bytes), np.uint8)
-        with np.errstate(all="ignore"):
-            for some in self._iterate_chunks(len(encoded)):
-                blocks[some] = self._decode_chunk(encoded[some])
-        return blocks
-
-    def _iterate_chunks(self, num_blocks: int) -> list[slice]:
-        """Return slices of few enough blocks that intermediate arrays stay in the processor's cache."""
-        step = max(1, _CHUNK_ELEMENTS // self.axes.num_elements)
-        return [slice(start, start + step) for start in range(0, num_blocks, step)]
 
     def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
         values = self.axes.to_floats(blocks)

@@ -5,7 +5,7 @@ import pytest
 from migration.backends.made_links import fill, make_kv, make_rows
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_rows
+from kv_pool.migration.backends.tcp import BlockWindow, choose_rows, list_rows
 
 KIB = 1024
 

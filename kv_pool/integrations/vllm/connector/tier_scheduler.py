@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
 from kv_pool.integrations.vllm.connector.orders import (
@@ -17,8 +19,8 @@ from kv_pool.integrations.vllm.connector.orders import (
     StoreOrder,
     WorkerReport,
 )
-from kv_pool.integrations.vllm.connector.read_blocks import ReadBlocks, hold_blocks_of
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+from kv_pool.manager.leases import BlockLeases, Lease, LeaseKind, LeaseState
 from kv_pool.tiers.tier_prefixes import Rows, TierPrefixes
 from kv_pool.tiers.tier_stack import TierListener
 
@@ -67,6 +69,61 @@ class HeldHit:
     def list_keys(self) -> list[BlockHashWithGroupId]:
         """Return the keys of the hit, of each group the last block first."""
         return [row[position] for row in self.rows for position in sorted(row, reverse=True)]
+
+
+class LeasedBlocks:
+    """Keeps blocks of kv_pool's pool from being reused while a store reads them, by leases.
+
+    `kv-pool sequences --holds` lists the leases.
+
+    Args:
+        lease_s: duration of a lease, in seconds.
+    """
+
+    def __init__(self, block_pool: BlockPoolCore, lease_s: float) -> None:
+        self.leases = BlockLeases(block_pool)
+        self._clock = block_pool.holds.clock
+        self._lease_s = lease_s
+
+    def take(self, blocks: Sequence[KVCacheBlock], holder: str) -> Lease:
+        """Hold cached blocks until `release`. Return the hold.
+
+        Args:
+            blocks: distinct blocks, in the order of their block table. At the end of the hold the last one
+                is freed first, as if the request had freed them.
+            holder: a description of the store.
+        """
+        return self.leases.acquire(blocks, self._clock() + self._lease_s, holder, LeaseKind.READ)
+
+    def release(self, hold: Lease) -> bool:
+        """End a hold. Return False if it had expired, so that the blocks may have been reused."""
+        if hold.state is not LeaseState.ACTIVE:
+            return False
+        hold.release()
+        return True
+
+    def expire(self) -> None:
+        """End overdue holds. Call it in every step."""
+        self.leases.expire()
+
+
+class CountedBlocks:
+    """The same for vLLM's pool, by references, which have no deadline."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
+
+    def take(self, blocks: Sequence[Any], holder: str) -> list[Any]:
+        listed = list(blocks)
+        self._block_pool.touch(listed)
+        return listed
+
+    def release(self, hold: list[Any]) -> bool:
+        self._block_pool.free_blocks(reversed(hold))
+        return True
+
+    def expire(self) -> None:
+        pass
 
 
 class StoreListener(TierListener, Protocol):
@@ -121,7 +178,7 @@ class TierScheduler:
         self._listener = listener
         self._prefixes = TierPrefixes(self, self._groups, alignment)
         self._get_block_ids: Callable[[RequestId], Sequence[Sequence[BlockId]]]
-        self._reads: ReadBlocks
+        self._reads: LeasedBlocks | CountedBlocks
         self._max_reading = 0
         self._followed: dict[RequestId, FollowedRequest] = {}
         self._hits: dict[RequestId, HeldHit] = {}
@@ -139,7 +196,10 @@ class TierScheduler:
         """Set the engine's pool, and the function that returns a request's block table of each group."""
         self.block_pool = block_pool
         self._get_block_ids = get_block_ids
-        self._reads = hold_blocks_of(block_pool, self._lease_s)
+        if isinstance(block_pool, BlockPoolCore):
+            self._reads = LeasedBlocks(block_pool, self._lease_s)
+        else:
+            self._reads = CountedBlocks(block_pool)
         # Blocks that are read cannot be reused; leave half of the pool to the requests.
         self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 2))
 
@@ -163,14 +223,8 @@ class TierScheduler:
         if self._drops_last_block and num_tokens:
             end = num_device_tokens + num_tokens - self._alignment
             num_tokens = self._prefixes.count_tokens(request, num_device_tokens, end)
-        if not num_tokens:
-            return 0
-        end = num_device_tokens + num_tokens
-        hit = HeldHit(
-            num_device_tokens, num_tokens, self._prefixes.list_blocks(request, num_device_tokens, end)
-        )
-        self.index.stack.hold(hit.list_keys())
-        self._hits[request_id] = hit
+        if num_tokens:
+            self._hits[request_id] = self._hold_hit(request, num_device_tokens, num_tokens)
         return num_tokens
 
     def plan_load(self, request: Any, block_ids: Sequence[Sequence[BlockId]], num_tokens: int) -> None:
@@ -179,16 +233,14 @@ class TierScheduler:
         Call it for each allocation, with 0 tokens if nothing is to be loaded.
         """
         request_id = request.request_id
-        self._follow(request)
+        self._followed.setdefault(request_id, FollowedRequest(request, [0] * len(self._groups)))
+        if not num_tokens:
+            self._drop_hit(request_id)
         hit = self._hits.pop(request_id, None)
-        if hit is None or not num_tokens:
-            if hit is not None:
-                self.index.stack.release(hit.list_keys())
+        if hit is None:
             return
         if num_tokens != hit.num_tokens:  # the engine took less; a shorter hit may need other blocks
-            needed = self._prefixes.list_blocks(request, hit.start, hit.start + num_tokens)
-            shorter = HeldHit(hit.start, num_tokens, needed)
-            self.index.stack.hold(shorter.list_keys())
+            shorter = self._hold_hit(request, hit.start, num_tokens)
             self.index.stack.release(hit.list_keys())
             hit = shorter
         null_id = self.block_pool.null_block.block_id
@@ -266,7 +318,11 @@ class TierScheduler:
         if report.has_lost_disk:
             self.index.drop_disk()
         if report.reopened is not None:
-            self._add_reopened(report.reopened)
+            left_out = self.index.add_reopened(report.reopened)
+            self._orders.forgotten += left_out
+            if report.reopened:
+                num_found = len(report.reopened) - len(left_out)
+                _logger.info("kv_pool found %d blocks on disk", num_found)
         self._forget([*report.lost, *report.partly_reopened])
         for order_id, num_ranks in report.stored.items():
             num_finished = self._num_stored_ranks.get(order_id, 0) + num_ranks
@@ -311,9 +367,10 @@ class TierScheduler:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _follow(self, request: Any) -> None:
-        if request.request_id not in self._followed:
-            self._followed[request.request_id] = FollowedRequest(request, [0] * len(self._groups))
+    def _hold_hit(self, request: Any, start: int, num_tokens: int) -> HeldHit:
+        hit = HeldHit(start, num_tokens, self._prefixes.list_blocks(request, start, start + num_tokens))
+        self.index.stack.hold(hit.list_keys())
+        return hit
 
     def _drop_hit(self, request_id: RequestId) -> None:
         hit = self._hits.pop(request_id, None)
@@ -407,12 +464,6 @@ class TierScheduler:
                 self._lease_s,
             )
             self._forget([key for key, _ in order.blocks])
-
-    def _add_reopened(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        left_out = self.index.add_reopened(keys)
-        self._orders.forgotten += left_out
-        if keys:
-            _logger.info("kv_pool found %d blocks on disk", len(keys) - len(left_out))
 
     def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys from the index, and order their removal from the tiers."""

@@ -25,16 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_pool.ids import BlockId
-from kv_pool.integrations.vllm.connector.cache_storage import (
+from kv_pool.integrations.vllm.connector.engine_config import (
     count_block_bytes,
     describe_blocks,
     describe_bytes,
+    describe_groups,
     open_disk_tier,
     wrap_caches,
 )
 from kv_pool.integrations.vllm.connector.event_log import TierEventLog
 from kv_pool.integrations.vllm.connector.orders import StepOrders, WorkerReport
-from kv_pool.integrations.vllm.connector.served_groups import describe_groups
 from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, count_blocks
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierScheduler

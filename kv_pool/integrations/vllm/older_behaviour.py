@@ -1,11 +1,17 @@
-"""Pools whose `cache_partial_block` behaves as in earlier releases of vLLM. Imports no vLLM."""
+"""What earlier releases of vLLM cache and find: the rules of their managers, and their pools. No vLLM."""
 
+from dataclasses import replace
 from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, GroupId
+from kv_pool.manager.prefix_rules import RuleDetails
+
+RULES_0_32 = RuleDetails(doubles_junctions=False, renews_states=True)
+RULES_0_31 = replace(RULES_0_32, looks_past_limit=False, caches_whole_prompts=True, ends_within_blocks=True)
+RULES_0_30 = replace(RULES_0_31, own_drafter_only=True, counts_most_states=True)
 
 
 class PartialBlocksOnly(BlockPool):

@@ -1,4 +1,4 @@
-"""`BlockPool` for vLLM 0.32, whose hashes and events have no lookahead. See `releases`."""
+"""`BlockPool` for earlier releases of vLLM, each with what differs from the next. See `releases`."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from vllm.distributed.kv_events import BlockStored
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.observer import BlockObserver
 from kv_pool.integrations.vllm import pool_classes
+from kv_pool.integrations.vllm.older_behaviour import LastFeatureOnly, PartialBlocksOnly
 
 
 def make_stored(*, lookahead_token_ids: None, **fields: Any) -> BlockStored:
@@ -14,8 +15,8 @@ def make_stored(*, lookahead_token_ids: None, **fields: Any) -> BlockStored:
     return BlockStored(**fields)
 
 
-class BlockPool(pool_classes.BlockPool):
-    """A `pool_classes.BlockPool` with the signature of vLLM 0.32."""
+class BlockPool032(pool_classes.BlockPool):
+    """A `pool_classes.BlockPool` with the signature of vLLM 0.32: no lookahead in hashes and events."""
 
     event_types = pool_classes.EVENT_TYPES._replace(stored=make_stored)
 
@@ -36,3 +37,11 @@ class BlockPool(pool_classes.BlockPool):
             metrics_collector,
             medium=medium,
         )
+
+
+class BlockPool031(PartialBlocksOnly, BlockPool032):
+    """A `BlockPool032` that refuses full blocks in `cache_partial_block`."""
+
+
+class BlockPool030(LastFeatureOnly, BlockPool031):
+    """A `BlockPool031` whose events of partial blocks name only the last multimodal input."""

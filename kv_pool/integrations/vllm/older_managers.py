@@ -1,0 +1,149 @@
+"""`KVCacheManager` for earlier releases of vLLM, each with what differs from the next. See `releases`."""
+
+from typing import Any
+
+from kv_pool.core.observer import BlockObserver
+from kv_pool.ids import BlockId, RequestId
+from kv_pool.integrations.vllm import manager_classes, older_pools
+from kv_pool.integrations.vllm.older_behaviour import RULES_0_30, RULES_0_31, RULES_0_32
+from kv_pool.integrations.vllm.served_config import NotServedError
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
+
+
+class KVCacheManager032(manager_classes.KVCacheManager):
+    """A `manager_classes.KVCacheManager` with the signature and the rules of vLLM 0.32."""
+
+    pool_class = older_pools.BlockPool032
+    rule_details = RULES_0_32
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        """Raise NotServedError if the options need vLLM's own manager; see the class for 0.33."""
+        groups = options["kv_cache_config"].kv_cache_groups
+        if not options["use_eagle"] and any(group.is_eagle_group for group in groups):
+            raise NotServedError("a drafter's groups without EAGLE")  # vLLM marks none then
+        manager_classes.KVCacheManager.check_options(options)
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: BlockObserver | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+    ) -> None:
+        super().__init__(
+            kv_cache_config,
+            max_model_len,
+            scheduler_block_size,
+            hash_block_size,
+            max_in_flight_tokens,
+            enable_caching,
+            use_eagle,
+            0,
+            num_prefill_lookahead,
+            log_stats,
+            enable_kv_cache_events,
+            dcp_world_size,
+            pcp_world_size,
+            metrics_collector,
+            watermark,
+            enable_mamba_shared_prefix_checkpoint,
+        )
+
+
+class KVCacheManager031(KVCacheManager032):
+    """A `KVCacheManager032` with the methods and the rules of vLLM 0.31."""
+
+    pool_class = older_pools.BlockPool031
+    rule_details = RULES_0_31
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        """Raise NotServedError if the options need vLLM's own manager; see the class for 0.33."""
+        for group in options["kv_cache_config"].kv_cache_groups:
+            if getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0):
+                raise NotServedError("Mamba states that are saved in the middle of a step")
+        KVCacheManager032.check_options(options)
+
+    def get_num_common_prefix_blocks(self, running_request_id: RequestId) -> list[int]:
+        """Return the number of leading blocks that all requests with blocks share, by group.
+
+        0 for groups other than full attention, and without prefix caching.
+        """
+        counts = [0] * self.num_kv_cache_groups
+        if self.enable_caching:
+            for group_id, view in enumerate(self.coordinator.single_type_managers):
+                if isinstance(self.manager.groups[group_id], FullAttentionSpec):
+                    num_requests = len(view.req_to_blocks)
+                    for block in view.req_to_blocks[running_request_id]:
+                        if block.ref_cnt != num_requests:
+                            break
+                        counts[group_id] += 1
+        return counts
+
+    def get_zeroing_block_ids_in_range(
+        self, request_id: RequestId, start_token: int, end_token: int
+    ) -> list[BlockId]:
+        """Return the blocks of these tokens, of the groups whose new blocks are overwritten with zeros."""
+        ids: list[BlockId] = []
+        for view in self.coordinator.single_type_managers:
+            if view.records_new_block_ids:
+                end = -(-end_token // view.block_size)
+                blocks = view.req_to_blocks[request_id][start_token // view.block_size : end]
+                ids += [block.block_id for block in blocks]
+        return ids
+
+
+class KVCacheManager030(KVCacheManager031):
+    """A `KVCacheManager031` with the signature and the rules of vLLM 0.30."""
+
+    pool_class = older_pools.BlockPool030
+    rule_details = RULES_0_30
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: BlockObserver | None = None,
+        watermark: float = 0.0,
+        enable_mamba_fine_grained_prefix_cache: bool = False,
+    ) -> None:
+        super().__init__(
+            kv_cache_config,
+            max_model_len,
+            scheduler_block_size,
+            hash_block_size,
+            max_in_flight_tokens,
+            enable_caching,
+            use_eagle,
+            num_prefill_lookahead,
+            log_stats,
+            enable_kv_cache_events,
+            dcp_world_size,
+            pcp_world_size,
+            metrics_collector,
+            watermark,
+            enable_mamba_fine_grained_prefix_cache,
+        )
+        self.mamba_fine_grained_prefix_cache = self.mamba_shared_prefix_checkpoint
