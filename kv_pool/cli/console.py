@@ -1,20 +1,49 @@
-"""Printing for every command: any encoding, closed pipes, whole tables, sizes, errors, repeated output."""
+"""Printing for every command: any encoding, closed pipes, tables, sizes, errors, progress, repeated output."""
 
 import codecs
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.foreign_text import escape_json, escape_lines
+
+
+def make_progress_bar(doing: str, how_far: ProgressColumn) -> Progress:
+    """Return a bar that shows the text of the field `live`; silent if stderr is not a terminal."""
+    return Progress(
+        TextColumn(doing),
+        BarColumn(),
+        how_far,
+        TextColumn("{task.fields[live]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+_Item = TypeVar("_Item")
+
+
+def count_requests(doing: str, requests: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield the items, and show their number in a bar without an end."""
+    with make_progress_bar(doing, TextColumn("")) as bar:
+        task = bar.add_task("count", total=None, live="")
+        for number, request in enumerate(requests, 1):
+            if number % 100 == 0:
+                bar.update(task, live=f"{number:,} requests")
+            yield request
+
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""

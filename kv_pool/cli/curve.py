@@ -9,15 +9,13 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.compare_table import describe_bound
-from kv_pool.cli.console import new_table, print_table
+from kv_pool.cli.console import make_progress_bar, new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay import ranges
+from kv_pool.replay.capacity import RANGE_FORMAT
 from kv_pool.replay.curves.curve_plot import draw_curves
-from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, write_csv
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
 from kv_pool.replay.curves.measure import CurveProgress, measure_curves
 from kv_pool.replay.settings import ReplaySettings
 
@@ -37,7 +35,7 @@ def curve(
         str | None,
         typer.Option(
             metavar="LIST",
-            help=f"Capacities in blocks: {ranges.FORMAT}. Default: 64 in equal ratios, from the largest "
+            help=f"Capacities in blocks: {RANGE_FORMAT}. Default: 64 in equal ratios, from the largest "
             "request to the least capacity at which LRU has all hits.",
         ),
     ] = None,

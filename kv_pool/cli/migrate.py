@@ -13,15 +13,15 @@ from rich.table import Table
 from kv_pool.cli.console import (
     describe_bytes,
     fit_table,
+    make_progress_bar,
     new_table,
     print_error,
     print_json,
     print_table,
     refresh_forever,
 )
-from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.control.messages import MigrationList

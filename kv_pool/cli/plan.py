@@ -9,10 +9,9 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_table, print_table
+from kv_pool.cli.console import make_progress_bar, new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory

@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_facts_table, new_table, print_table
+from kv_pool.cli.console import make_progress_bar, new_facts_table, new_table, print_table
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import write_report
 from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
@@ -23,7 +22,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BreakdownRow, parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.plot_breakdown import draw_breakdowns
+from kv_pool.replay.plot import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.settings import ReplaySettings

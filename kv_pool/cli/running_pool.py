@@ -15,8 +15,8 @@ from kv_pool.cli.console import (
     print_table,
     refresh_forever,
 )
-from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_picture import check_can_draw, draw_layout
 from kv_pool.control.layout_text import print_layout

@@ -1,6 +1,7 @@
 """`takes`, `takes_given`: decorators that turn the fields of settings into options of a command.
 
-The settings declare the options (`replay/option.py`); a command lists those that it offers, in order.
+The settings declare the options (`replay/option.py`); a command lists those that it offers, in order. Commands
+to a running pool have no settings: they share `Socket`, `Node` and `Json`.
 """
 
 import inspect
@@ -10,7 +11,19 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
+from kv_pool.ids import NodeName
 from kv_pool.replay.option import Option, list_options
+
+Socket = Annotated[
+    str | None,
+    typer.Option(help="The pool's control socket. Default: the socket of this user's kv-pool serve."),
+]
+Node = Annotated[
+    NodeName | None,
+    typer.Option(metavar="NAME", parser=NodeName, help="The node to connect to: its kv-pool serve --name."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
 
 _Settings = TypeVar("_Settings")
 _Command = Callable[..., None]

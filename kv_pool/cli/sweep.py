@@ -10,10 +10,9 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import measure_table, new_table, print_table
+from kv_pool.cli.console import make_progress_bar, measure_table, new_table, print_table
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay.plot import draw_hit_rates
 from kv_pool.replay.report import ReplayReport, read_reports

@@ -10,16 +10,20 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import new_facts_table, new_table, print_json, print_table
-from kv_pool.cli.control_options import Json
+from kv_pool.cli.console import (
+    count_requests,
+    make_progress_bar,
+    new_facts_table,
+    new_table,
+    print_json,
+    print_table,
+)
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.progress import count_requests, make_progress_bar
-from kv_pool.cli.setting_options import takes
+from kv_pool.cli.setting_options import Json, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
-from kv_pool.replay.merge import merge_traces
+from kv_pool.replay.merge import PARTITIONS, merge_traces, split_trace
 from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.split import PARTITIONS, split_trace
 from kv_pool.replay.trace_info import Percentiles, TraceInfo, describe_trace
 from kv_pool.replay.trace_writer import open_trace_writer
 from kv_pool.replay.workloads.agent import AgentSettings, generate_agent

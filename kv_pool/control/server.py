@@ -32,10 +32,10 @@ from kv_pool.control.messages import (
     encode_error,
     encode_result,
 )
-from kv_pool.control.socket_lock import lock_socket
 from kv_pool.control.socket_path import (
     get_default_folder,
     is_dead,
+    lock_socket,
     make_folder,
     remove_dead_sockets,
     resolve_path,

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_pool.replay.compare.compare_settings import LRU, ComparedTrace
-from kv_pool.replay.compare.comparison import CEILING, ComparisonRow, TraceComparison
+from kv_pool.replay.compare.comparison import CEILING, LRU, ComparedTrace, ComparisonRow, TraceComparison
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
 from kv_pool.replay.report import InfiniteCache, make_provenance

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kv_pool.core.policy_names import PolicyChoice, find_file, find_policy, read_file, read_policy_text
 from kv_pool.errors import InvalidArgumentError, KVPoolError, TraceError
-from kv_pool.replay.compare.compare_settings import LRU
+from kv_pool.replay.compare.comparison import LRU
 from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay

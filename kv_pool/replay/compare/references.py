@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 
 from kv_pool.errors import TraceError
-from kv_pool.replay.compare.compare_settings import ComparedTrace
+from kv_pool.replay.compare.comparison import ComparedTrace
 from kv_pool.replay.compare.policy_run import Origin, pack
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
 from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
 from kv_pool.replay.curves.sampling import UnitFinder
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.report import InfiniteCache
 from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.sweep import count_infinite_hits
 
 
 class OptimumPoint(msgspec.Struct, frozen=True):
