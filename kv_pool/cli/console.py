@@ -1,4 +1,4 @@
-"""Printing for every command: any encoding, closed pipes, tables, sizes, errors, progress, repeated output."""
+"""Printing for every command: any encoding, closed pipes, tables, sizes, errors, progress, repetition."""
 
 import codecs
 import os

@@ -19,7 +19,7 @@ from kv_pool.replay.optimum_policy import find_optimum
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import CopyLink, ReplayTiers
 from kv_pool.replay.report import ReplayReport, make_provenance
-from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
+from kv_pool.replay.request_outcomes import OutcomeCallback
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock
@@ -105,7 +105,7 @@ def run_replay(
     callbacks: list[OutcomeCallback] = [breakdown.add for breakdown in breakdowns]
     if on_outcome is not None:
         callbacks.append(on_outcome)
-    tally = Tally(report, OutcomeNotes(callbacks) if callbacks else None)
+    tally = Tally(report, callbacks)
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, manager, report, link)
