@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import fit_table, make_progress_bar, new_table, print_error, print_table
+from kv_pool.cli.console import fit_table, new_table, print_error, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
@@ -174,14 +174,11 @@ def _read_seed(text: str) -> int:
 
 
 def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:
-    with make_progress_bar("comparing", MofNCompleteColumn()) as bar:
-        task = bar.add_task("compare", total=None, live="")
+    with show_progress("comparing", MofNCompleteColumn(), None) as update:
 
         def show(progress: CompareProgress) -> None:
             live = progress.label if progress.error is None else f"{progress.label}: {progress.error}"
-            bar.update(
-                task, total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80]
-            )
+            update(total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80])
 
         with open_executor(on, jobs or os.cpu_count() or 1) as executor:
             return compare_policies(wanted, executor, finished, show)

@@ -5,45 +5,26 @@ import os
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.foreign_text import escape_json, escape_lines
-
-
-def make_progress_bar(doing: str, how_far: ProgressColumn) -> Progress:
-    """Return a bar that shows the text of the field `live`; silent if stderr is not a terminal."""
-    return Progress(
-        TextColumn(doing),
-        BarColumn(),
-        how_far,
-        TextColumn("{task.fields[live]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-
-
-_Item = TypeVar("_Item")
-
-
-def count_requests(doing: str, requests: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield the items, and show their number in a bar without an end."""
-    with make_progress_bar(doing, TextColumn("")) as bar:
-        task = bar.add_task("count", total=None, live="")
-        for number, request in enumerate(requests, 1):
-            if number % 100 == 0:
-                bar.update(task, live=f"{number:,} requests")
-            yield request
-
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""
@@ -176,6 +157,31 @@ def refresh_forever(
             console.print(shown, soft_wrap=True)
         console.file.flush()
         sleep(SECONDS_BETWEEN_LOOKS)
+
+
+@contextmanager
+def show_progress(
+    doing: str, how_far: ProgressColumn | None = None, total: float | None = 1.0
+) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error in a `with` block; nothing if that is not a terminal.
+
+    Args:
+        how_far: a column for the progress. Default: percent.
+        total: the progress at the end; None for a bar without an end.
+    Yields:
+        A function that updates the bar: its `completed`, its `total`, its text `live`, or `advance`.
+    """
+    columns = [TextColumn(doing), BarColumn(), how_far or TaskProgressColumn()]
+    bar = Progress(
+        *columns,
+        TextColumn("{task.fields[live]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        yield partial(bar.update, bar.add_task("", total=total, live=""))
 
 
 def _spell(error: UnicodeError) -> tuple[str | bytes, int]:

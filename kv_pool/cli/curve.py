@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import make_progress_bar, new_table, print_table
+from kv_pool.cli.console import new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
@@ -58,11 +57,10 @@ def curve(
     capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
     picture = choose_files("curve.png", png, json, csv)
     settings = replace(settings, block_bytes=block_bytes)
-    with make_progress_bar("computing curves", TaskProgressColumn()) as bar:
-        task = bar.add_task("curve", total=1.0, live="")
+    with show_progress("computing curves") as update:
 
         def show(progress: CurveProgress) -> None:
-            bar.update(task, completed=progress.share, live=progress.doing)
+            update(completed=progress.share, live=progress.doing)
 
         wanted = None if blocks is None and memory is None else capacities
         report = measure_curves(settings, wanted, show, sample)

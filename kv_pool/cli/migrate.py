@@ -13,12 +13,12 @@ from rich.table import Table
 from kv_pool.cli.console import (
     describe_bytes,
     fit_table,
-    make_progress_bar,
     new_table,
     print_error,
     print_json,
     print_table,
     refresh_forever,
+    show_progress,
 )
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.setting_options import Json, Node, Socket
@@ -98,16 +98,13 @@ def parse_sequence_id(text: str) -> SequenceId | RequestId | None:
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
     """Show the progress of a migration until it ends, and return its last status."""
-    with make_progress_bar(
-        escape(escape_text(f"{status.subject} to {status.peer}")), MofNCompleteColumn()
-    ) as bar:
-        task = bar.add_task("", total=None, live="")
+    doing = escape(escape_text(f"{status.subject} to {status.peer}"))
+    with show_progress(doing, MofNCompleteColumn(), None) as update:
         while not status.phase.is_ended:
             # Polling costs the node some microseconds; it cannot notify us.
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             status = client.get_migration(status.migration_id)
-            bar.update(
-                task,
+            update(
                 total=status.num_blocks or None,
                 completed=status.num_done_blocks,
                 live=f"{status.phase.value}, {describe_bytes(status.bytes_per_s)}/s",

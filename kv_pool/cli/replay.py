@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import make_progress_bar, new_facts_table, new_table, print_table
+from kv_pool.cli.console import new_facts_table, new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import write_report
 from kv_pool.cli.publishing import describe_publisher, open_publisher
@@ -105,12 +104,10 @@ def replay(
             if publisher is not None:
                 feed = EventFeed(publisher, pace)
                 print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
-            bar = stack.enter_context(make_progress_bar("replaying", TaskProgressColumn()))
-            task = bar.add_task("replay", total=1.0, live="")
+            update = stack.enter_context(show_progress("replaying"))
 
             def show(progress: ReplayProgress) -> None:
-                bar.update(
-                    task,
+                update(
                     completed=progress.share,
                     live=f"{progress.num_requests:,} requests, token hit rate "
                     f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",

@@ -10,7 +10,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import make_progress_bar, measure_table, new_table, print_table
+from kv_pool.cli.console import measure_table, new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
@@ -75,15 +75,10 @@ def sweep(
     picture = choose_files("sweep.png", png, json)
     settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
     num_replays = len(capacities) * len(host_tiers) * len(disk_tiers)
-    with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
-        task = bar.add_task("sweep", total=num_replays, live="")
+    with show_progress("sweeping", MofNCompleteColumn(), num_replays) as update:
 
         def show(report: ReplayReport) -> None:
-            bar.update(
-                task,
-                advance=1,
-                live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}",
-            )
+            update(advance=1, live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}")
 
         num_processes = jobs or os.cpu_count() or 1
         reports = run_sweep(settings, capacities, num_processes, show, host_tiers, disk_tiers)

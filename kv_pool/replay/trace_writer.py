@@ -25,11 +25,11 @@ _MAX_BUFFERED_BYTES = 64 << 20
 _MAX_NAME_CHARS = 80
 
 
-def check_can_write(path: str) -> None:
-    """Raise TraceError if a report cannot be written to `path`. Nothing is created."""
+def check_can_write(path: str, what: str = "the report") -> None:
+    """Raise TraceError if `what` cannot be written to `path`. Nothing is created."""
     obstacle = find_obstacle(path)
     if obstacle is not None:
-        raise TraceError(f"{path}: cannot write the report: {obstacle}")
+        raise TraceError(f"{path}: cannot write {what}: {obstacle}")
 
 
 def find_obstacle(path: str) -> str | None:
@@ -61,9 +61,7 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
     Raises:
         TraceError: the file cannot be written, or .zst needs a package.
     """
-    obstacle = find_obstacle(path)
-    if obstacle is not None:
-        raise TraceError(f"{path}: cannot write the trace: {obstacle}")
+    check_can_write(path, "the trace")
     is_device = Path(path).exists() and not Path(path).is_file()
     written = path if is_device else f"{path}.{os.getpid()}.part"
     try:
