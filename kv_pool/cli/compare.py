@@ -139,14 +139,14 @@ def compare(
             capacities, block_bytes = options.find_capacities(of_trace, blocks, memory, kv)
             of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
+        seed = int(settings.seed) if settings.seed.isascii() and settings.seed.isdigit() else 0
         names = tuple(name.strip() for name in policies.split(",") if name.strip())
-        wanted = CompareSettings(tuple(compared), names, resamples, _read_seed(settings.seed))
+        wanted = CompareSettings(tuple(compared), names, resamples, seed)
     if on is not None:
         wanted = _find_files(wanted)
     picture = choose_files("compare.png", png, json, csv)
     comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
-    if json is not None:
-        write_report(comparison, json)
+    write_report(comparison, json)
     if csv is not None:
         write_csv(comparison, csv)
     draw_comparison(comparison, picture)
@@ -166,11 +166,6 @@ def _find_files(wanted: CompareSettings) -> CompareSettings:
         path = os.path.abspath(trace) if os.path.isfile(trace) else trace  # a bundled trace has a name
         traces.append(ComparedTrace(replace(compared.settings, trace=path), compared.capacities))
     return msgspec.structs.replace(wanted, traces=tuple(traces))
-
-
-def _read_seed(text: str) -> int:
-    """Return the seed of the samples: the number in `--seed`, or 0 for a text."""
-    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:

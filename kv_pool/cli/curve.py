@@ -64,8 +64,7 @@ def curve(
 
         wanted = None if blocks is None and memory is None else capacities
         report = measure_curves(settings, wanted, show, sample)
-    if json is not None:
-        write_report(report, json)
+    write_report(report, json)
     if csv is not None:
         write_csv(report, csv)
     print_table(make_table(report), Console())

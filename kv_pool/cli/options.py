@@ -131,12 +131,16 @@ def check_tiers(has_tiers: bool, clock: str, kv: ModelKV | None) -> None:
         )
 
 
-def write_report(report: object, path: str) -> None:
+def write_report(report: object, path: str | None) -> None:
     """Write a report to a file as JSON, or print it on standard output if the file cannot be written.
+
+    No-op without a path.
 
     Raises:
         TraceError: the file was not written.
     """
+    if path is None:
+        return
     try:
         write_json(report, path)
     except TraceError as error:

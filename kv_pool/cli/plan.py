@@ -120,8 +120,7 @@ def plan(
             compute=None if model_options.model is None else find_compute(model_options.model),
             on_progress=show,
         )
-    if json is not None:
-        write_report(found, json)
+    write_report(found, json)
     for line in describe_plan(found):
         print(line)
     if found.broken_lines:

@@ -114,8 +114,7 @@ def replay(
                 )
 
             report = run_replay(settings, show, feed, on_outcome)
-        if json is not None:
-            write_report(report, json)
+        write_report(report, json)
         print_table(make_table(report))
         for kind, rows in report.breakdowns.items():
             print_table(make_breakdown_table(kind, rows))

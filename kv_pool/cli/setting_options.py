@@ -7,6 +7,7 @@ Commands to a running pool have no settings: they share `Socket`, `Node` and `Js
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
@@ -40,10 +41,7 @@ def takes(settings_class: type[_Settings], order: str, **found: object) -> _Deco
             parameters.
         found: values of fields that have no option; the command replaces them.
     """
-
-    def make_settings(given: dict[str, Any]) -> _Settings:
-        return _make_settings(settings_class, given, found)
-
+    make_settings = partial(_make_settings, settings_class, found=found)
     return _decorate(make_settings, _make_parameters(settings_class), order)
 
 

@@ -82,8 +82,7 @@ def sweep(
 
         num_processes = jobs or os.cpu_count() or 1
         reports = run_sweep(settings, capacities, num_processes, show, host_tiers, disk_tiers)
-    if json is not None:
-        write_report(reports, json)
+    write_report(reports, json)
     console = Console()
     print_table(make_table(reports, console), console)
     draw_hit_rates(reports, picture, others)

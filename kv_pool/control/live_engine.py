@@ -2,9 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
-from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.serve_settings import ServeSettings, make_pool
@@ -20,52 +18,14 @@ from kv_pool.storage.block_storage import BlockStorage
 OnEvicted = Callable[[RequestId], object]
 
 
-class LiveEngine(Protocol):
-    """The operations of a pool that `LiveReplay` uses; called with the pool's lock held.
+class PoolEngine:
+    """The requests of a live replay as sequences of a `GPUKVPool`; the sequence id is the request's number.
+
+    Call its methods with the pool's lock held.
 
     Attributes:
         pool: the pool that `ControlServer`, `LiveNode` and `Defragmenter` use.
     """
-
-    @property
-    def pool(self) -> GPUKVPool | ControlledManager: ...
-
-    def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
-        """Allocate blocks for the tokens of a request.
-
-        Returns:
-            The number of hit blocks, and the ids of the others. None if too few blocks are free; nothing has
-            changed.
-        """
-
-    def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[BlockId] | None:
-        """Add `num_blocks` blocks for `num_tokens` more tokens; evict other requests if too few are free.
-
-        Returns:
-            The ids of the new blocks; None while a migration holds the blocks that could be evicted.
-        """
-
-    def cache(self, request: ReplayRequest, includes_tokens: bool) -> None:
-        """Register the request's full blocks in the prefix cache."""
-
-    def list_ids(self, request: ReplayRequest) -> list[BlockId]:
-        """Return the ids of the request's blocks, first block first."""
-
-    def finish(self, request: ReplayRequest) -> None:
-        """Release the request's blocks."""
-
-    def on_arrived(self, request: ReplayRequest) -> None:
-        """Add a request that has arrived from another node with its blocks."""
-
-    def on_departed(self, request_id: RequestId) -> None:
-        """Forget a request that has moved to another node."""
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return the events of cached blocks since the last call."""
-
-
-class PoolEngine:
-    """The requests as sequences of a `GPUKVPool`; the sequence id is the request's number."""
 
     def __init__(
         self,
@@ -83,12 +43,23 @@ class PoolEngine:
         )
 
     def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[BlockId]] | None:
+        """Allocate blocks for the tokens of a request.
+
+        Returns:
+            The number of hit blocks, and the ids of the others. None if too few blocks are free; nothing has
+            changed.
+        """
         sequence_id = _get_sequence_id(request)
         num_hashes = min(len(request.block_hashes), request.max_hit_tokens // self.pool.block_size)
         num_hits = len(self.pool.claim_prefix(sequence_id, request.block_hashes[:num_hashes]))
         return num_hits, self.pool.allocate(BlockAllocationRequest(num_blocks - num_hits, sequence_id))
 
     def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[BlockId] | None:
+        """Add `num_blocks` blocks for `num_tokens` more tokens; evict other requests if too few are free.
+
+        Returns:
+            The ids of the new blocks; None while a migration holds the blocks that could be evicted.
+        """
         try:
             return self.pool.allocate(BlockAllocationRequest(num_blocks, _get_sequence_id(request)))
         except PoolExhaustedError:
@@ -97,27 +68,31 @@ class PoolEngine:
             return None
 
     def cache(self, request: ReplayRequest, includes_tokens: bool) -> None:
+        """Register the request's full blocks in the prefix cache."""
         token_ids = request.all_token_ids if includes_tokens else None
         self.pool.cache_prefix(_get_sequence_id(request), request.block_hashes, token_ids)
 
     def list_ids(self, request: ReplayRequest) -> list[BlockId]:
+        """Return the ids of the request's blocks, first block first."""
         return self.pool.blocks_of(_get_sequence_id(request))
 
     def finish(self, request: ReplayRequest) -> None:
+        """Release the request's blocks."""
         self.pool.free_sequence(_get_sequence_id(request))
 
     def on_arrived(self, request: ReplayRequest) -> None:
-        pass
+        """Add a request that has arrived from another node with its blocks."""
 
     def on_departed(self, request_id: RequestId) -> None:
-        pass
+        """Forget a request that has moved to another node."""
 
     def take_events(self) -> list[KVCacheEvent]:
+        """Return the events of cached blocks since the last call."""
         return self.pool.take_events()
 
 
 class ManagerEngine:
-    """The requests of a `KVCacheManager` over a `RunBlockPool`.
+    """The requests of a `KVCacheManager` over a `RunBlockPool`, with the methods of `PoolEngine`.
 
     If no block is free for a token, the request that was admitted last is evicted.
     """
@@ -199,6 +174,9 @@ class ManagerEngine:
     def take_events(self) -> list[KVCacheEvent]:
         with self.pool.lock:
             return self.manager.take_events()
+
+
+LiveEngine = PoolEngine | ManagerEngine
 
 
 def _get_sequence_id(request: ReplayRequest) -> SequenceId:

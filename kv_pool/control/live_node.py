@@ -259,11 +259,10 @@ class LiveNode:
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
         """Return all known migrations, or one. Raises InvalidArgumentError if the id is unknown."""
+        found = self.migrator.list_migrations()
         if migration_id is not None:
-            return MigrationList(
-                self.migrator.name, [self.migrator.find_migration(migration_id).get_status()]
-            )
-        return MigrationList(self.migrator.name, self.migrator.list_migrations())
+            found = [self.migrator.find_migration(migration_id).get_status()]
+        return MigrationList(self.migrator.name, found)
 
     def cancel(self, migration_id: str) -> MigrationStatus:
         """Cancel a migration, unless it is too late. Raises InvalidArgumentError if the id is unknown."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from kv_pool.control.messages import (
     MAX_COMMAND_BYTES,
     CancelCommand,
@@ -23,7 +25,6 @@ from kv_pool.control.messages import (
     MigrateCommand,
     MigrationsCommand,
     NodeCommand,
-    Result,
     SequencesCommand,
     StatsCommand,
     TierList,
@@ -332,7 +333,7 @@ class ControlServer:
         except Exception as error:  # A pool's callback may raise anything; the server continues.
             return encode_error(error)
 
-    def _carry_out_at_node(self, command: NodeCommand) -> Result:
+    def _carry_out_at_node(self, command: NodeCommand) -> msgspec.Struct:
         node = self._node
         if node is None:
             raise ControlError(
@@ -354,7 +355,7 @@ class ControlServer:
             case _:
                 return node.list_peers()
 
-    def _carry_out(self, command: Command) -> Result:
+    def _carry_out(self, command: Command) -> msgspec.Struct:
         match command:
             case SequencesCommand():
                 return self.pool.describe_sequences()

@@ -82,7 +82,7 @@ MODELS = {
 }
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_count(text: str) -> int:
@@ -128,8 +128,7 @@ def parse_memory(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if found is None:
         raise InvalidArgumentError(f"{text!r} is not a size; write it as 40GiB, 512MiB or 40GB")
-    unit = found[2] or ""
-    return int(Fraction(found[1]) * (_UNITS.get(unit) or _BINARY_UNITS[unit]))
+    return int(Fraction(found[1]) * _UNITS[found[2] or ""])
 
 
 def parse_rate(text: str) -> float:

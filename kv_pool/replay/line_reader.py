@@ -90,7 +90,9 @@ class LineReader:
                             number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
                         )
                     if number == 1:
-                        self._refuse_foreign_file(text)
+                        for beginnings, kind in _FOREIGN_FILES:
+                            if text.startswith(beginnings):
+                                raise self.make_error(1, f"this is {kind}")
                     text = text.removeprefix(BYTE_ORDER_MARK)
                     if not text.strip():
                         continue
@@ -147,11 +149,6 @@ class LineReader:
             return self.path.open("rb")
         except OSError as error:
             raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
-
-    def _refuse_foreign_file(self, text: bytes) -> None:
-        for beginnings, kind in _FOREIGN_FILES:
-            if text.startswith(beginnings):
-                raise self.make_error(1, f"this is {kind}")
 
     def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
         """Yield the decompressed lines with their line ends; None for a line that is too long."""

@@ -53,11 +53,6 @@ def read_states(pool: BlockPoolCore) -> bytes:
     return bytes(states)
 
 
-def count_states(states: bytes) -> dict[BlockState, int]:
-    """Return the number of blocks in each state."""
-    return {state: states.count(state) for state in BlockState}
-
-
 def list_free_runs(states: bytes) -> list[int]:
     """Return the lengths of the maximal runs of free blocks, in id order. O(number of blocks)."""
     return [len(run) for run in states.translate(_IS_FREE).split(b"\0") if run]

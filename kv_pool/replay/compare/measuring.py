@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -149,19 +150,11 @@ def compare_trace(
                 row.gap_closed = _share(point.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
             rows.append(row)
     rows.append(_make_curve_row(CEILING, references.infinite_cache, references))
+    facts = msgspec.structs.asdict(references)
     return TraceComparison(
         provenance=make_provenance(trace_path, trace_sha256, references.trace_block_size, settings.seed),
-        block_size=references.block_size,
         block_bytes=settings.block_bytes,
-        requests=references.requests,
-        blocks_looked_up=references.blocks_looked_up,
-        tokens_in=references.tokens_in,
-        unit=references.unit,
-        units=references.units,
-        optimum_blocks=references.optimum_blocks,
-        optimum_tokens=references.optimum_tokens,
-        why_no_optimum=references.why_no_optimum,
-        infinite_cache=references.infinite_cache,
+        **{name: facts[name] for name in TraceComparison.__struct_fields__ if name in facts},
         rows=rows,
     )
 
