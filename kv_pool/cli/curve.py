@@ -110,9 +110,10 @@ def describe(report: CurveReport) -> list[str]:
     for point in report.points:
         if point.num_blocks == report.knee:
             size = _describe_size(point, report)
+            optimum = "optimum" if report.optimum_tokens == "optimal" else "upper bound"
             lines.append(
                 f"knee: {size}, {point.lru.token_hit_rate:.2%} of tokens with LRU, "
-                f"{point.optimum.token_hit_rate:.2%} with the {_name_optimum(report)}, "
+                f"{point.optimum.token_hit_rate:.2%} with the {optimum}, "
                 f"{report.infinite_cache.token_hit_rate:.2%} without evictions"
             )
     lines += describe_bound(report.optimum_blocks, report.optimum_tokens)
@@ -137,7 +138,3 @@ def _describe_size(point: CurvePoint, report: CurveReport) -> str:
     block_bytes = report.settings.get("block_bytes")
     memory = f" ({point.num_blocks * int(block_bytes) / 2**30:,.1f} GiB)" if block_bytes else ""
     return f"{point.num_blocks:,} blocks{memory}"
-
-
-def _name_optimum(report: CurveReport) -> str:
-    return "optimum" if report.optimum_tokens == "optimal" else "upper bound"

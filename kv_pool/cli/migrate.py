@@ -118,16 +118,11 @@ def _show(status: MigrationStatus, json: bool) -> None:
         print_json(status)
     elif status.phase is not MigrationPhase.FAILED:
         print(describe_outcome(status))
-    if status.phase is not MigrationPhase.DONE:
-        _raise(status)
-
-
-def _raise(status: MigrationStatus) -> None:
-    """Raise the error with which the migration ended."""
     if status.phase is MigrationPhase.CANCELLED:
         raise MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
-    kind = ERRORS_BY_NAME.get(status.error, MigrationError)
-    raise kind(f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}")
+    if status.phase is not MigrationPhase.DONE:
+        kind = ERRORS_BY_NAME.get(status.error, MigrationError)
+        raise kind(f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}")
 
 
 def describe_outcome(status: MigrationStatus) -> str:
@@ -167,7 +162,7 @@ def migration_status(
             print(line)
 
 
-def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Table:
+def draw(found: MigrationList, limit: int, console: Console) -> Table:
     """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
 
     def lay_out(num_columns: int) -> Table:
@@ -185,7 +180,7 @@ def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Ta
             table.add_row(*map(make_cell, describe_row(status)[:num_columns]))
         return table
 
-    return lay_out(len(_TITLES)) if fitting is None else fit_table(lay_out, len(_TITLES), fitting)
+    return fit_table(lay_out, len(_TITLES), console)
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:

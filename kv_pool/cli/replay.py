@@ -221,10 +221,8 @@ def _list_media(report: ReplayReport) -> list[tuple[str, int, str]]:
     if not report.tiers:
         return []
     tokens_hit = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
-    media = [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,} in the pool itself")]
-    for tier in report.tiers:
-        media.append((tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,} onboarded"))
-    return media
+    in_tiers = [(tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,} onboarded") for tier in report.tiers]
+    return [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,} in the pool itself"), *in_tiers]
 
 
 def _seconds(duration_ms: float) -> str:

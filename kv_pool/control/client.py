@@ -3,7 +3,6 @@
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from kv_pool.control.messages import (
@@ -69,9 +68,7 @@ class ControlClient:
     def __enter__(self) -> "ControlClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from secrets import token_hex
-from types import TracebackType
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
@@ -157,9 +156,7 @@ class LiveNode:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def migrate(

@@ -5,7 +5,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.core.arguments import as_count
+from kv_pool.errors import TraceError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 from kv_pool.replay.decompression import decompress
 
@@ -51,19 +52,13 @@ class LineReader:
         *,
         skip_broken: bool = False,
     ) -> None:
-        for name, limit in (
-            ("max_line_bytes", max_line_bytes),
-            ("max_decompressed_bytes", max_decompressed_bytes),
-        ):
-            if limit < 1:
-                raise InvalidArgumentError(f"{name} is {limit}; it must be 1 or more")
         self.path = path
         self.skip_broken = skip_broken
         self.num_broken = 0
         self.first_broken: str | None = None
         self.position = 0.0
-        self._max_line_bytes = max_line_bytes
-        self._max_decompressed_bytes = max_decompressed_bytes
+        self._max_line_bytes = as_count("max_line_bytes", max_line_bytes, 1)
+        self._max_decompressed_bytes = as_count("max_decompressed_bytes", max_decompressed_bytes, 1)
 
     def __repr__(self) -> str:
         return f"<LineReader {str(self.path)!r}: {self.position:.0%} read>"

@@ -10,6 +10,7 @@ from kv_pool.replay.breakdown import BreakdownRow
 from kv_pool.replay.figure import (
     format_capacity_axes,
     make_printable,
+    name_trace,
     open_pyplot,
     save_figure,
     show_names_as_written,
@@ -197,9 +198,8 @@ def draw_breakdowns(report: ReplayReport, path: str) -> None:
             _draw_bars(axes, kind, rows)
         mark = axes.axhline if kind in _LABELS else axes.axvline
         mark(report.token_hit_rate, color="black", linestyle=":", linewidth=1)
-    trace = Path(report.provenance.trace).name if report.provenance else ""
-    title = f"{trace}, {report.num_blocks:,} blocks of {report.block_size} tokens, {report.convention}"
-    figure.suptitle(make_printable(title), fontsize=10, parse_math=False)
+    title = f"{report.num_blocks:,} blocks of {report.block_size} tokens, {make_printable(report.convention)}"
+    figure.suptitle(f"{name_trace(report.provenance)}, {title}", fontsize=10, parse_math=False)
     save_figure(figure, path)
 
 

@@ -14,10 +14,9 @@ from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
 from kv_pool.replay.driver import FoundPrefix, ReplayDriver, ReplayRetention, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
-from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.optimum_policy import find_optimum
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_tiers import CopyLink, ReplayTiers
+from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import OutcomeCallback
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size

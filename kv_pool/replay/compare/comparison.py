@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.report import InfiniteCache, Provenance, read_json, write_csv_rows
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings
@@ -51,8 +52,7 @@ class CompareSettings(msgspec.Struct, frozen=True):
         """Raise InvalidArgumentError if a value is invalid."""
         if not self.traces:
             raise InvalidArgumentError("a comparison needs at least one trace")
-        if self.resamples < 0:
-            raise InvalidArgumentError(f"resamples is {self.resamples}; it must be 0 or more")
+        as_count("resamples", self.resamples)
         for compared in self.traces:
             settings = compared.settings
             if not compared.capacities:

@@ -23,8 +23,6 @@ from kv_pool.version import __version__
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
-_INCLUDED = "kv_pool"
-
 
 class PolicyRun(msgspec.Struct, frozen=True, tag="run"):
     """The results of one policy at one capacity.
@@ -89,7 +87,7 @@ def read_source(name: str) -> PolicySource:
 
 def _digest_module(policy: PolicyChoice) -> str | None:
     name = getattr(policy.make, "__module__", "")
-    if name.split(".")[0] == _INCLUDED:
+    if name.split(".")[0] == "kv_pool":
         return None
     path = getattr(sys.modules.get(name), "__file__", None)
     if path is None or not path.endswith(".py"):
