@@ -18,9 +18,9 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
-from kv_pool.replay.instant_clock import run_instantly
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.simulator import run_instantly
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import Trace, TraceRequest
 

@@ -3,36 +3,56 @@
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
+from rich.table import Table
+from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.compare_table import describe, list_errors, make_compare_table
-from kv_pool.cli.console import print_error, print_table
-from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.console import fit_table, new_table, print_error, print_table, show_progress
+from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import CompareProgress, compare_policies
 from kv_pool.replay.compare.compare_plot import draw_comparison
-from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
 from kv_pool.replay.compare.comparison import (
+    CEILING,
+    ComparedTrace,
+    CompareSettings,
     Comparison,
+    ComparisonRow,
+    TraceComparison,
     list_changed_inputs,
     list_differences,
     read_comparison,
     write_csv,
 )
 from kv_pool.replay.compare.executors import open_executor
-from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.curves.curve_report import describe_bound
+from kv_pool.replay.settings import OPTIMUM, ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
 
 _FINISHED = ".runs"
+
+_COLUMNS = (
+    "blocks",
+    "policy",
+    "token hits",
+    "block hits",
+    "gap closed",
+    "points over LRU",
+    "hits",
+    "misses",
+    "evictions",
+    "admitted",
+    "seconds",
+)
 
 _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
@@ -119,14 +139,14 @@ def compare(
             capacities, block_bytes = options.find_capacities(of_trace, blocks, memory, kv)
             of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
+        seed = int(settings.seed) if settings.seed.isascii() and settings.seed.isdigit() else 0
         names = tuple(name.strip() for name in policies.split(",") if name.strip())
-        wanted = CompareSettings(tuple(compared), names, resamples, _read_seed(settings.seed))
+        wanted = CompareSettings(tuple(compared), names, resamples, seed)
     if on is not None:
         wanted = _find_files(wanted)
     picture = choose_files("compare.png", png, json, csv)
     comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
-    if json is not None:
-        write_report(comparison, json)
+    write_report(comparison, json)
     if csv is not None:
         write_csv(comparison, csv)
     draw_comparison(comparison, picture)
@@ -148,20 +168,12 @@ def _find_files(wanted: CompareSettings) -> CompareSettings:
     return msgspec.structs.replace(wanted, traces=tuple(traces))
 
 
-def _read_seed(text: str) -> int:
-    """Return the seed of the samples: the number in `--seed`, or 0 for a text."""
-    return int(text) if text.isascii() and text.isdigit() else 0
-
-
 def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:
-    with make_progress_bar("comparing", MofNCompleteColumn()) as bar:
-        task = bar.add_task("compare", total=None, live="")
+    with show_progress("comparing", MofNCompleteColumn(), None) as update:
 
         def show(progress: CompareProgress) -> None:
             live = progress.label if progress.error is None else f"{progress.label}: {progress.error}"
-            bar.update(
-                task, total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80]
-            )
+            update(total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80])
 
         with open_executor(on, jobs or os.cpu_count() or 1) as executor:
             return compare_policies(wanted, executor, finished, show)
@@ -195,3 +207,78 @@ def _show_differences(earlier: Comparison, comparison: Comparison) -> bool:
     if not differences:
         print("the results are the same as before")
     return bool(differences)
+
+
+def make_compare_table(found: TraceComparison, console: Console) -> Table:
+    """Return one row per policy and capacity; on a narrow terminal without the last columns."""
+    return fit_table(lambda num_columns: _lay_out(found, num_columns), len(_COLUMNS), console)
+
+
+def describe(found: TraceComparison, num_samples: int) -> list[str]:
+    """Return sentences about the intervals, the bound, a missing optimum, and errors of runs."""
+    lines = []
+    if num_samples and found.units > 1:
+        lines.append(
+            f"in brackets: 95 % confidence intervals, from {num_samples:,} samples of the {found.units:,} "
+            f"{found.unit}s"
+        )
+    if found.why_no_optimum is not None:
+        lines.append(f"no optimum: {escape_text(found.why_no_optimum)}")
+    return lines + describe_bound(found.optimum_blocks, found.optimum_tokens)
+
+
+def list_errors(found: TraceComparison) -> list[str]:
+    """Return one line for each run that an error has ended."""
+    trace = Path(found.provenance.trace).name
+    return [
+        f"{row.policy} at {row.num_blocks:,} blocks, {trace}: {row.error}"
+        for row in found.rows
+        if row.error is not None
+    ]
+
+
+def _lay_out(found: TraceComparison, num_columns: int) -> Table:
+    trace = escape_text(Path(found.provenance.trace).name)
+    title = Text(f"{trace}, {found.requests:,} requests, blocks of {found.block_size} tokens")
+    numbers = [name for name in _COLUMNS if name != "policy"]
+    table = new_table(_COLUMNS[:num_columns], right=numbers, title=title)
+    capacity = None
+    for row in found.rows:
+        if capacity not in (None, row.num_blocks):
+            table.add_section()
+        cells = _make_cells(row, found)
+        if row.num_blocks == capacity:
+            cells[0] = Text()
+        capacity = row.num_blocks
+        table.add_row(*cells[:num_columns])
+    return table
+
+
+def _make_cells(row: ComparisonRow, found: TraceComparison) -> list[Text]:
+    if row.error is not None:
+        name = row.error.split(":")[0]
+        return [Text(f"{row.num_blocks:,}"), make_cell(row.policy), Text(name), *[Text()] * 8]
+    policy = {"lru": "LRU", CEILING: "infinite cache"}.get(row.policy, row.policy)
+    if row.policy == OPTIMUM and found.optimum_tokens == "bound":
+        policy = "bound" if found.optimum_blocks == "bound" else "optimum, bound of tokens"
+    counts = (row.blocks_hit, row.blocks_missed, row.evictions, row.admitted)
+    cells = [
+        f"{row.num_blocks:,}",
+        policy,
+        _format_rate(row.token_hit_rate, None, None, "{:.2f}", "%"),
+        _format_rate(row.block_hit_rate, None, None, "{:.2f}", "%"),
+        _format_rate(row.gap_closed, row.gap_closed_low, row.gap_closed_high, "{:.1f}", "%"),
+        _format_rate(row.above_lru, row.above_lru_low, row.above_lru_high, "{:+.2f}", ""),
+        *("" if count is None else f"{count:,}" for count in counts),
+        "" if row.seconds is None else f"{row.seconds:.2f}",
+    ]
+    return [make_cell(cell) for cell in cells]
+
+
+def _format_rate(value: float | None, low: float | None, high: float | None, form: str, unit: str) -> str:
+    if value is None:
+        return ""
+    text = form.format(100 * value) + unit
+    if low is None or high is None:
+        return text
+    return f"{text} [{form.format(100 * low)}, {form.format(100 * high)}]"

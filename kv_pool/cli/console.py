@@ -1,16 +1,26 @@
-"""Printing for every command: any encoding, closed pipes, whole tables, sizes, errors, repeated output."""
+"""Printing for every command: any encoding, closed pipes, tables, sizes, errors, progress, repetition."""
 
 import codecs
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -147,6 +157,31 @@ def refresh_forever(
             console.print(shown, soft_wrap=True)
         console.file.flush()
         sleep(SECONDS_BETWEEN_LOOKS)
+
+
+@contextmanager
+def show_progress(
+    doing: str, how_far: ProgressColumn | None = None, total: float | None = 1.0
+) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error in a `with` block; nothing if that is not a terminal.
+
+    Args:
+        how_far: a column for the progress. Default: percent.
+        total: the progress at the end; None for a bar without an end.
+    Yields:
+        A function that updates the bar: its `completed`, its `total`, its text `live`, or `advance`.
+    """
+    columns = [TextColumn(doing), BarColumn(), how_far or TaskProgressColumn()]
+    bar = Progress(
+        *columns,
+        TextColumn("{task.fields[live]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        yield partial(bar.update, bar.add_task("", total=total, live=""))
 
 
 def _spell(error: UnicodeError) -> tuple[str | bytes, int]:

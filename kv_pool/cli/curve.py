@@ -5,19 +5,16 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.compare_table import describe_bound
-from kv_pool.cli.console import new_table, print_table
+from kv_pool.cli.console import new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay import ranges
+from kv_pool.replay.capacity import RANGE_FORMAT
 from kv_pool.replay.curves.curve_plot import draw_curves
-from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, write_csv
+from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
 from kv_pool.replay.curves.measure import CurveProgress, measure_curves
 from kv_pool.replay.settings import ReplaySettings
 
@@ -37,7 +34,7 @@ def curve(
         str | None,
         typer.Option(
             metavar="LIST",
-            help=f"Capacities in blocks: {ranges.FORMAT}. Default: 64 in equal ratios, from the largest "
+            help=f"Capacities in blocks: {RANGE_FORMAT}. Default: 64 in equal ratios, from the largest "
             "request to the least capacity at which LRU has all hits.",
         ),
     ] = None,
@@ -60,16 +57,14 @@ def curve(
     capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
     picture = choose_files("curve.png", png, json, csv)
     settings = replace(settings, block_bytes=block_bytes)
-    with make_progress_bar("computing curves", TaskProgressColumn()) as bar:
-        task = bar.add_task("curve", total=1.0, live="")
+    with show_progress("computing curves") as update:
 
         def show(progress: CurveProgress) -> None:
-            bar.update(task, completed=progress.share, live=progress.doing)
+            update(completed=progress.share, live=progress.doing)
 
         wanted = None if blocks is None and memory is None else capacities
         report = measure_curves(settings, wanted, show, sample)
-    if json is not None:
-        write_report(report, json)
+    write_report(report, json)
     if csv is not None:
         write_csv(report, csv)
     print_table(make_table(report), Console())
@@ -115,9 +110,10 @@ def describe(report: CurveReport) -> list[str]:
     for point in report.points:
         if point.num_blocks == report.knee:
             size = _describe_size(point, report)
+            optimum = "optimum" if report.optimum_tokens == "optimal" else "upper bound"
             lines.append(
                 f"knee: {size}, {point.lru.token_hit_rate:.2%} of tokens with LRU, "
-                f"{point.optimum.token_hit_rate:.2%} with the {_name_optimum(report)}, "
+                f"{point.optimum.token_hit_rate:.2%} with the {optimum}, "
                 f"{report.infinite_cache.token_hit_rate:.2%} without evictions"
             )
     lines += describe_bound(report.optimum_blocks, report.optimum_tokens)
@@ -142,7 +138,3 @@ def _describe_size(point: CurvePoint, report: CurveReport) -> str:
     block_bytes = report.settings.get("block_bytes")
     memory = f" ({point.num_blocks * int(block_bytes) / 2**30:,.1f} GiB)" if block_bytes else ""
     return f"{point.num_blocks:,} blocks{memory}"
-
-
-def _name_optimum(report: CurveReport) -> str:
-    return "optimum" if report.optimum_tokens == "optimal" else "upper bound"

@@ -29,6 +29,7 @@ STYLES = {
     "silent": "dim",
 }
 _SHOWN_TOKENS = 6
+_STORED_FIELDS = ("token_ids", "block_size", "lora_id", "lora_name", "kv_cache_spec_kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,7 @@ def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
         if isinstance(event, BlockStored):
             parent = None if event.parent_block_hash is None else to_wire_hash(event.parent_block_hash)
             fields["parent_block_hash"] = parent
-            fields["token_ids"] = event.token_ids
-            fields["block_size"] = event.block_size
-            fields["lora_id"] = event.lora_id
-            fields["lora_name"] = event.lora_name
-            fields["kv_cache_spec_kind"] = event.kv_cache_spec_kind
+            fields |= {name: getattr(event, name) for name in _STORED_FIELDS}
             text += f"  after {show_hash(parent)}  tokens {show_tokens(event.token_ids)}"
             adapter = event.lora_name if event.lora_name is not None else event.lora_id
             if adapter is not None:

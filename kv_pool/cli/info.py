@@ -8,8 +8,8 @@ from pathlib import Path
 from rich import box
 
 from kv_pool.cli.console import new_table, print_json, print_table
-from kv_pool.cli.control_options import Json
 from kv_pool.cli.foreign_text import escape_lines, escape_text, make_cell
+from kv_pool.cli.setting_options import Json
 from kv_pool.core.mode import COMPILED
 from kv_pool.environment import VARIABLES, list_mistakes
 from kv_pool.migration.machine import Accelerator, Machine, read_machine

@@ -18,10 +18,10 @@ from kv_pool.cli.console import (
     print_json,
     print_table,
     refresh_forever,
+    show_progress,
 )
-from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.control.messages import MigrationList
@@ -98,16 +98,13 @@ def parse_sequence_id(text: str) -> SequenceId | RequestId | None:
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
     """Show the progress of a migration until it ends, and return its last status."""
-    with make_progress_bar(
-        escape(escape_text(f"{status.subject} to {status.peer}")), MofNCompleteColumn()
-    ) as bar:
-        task = bar.add_task("", total=None, live="")
+    doing = escape(escape_text(f"{status.subject} to {status.peer}"))
+    with show_progress(doing, MofNCompleteColumn(), None) as update:
         while not status.phase.is_ended:
             # Polling costs the node some microseconds; it cannot notify us.
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             status = client.get_migration(status.migration_id)
-            bar.update(
-                task,
+            update(
                 total=status.num_blocks or None,
                 completed=status.num_done_blocks,
                 live=f"{status.phase.value}, {describe_bytes(status.bytes_per_s)}/s",
@@ -121,16 +118,11 @@ def _show(status: MigrationStatus, json: bool) -> None:
         print_json(status)
     elif status.phase is not MigrationPhase.FAILED:
         print(describe_outcome(status))
-    if status.phase is not MigrationPhase.DONE:
-        _raise(status)
-
-
-def _raise(status: MigrationStatus) -> None:
-    """Raise the error with which the migration ended."""
     if status.phase is MigrationPhase.CANCELLED:
         raise MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
-    kind = ERRORS_BY_NAME.get(status.error, MigrationError)
-    raise kind(f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}")
+    if status.phase is not MigrationPhase.DONE:
+        kind = ERRORS_BY_NAME.get(status.error, MigrationError)
+        raise kind(f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}")
 
 
 def describe_outcome(status: MigrationStatus) -> str:
@@ -170,7 +162,7 @@ def migration_status(
             print(line)
 
 
-def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Table:
+def draw(found: MigrationList, limit: int, console: Console) -> Table:
     """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
 
     def lay_out(num_columns: int) -> Table:
@@ -188,7 +180,7 @@ def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Ta
             table.add_row(*map(make_cell, describe_row(status)[:num_columns]))
         return table
 
-    return lay_out(len(_TITLES)) if fitting is None else fit_table(lay_out, len(_TITLES), fitting)
+    return fit_table(lay_out, len(_TITLES), console)
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:

@@ -1,19 +1,32 @@
-"""Options that commands share besides settings, and their combinations: capacities, the model, tiers."""
+"""Options that commands share besides settings: capacities, the model, tiers, and the files of results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kv_pool.cli.foreign_text import escape_json
 from kv_pool.cli.setting_options import declare
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay import ranges
-from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
+from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.replay.capacity import (
+    MODELS,
+    RANGE_FORMAT,
+    ModelKV,
+    count_blocks,
+    find_model,
+    parse_count,
+    parse_memory,
+    parse_range,
+)
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.option import Option
+from kv_pool.replay.report import encode_json, write_json
 from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.trace_writer import check_can_write
 
 MODEL_PANEL = "Model, for --memory and for the time of copies"
 
@@ -24,9 +37,7 @@ JsonFile = Annotated[
     str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
 ]
 Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
-BlockList = Annotated[
-    str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {ranges.FORMAT}.")
-]
+BlockList = Annotated[str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {RANGE_FORMAT}.")]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -103,10 +114,10 @@ def find_capacities(
     return capacities, 0 if kv is None else kv.count_block_bytes(block_size, num_groups)
 
 
-def parse_list(option: str, text: str, parse_one: Callable[[str], int] = ranges.parse_count) -> list[int]:
-    """Parse a list or range as `ranges.parse_range` does; errors name the option."""
+def parse_list(option: str, text: str, parse_one: Callable[[str], int] = parse_count) -> list[int]:
+    """Parse a list or range as `parse_range` does; errors name the option."""
     try:
-        return ranges.parse_range(text, parse_one)
+        return parse_range(text, parse_one)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{option}: {error}") from error
 
@@ -118,3 +129,47 @@ def check_tiers(has_tiers: bool, clock: str, kv: ModelKV | None) -> None:
             "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "
             "decide how long a copy takes"
         )
+
+
+def write_report(report: object, path: str | None) -> None:
+    """Write a report to a file as JSON, or print it on standard output if the file cannot be written.
+
+    No-op without a path.
+
+    Raises:
+        TraceError: the file was not written.
+    """
+    if path is None:
+        return
+    try:
+        write_json(report, path)
+    except TraceError as error:
+        print(escape_json(encode_json(report).decode()))
+        raise TraceError(f"{error}; the report is on standard output instead") from error
+
+
+def choose_files(default_picture: str, picture: str | None, *others: str | None) -> str:
+    """Return the path of the picture: `picture`, or for None the first unused one like `default_picture`.
+
+    Call this before the work, whose results these files take.
+
+    Raises:
+        KVPoolError: the picture cannot be drawn, or one of the `others` that are not None cannot be written.
+    """
+    if picture is None:
+        picture = _find_unused(default_picture)
+    check_can_draw(picture)
+    for path in others:
+        if path is not None:
+            check_can_write(path)
+    return picture
+
+
+def _find_unused(path: str) -> str:
+    """Return `path`, or the first unused path with -2, -3 and so on before its suffix."""
+    first = Path(path)
+    found, number = first, 1
+    while found.exists():
+        number += 1
+        found = first.with_stem(f"{first.stem}-{number}")
+    return str(found)

@@ -5,14 +5,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_table, print_table
+from kv_pool.cli.console import new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
@@ -107,11 +105,10 @@ def plan(
     )
     sizes = options.parse_list("--block-sizes", block_sizes)
     picture = choose_files("plan.png", png, json)
-    with make_progress_bar("planning", TaskProgressColumn()) as bar:
-        task = bar.add_task("plan", total=1.0, live="")
+    with show_progress("planning") as update:
 
         def show(doing: str, share: float) -> None:
-            bar.update(task, completed=share, live=doing)
+            update(completed=share, live=doing)
 
         found = plan_capacity(
             replace(settings, clock=clock),
@@ -123,8 +120,7 @@ def plan(
             compute=None if model_options.model is None else find_compute(model_options.model),
             on_progress=show,
         )
-    if json is not None:
-        write_report(found, json)
+    write_report(found, json)
     for line in describe_plan(found):
         print(line)
     if found.broken_lines:

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_facts_table, new_table, print_table
+from kv_pool.cli.console import new_facts_table, new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
-from kv_pool.cli.outputs import write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import write_report
 from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
@@ -23,7 +21,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.breakdown import BreakdownRow, parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.plot_breakdown import draw_breakdowns
+from kv_pool.replay.plot import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.settings import ReplaySettings
@@ -106,20 +104,17 @@ def replay(
             if publisher is not None:
                 feed = EventFeed(publisher, pace)
                 print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
-            bar = stack.enter_context(make_progress_bar("replaying", TaskProgressColumn()))
-            task = bar.add_task("replay", total=1.0, live="")
+            update = stack.enter_context(show_progress("replaying"))
 
             def show(progress: ReplayProgress) -> None:
-                bar.update(
-                    task,
+                update(
                     completed=progress.share,
                     live=f"{progress.num_requests:,} requests, token hit rate "
                     f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
                 )
 
             report = run_replay(settings, show, feed, on_outcome)
-        if json is not None:
-            write_report(report, json)
+        write_report(report, json)
         print_table(make_table(report))
         for kind, rows in report.breakdowns.items():
             print_table(make_breakdown_table(kind, rows))
@@ -226,10 +221,8 @@ def _list_media(report: ReplayReport) -> list[tuple[str, int, str]]:
     if not report.tiers:
         return []
     tokens_hit = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
-    media = [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,} in the pool itself")]
-    for tier in report.tiers:
-        media.append((tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,} onboarded"))
-    return media
+    in_tiers = [(tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,} onboarded") for tier in report.tiers]
+    return [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,} in the pool itself"), *in_tiers]
 
 
 def _seconds(duration_ms: float) -> str:

@@ -15,13 +15,15 @@ from kv_pool.cli.console import (
     print_table,
     refresh_forever,
 )
-from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
-from kv_pool.control.layout_picture import check_can_draw, draw_layout
+from kv_pool.control.layout_picture import draw_layout
 from kv_pool.control.layout_text import print_layout
+from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
 from kv_pool.metrics.latency import CallLatency
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.reports import (
     HoldList,
     HoldSummary,
@@ -184,7 +186,7 @@ def layout(
 ) -> None:
     """Draw which blocks of a running pool are free, cached, in use or held in place, and its runs."""
     if output is not None:
-        check_can_draw(output)
+        check_can_draw(output, DrawingError)
     with ControlClient(socket, node=node) as client:
         found = client.get_layout()
     if output is not None:

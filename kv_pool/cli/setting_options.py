@@ -1,16 +1,30 @@
 """`takes`, `takes_given`: decorators that turn the fields of settings into options of a command.
 
 The settings declare the options (`replay/option.py`); a command lists those that it offers, in order.
+Commands to a running pool have no settings: they share `Socket`, `Node` and `Json`.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
+from kv_pool.ids import NodeName
 from kv_pool.replay.option import Option, list_options
+
+Socket = Annotated[
+    str | None,
+    typer.Option(help="The pool's control socket. Default: the socket of this user's kv-pool serve."),
+]
+Node = Annotated[
+    NodeName | None,
+    typer.Option(metavar="NAME", parser=NodeName, help="The node to connect to: its kv-pool serve --name."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
 
 _Settings = TypeVar("_Settings")
 _Command = Callable[..., None]
@@ -27,10 +41,7 @@ def takes(settings_class: type[_Settings], order: str, **found: object) -> _Deco
             parameters.
         found: values of fields that have no option; the command replaces them.
     """
-
-    def make_settings(given: dict[str, Any]) -> _Settings:
-        return _make_settings(settings_class, given, found)
-
+    make_settings = partial(_make_settings, settings_class, found=found)
     return _decorate(make_settings, _make_parameters(settings_class), order)
 
 

@@ -10,10 +10,9 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import measure_table, new_table, print_table
+from kv_pool.cli.console import measure_table, new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.outputs import choose_files, write_report
-from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay.plot import draw_hit_rates
 from kv_pool.replay.report import ReplayReport, read_reports
@@ -76,20 +75,14 @@ def sweep(
     picture = choose_files("sweep.png", png, json)
     settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
     num_replays = len(capacities) * len(host_tiers) * len(disk_tiers)
-    with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
-        task = bar.add_task("sweep", total=num_replays, live="")
+    with show_progress("sweeping", MofNCompleteColumn(), num_replays) as update:
 
         def show(report: ReplayReport) -> None:
-            bar.update(
-                task,
-                advance=1,
-                live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}",
-            )
+            update(advance=1, live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}")
 
         num_processes = jobs or os.cpu_count() or 1
         reports = run_sweep(settings, capacities, num_processes, show, host_tiers, disk_tiers)
-    if json is not None:
-        write_report(reports, json)
+    write_report(reports, json)
     console = Console()
     print_table(make_table(reports, console), console)
     draw_hit_rates(reports, picture, others)

@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import new_facts_table, new_table, print_json, print_table
-from kv_pool.cli.control_options import Json
+from kv_pool.cli.console import (
+    new_facts_table,
+    new_table,
+    print_json,
+    print_table,
+    show_progress,
+)
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.progress import count_requests, make_progress_bar
-from kv_pool.cli.setting_options import takes
+from kv_pool.cli.setting_options import Json, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
-from kv_pool.replay.merge import merge_traces
+from kv_pool.replay.merge import PARTITIONS, merge_traces, split_trace
 from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.split import PARTITIONS, split_trace
 from kv_pool.replay.trace_info import Percentiles, TraceInfo, describe_trace
 from kv_pool.replay.trace_writer import open_trace_writer
 from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
@@ -50,9 +52,8 @@ def info(
 ) -> None:
     """Describe a trace: requests, blocks, sessions, reuse, and the hit rate of a cache that never evicts."""
     trace = settings.open_trace()
-    with make_progress_bar("reading", TaskProgressColumn()) as bar:
-        task = bar.add_task("read", total=1.0, live="")
-        found = describe_trace(trace, block_size, lambda: bar.update(task, completed=trace.position))
+    with show_progress("reading") as update:
+        found = describe_trace(trace, block_size, lambda: update(completed=trace.position))
     if json:
         print_json(found)
         return
@@ -99,18 +100,14 @@ def rag(settings: RAGSettings, output: Output) -> None:
 
 
 def _write(requests: Iterable[GeneratedRequest], num_requests: int, output: str) -> None:
-    with (
-        open_trace_writer(output) as write,
-        make_progress_bar("generating", TaskProgressColumn()) as bar,
-    ):
-        task = bar.add_task("generate", total=num_requests, live="")
+    with open_trace_writer(output) as write, show_progress("generating", total=num_requests) as update:
         num_tokens = num_ids = number = 0
         for number, request in enumerate(requests, 1):
             write(request)
             num_tokens += request.input_length
             num_ids += len(request.hash_ids)
             if number % 100 == 0:
-                bar.update(task, completed=number, live=f"{number:,} requests")
+                update(completed=number, live=f"{number:,} requests")
     print(f"{output}: {number:,} requests, {num_tokens:,} prompt tokens, {num_ids:,} hash ids")
 
 
@@ -176,9 +173,11 @@ def merge(
     if tenants is not None and not all(tenants):
         raise InvalidArgumentError(f"--names {names!r} contains an empty name")
     lines = merge_traces(opened, tenants, shared=shared)
-    with open_trace_writer(output) as write:
-        for line in count_requests("merging", lines):
+    with open_trace_writer(output) as write, show_progress("merging", total=None) as update:
+        for number, line in enumerate(lines, 1):
             write(line)
+            if number % 100 == 0:
+                update(live=f"{number:,} requests")
     num_skipped = sum(one.num_broken for one in opened)
     print(
         f"{output}: {len(opened)} tenants" + (f", {num_skipped:,} broken lines skipped" * bool(num_skipped))

@@ -80,8 +80,7 @@ class ControlledManager:
         self.run_length = as_count("run_length", run_length, 1)
         self.device_id = as_int("device_id", device_id)
         self._storage = storage
-        self._copies_by_storage = copy is None and storage is not None
-        self._copy = storage.apply_moves if copy is None and storage is not None else copy
+        self._copy = copy
         self._on_moved = on_moved
         self._requests: Mapping[RequestId, SchedulableRequest] = {} if requests is None else requests
         self._num_moved_blocks = 0
@@ -181,6 +180,9 @@ class ControlledManager:
                 their bytes; cached blocks that were being exchanged may be evicted.
         """
         pool, copy, on_moved = self.block_pool, self._copy, self._on_moved
+        scratch_ids: Sequence[BlockId] = compaction.NULL_BLOCK_SLOT
+        if copy is None and self._storage is not None:
+            copy, scratch_ids = self._storage.apply_moves, self._storage.scratch_ids
         if not isinstance(pool, RunBlockPool):
             raise ControlError(_WITHOUT_RUNS.format(type(pool).__name__))
         if copy is None or on_moved is None:
@@ -193,9 +195,6 @@ class ControlledManager:
             self._num_moved_blocks += len(relocation.moves)
             on_moved(relocation)
 
-        scratch_ids: Sequence[BlockId] = compaction.NULL_BLOCK_SLOT
-        if self._copies_by_storage and self._storage is not None:
-            scratch_ids = self._storage.scratch_ids
         with self.lock:
             return compaction.compact(
                 pool,

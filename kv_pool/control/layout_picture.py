@@ -18,7 +18,7 @@ from kv_pool.control.layout_cells import (
     make_legend,
 )
 from kv_pool.errors import DrawingError
-from kv_pool.replay.figure import find_drawing_obstacle
+from kv_pool.replay.figure import check_can_draw
 from kv_pool.reports import PoolLayout
 
 if TYPE_CHECKING:
@@ -77,13 +77,6 @@ def make_grid(num_cells: int) -> Grid:
     return Grid(num_cells, num_columns, cell_size)
 
 
-def check_can_draw(path: str) -> None:
-    """Raise DrawingError if `draw_layout` cannot draw to `path`."""
-    obstacle = find_drawing_obstacle(path)
-    if obstacle is not None:
-        raise DrawingError(f"{path}: cannot write the picture: {obstacle}")
-
-
 def draw_layout(layout: PoolLayout, path: str) -> None:
     """Draw a memory map to an image file (.png, .svg, .pdf). The same layout gives the same SVG.
 
@@ -92,7 +85,7 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
         DrawingError: matplotlib is not installed, or the file cannot be written.
     Cost: O(number of blocks), and about a second.
     """
-    check_can_draw(path)
+    check_can_draw(path, DrawingError)
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -111,7 +104,8 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor="white")
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
         axes.set_axis_off()
-        _draw_title(axes, layout)
+        _write(axes, _LEFT, 40, describe_pool(layout), fontsize=16, fontweight="bold")
+        _write(axes, _LEFT, 78, describe_use(layout), fontsize=11, color=_DIM)
         _draw_shares(axes, grid, legend)
         _draw_scale(axes, grid, cells.blocks_per_cell)
         _draw_cells(axes, grid, cells)
@@ -120,11 +114,6 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
             figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
         except (OSError, ValueError) as error:
             raise DrawingError(f"{path}: cannot write the picture: {error}") from error
-
-
-def _draw_title(axes: "Axes", layout: PoolLayout) -> None:
-    _write(axes, _LEFT, 40, describe_pool(layout), fontsize=16, fontweight="bold")
-    _write(axes, _LEFT, 78, describe_use(layout), fontsize=11, color=_DIM)
 
 
 def _draw_shares(axes: "Axes", grid: Grid, legend: list[LegendLine]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from rich.console import Console
 from rich.style import Style
@@ -111,12 +111,9 @@ def make_text(layout: PoolLayout, look: Look, num_columns: int, num_lines: int) 
 
 def _paint(text: Text, upper: list[CellKind], lower: list[CellKind]) -> None:
     """Append two rows as one line; the lower row may be shorter."""
-    whole = list(zip(upper, lower, strict=False))
-    for (above, below), pairs in groupby(whole):
-        style = Style(color=COLOURS[above], bgcolor=COLOURS[below])
+    for (above, below), pairs in groupby(zip_longest(upper, lower)):
+        style = _STYLES[above] if below is None else Style(color=COLOURS[above], bgcolor=COLOURS[below])
         text.append("▀" * len(list(pairs)), style)
-    for above, rest in groupby(upper[len(lower) :]):
-        text.append("▀" * len(list(rest)), _STYLES[above])
 
 
 def _write(text: Text, row: list[CellKind], look: Look) -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from secrets import token_hex
-from types import TracebackType
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
@@ -157,9 +156,7 @@ class LiveNode:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def migrate(
@@ -259,11 +256,10 @@ class LiveNode:
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
         """Return all known migrations, or one. Raises InvalidArgumentError if the id is unknown."""
+        found = self.migrator.list_migrations()
         if migration_id is not None:
-            return MigrationList(
-                self.migrator.name, [self.migrator.find_migration(migration_id).get_status()]
-            )
-        return MigrationList(self.migrator.name, self.migrator.list_migrations())
+            found = [self.migrator.find_migration(migration_id).get_status()]
+        return MigrationList(self.migrator.name, found)
 
     def cancel(self, migration_id: str) -> MigrationStatus:
         """Cancel a migration, unless it is too late. Raises InvalidArgumentError if the id is unknown."""

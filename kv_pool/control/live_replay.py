@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from threading import Event
 from zlib import crc32
@@ -11,8 +11,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from kv_pool.control.live_engine import LiveEngine, ManagerEngine, PoolEngine
-from kv_pool.control.live_tiers import LiveTiers
+from kv_pool.control.live_engine import LiveTiers, ManagerEngine, PoolEngine
 from kv_pool.control.serve_settings import ServeSettings, make_defragmenter
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
@@ -63,7 +62,7 @@ class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
     is_cached: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class LiveProgress:
     """The progress of a live replay since its start.
 
@@ -73,14 +72,14 @@ class LiveProgress:
         requests_per_s: finished requests per second.
     """
 
-    seconds: float
-    num_waiting: int
-    num_running: int
-    num_finished: int
-    num_preempted: int
-    num_moved_out: int
-    num_moved_in: int
-    requests_per_s: float
+    seconds: float = 0.0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_finished: int = 0
+    num_preempted: int = 0
+    num_moved_out: int = 0
+    num_moved_in: int = 0
+    requests_per_s: float = 0.0
 
 
 class LiveReplay:
@@ -124,7 +123,7 @@ class LiveReplay:
         storage = None if self._contents is None else self._contents.storage
         has_events = publisher is not None
         make_engine = ManagerEngine if settings.manager else PoolEngine
-        self._engine: LiveEngine = make_engine(settings, storage, self._requeue, enable_events=has_events)
+        self._engine = make_engine(settings, storage, self._requeue, enable_events=has_events)
         self.pool = self._engine.pool
         self.tiers: LiveTiers | None = None
         if settings.has_tiers:
@@ -145,10 +144,7 @@ class LiveReplay:
         self._waiting: deque[ReplayRequest] = deque()
         self._running: dict[RequestId, _Running] = {}
         self._prefill_free_s = self._began_s
-        self._num_finished = 0
-        self._num_preempted = 0
-        self._num_moved_out = 0
-        self._num_moved_in = 0
+        self._progress = LiveProgress()
         self._wrong: list[BlockId] = []
 
     def run(self, stop: Event) -> None:
@@ -179,15 +175,12 @@ class LiveReplay:
 
     def get_progress(self) -> LiveProgress:
         seconds = self._clock() - self._began_s
-        return LiveProgress(
+        return replace(
+            self._progress,
             seconds=seconds,
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            num_finished=self._num_finished,
-            num_preempted=self._num_preempted,
-            num_moved_out=self._num_moved_out,
-            num_moved_in=self._num_moved_in,
-            requests_per_s=self._num_finished / seconds if seconds else 0.0,
+            requests_per_s=self._progress.num_finished / seconds if seconds else 0.0,
         )
 
     def _receive(self, now_s: float) -> None:
@@ -243,7 +236,7 @@ class LiveReplay:
             self._note_wrong(request_id)
             self._engine.finish(request)
             del self._running[request_id]
-            self._num_finished += 1
+            self._progress.num_finished += 1
 
     # ---- migration: `SequenceOwner` -----------------------------------------------------------------
 
@@ -271,7 +264,7 @@ class LiveReplay:
     def on_departed(self, sequence_id: SequenceId | RequestId, target: NodeName) -> None:
         del self._running[_as_request_id(sequence_id)]
         self._engine.on_departed(_as_request_id(sequence_id))
-        self._num_moved_out += 1
+        self._progress.num_moved_out += 1
 
     def expect(self, sequence_id: SequenceId | RequestId, num_blocks: int, state: bytes) -> None:
         arriving = self._decode(state)
@@ -304,7 +297,7 @@ class LiveReplay:
         self._running[_as_request_id(sequence_id)] = _Running(
             request, num_blocks, computed_s, arriving.num_generated, arriving.is_cached
         )
-        self._num_moved_in += 1
+        self._progress.num_moved_in += 1
         self._note_wrong(request.request_id)
 
     def _decode(self, state: bytes) -> _SequenceState:
@@ -356,7 +349,7 @@ class LiveReplay:
     def _requeue(self, request_id: RequestId) -> None:
         """Put an evicted request back at the head of the queue. It keeps its generated tokens."""
         self._waiting.appendleft(self._running.pop(request_id).request)
-        self._num_preempted += 1
+        self._progress.num_preempted += 1
 
 
 def _as_request_id(sequence_id: SequenceId | RequestId) -> RequestId:

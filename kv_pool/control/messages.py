@@ -26,10 +26,6 @@ from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.status import MigrationStatus
-from kv_pool.reports.holds import HoldList
-from kv_pool.reports.layout import PoolLayout
-from kv_pool.reports.sequences import SequenceList
-from kv_pool.reports.statistics import PoolStatistics
 from kv_pool.tiers.tier import TierStatistics
 
 MAX_COMMAND_BYTES = 4096
@@ -178,19 +174,6 @@ class TierList(msgspec.Struct, frozen=True):
     num_dropped: int = 0
 
 
-Result = (
-    PoolStatistics
-    | DefragReport
-    | PoolLayout
-    | SequenceList
-    | HoldList
-    | MigrationStatus
-    | MigrationList
-    | PeerList
-    | TierList
-)
-
-
 class _Name(msgspec.Struct):
     command: str
 
@@ -223,7 +206,7 @@ def decode_command(line: bytes) -> Command:
         ) from error
 
 
-def encode_result(result: Result) -> bytes:
+def encode_result(result: msgspec.Struct) -> bytes:
     """Return the reply to a command that succeeded, as one line.
 
     Raises:

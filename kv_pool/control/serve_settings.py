@@ -267,18 +267,9 @@ def check_is_node(settings: ServeSettings) -> None:
     """Raise InvalidArgumentError if an option about nodes is set without a name."""
     if settings.name is None:
         defaults = ServeSettings()
-        about_node = (
-            "listen",
-            "bulk_port",
-            "peer",
-            "nodes",
-            "registry",
-            "secret_file",
-            "backend",
-            "max_rate",
-        )
-        for key in (*about_node, "migration_threshold"):
-            if getattr(settings, key) != getattr(defaults, key):
+        for key, _, option in list_options(ServeSettings):
+            is_set = getattr(settings, key) != getattr(defaults, key)
+            if option.panel == _NODES and key != "block_bytes" and is_set:  # tiers have block_bytes, too
                 raise InvalidArgumentError(
                     f"{key} is an option of nodes, and a node needs a name; set name, too"
                 )

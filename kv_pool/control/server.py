@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from kv_pool.closing import Running
 from kv_pool.control.messages import (
     MAX_COMMAND_BYTES,
@@ -23,7 +25,6 @@ from kv_pool.control.messages import (
     MigrateCommand,
     MigrationsCommand,
     NodeCommand,
-    Result,
     SequencesCommand,
     StatsCommand,
     TierList,
@@ -32,10 +33,10 @@ from kv_pool.control.messages import (
     encode_error,
     encode_result,
 )
-from kv_pool.control.socket_lock import lock_socket
 from kv_pool.control.socket_path import (
     get_default_folder,
     is_dead,
+    lock_socket,
     make_folder,
     remove_dead_sockets,
     resolve_path,
@@ -323,7 +324,7 @@ class ControlServer(Running):
         except Exception as error:  # A pool's callback may raise anything; the server continues.
             return encode_error(error)
 
-    def _carry_out_at_node(self, command: NodeCommand) -> Result:
+    def _carry_out_at_node(self, command: NodeCommand) -> msgspec.Struct:
         node = self._node
         if node is None:
             raise ControlError(
@@ -345,7 +346,7 @@ class ControlServer(Running):
             case _:
                 return node.list_peers()
 
-    def _carry_out(self, command: Command) -> Result:
+    def _carry_out(self, command: Command) -> msgspec.Struct:
         match command:
             case SequencesCommand():
                 return self.pool.describe_sequences()

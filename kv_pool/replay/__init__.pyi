@@ -13,8 +13,8 @@ from kv_pool.replay.plan.goals import Prices as Prices
 from kv_pool.replay.plan.plan_report import CapacityPlan as CapacityPlan
 from kv_pool.replay.plan.plan_words import describe_plan as describe_plan
 from kv_pool.replay.compare.compare import compare_policies as compare_policies
-from kv_pool.replay.compare.compare_settings import CompareSettings as CompareSettings
-from kv_pool.replay.compare.compare_settings import ComparedTrace as ComparedTrace
+from kv_pool.replay.compare.comparison import CompareSettings as CompareSettings
+from kv_pool.replay.compare.comparison import ComparedTrace as ComparedTrace
 from kv_pool.replay.compare.comparison import Comparison as Comparison
 from kv_pool.replay.worker_processes import WorkerProcesses as WorkerProcesses
 from kv_pool.replay.trace import Trace as Trace
@@ -31,14 +31,14 @@ from kv_pool.replay.workloads.rag import generate_rag as generate_rag
 from kv_pool.replay.workloads.distributions import Distribution as Distribution
 from kv_pool.replay.trace_writer import open_trace_writer as open_trace_writer
 from kv_pool.replay.merge import merge_traces as merge_traces
-from kv_pool.replay.split import split_trace as split_trace
+from kv_pool.replay.merge import split_trace as split_trace
 from kv_pool.replay.formats.convert import ConvertSettings as ConvertSettings
 from kv_pool.replay.formats.convert import convert_trace as convert_trace
 from kv_pool.replay.settings import EngineRates as EngineRates
 from kv_pool.replay.capacity import ModelKV as ModelKV
 from kv_pool.replay.capacity import find_model as find_model
 from kv_pool.replay.plot import draw_hit_rates as draw_hit_rates
-from kv_pool.replay.plot_breakdown import draw_breakdowns as draw_breakdowns
+from kv_pool.replay.plot import draw_breakdowns as draw_breakdowns
 from kv_pool.replay.curves.curve_plot import draw_curves as draw_curves
 from kv_pool.replay.plan.plan_plot import draw_plan as draw_plan
 from kv_pool.replay.compare.compare_plot import draw_comparison as draw_comparison

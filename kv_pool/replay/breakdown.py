@@ -17,6 +17,7 @@ BREAKDOWNS = ("session", "turn", "tenant", "minute", "position")
 """
 
 _FIRST_POSITION = 1024
+_NO_END = 1 << 62
 _MS_PER_MINUTE = 60_000
 
 _Key = str | int | None
@@ -74,16 +75,12 @@ class Breakdown:
     def add(self, outcome: RequestOutcome) -> None:
         """Count a request that ended or was refused."""
         if self.kind == "position":
-            self._add_positions(outcome)
-            return
-        row = self._find_row(self._get_key(outcome))
-        row.requests += 1
-        row.refused_requests += outcome.outcome == "refused"
-        row.tokens_in += outcome.input_length
-        row.tokens_hit += outcome.tokens_hit
-        row.tokens_hit_in_tiers += outcome.tokens_hit_in_tiers
-        row.blocks_looked_up += outcome.blocks_looked_up
-        row.blocks_hit += outcome.blocks_hit
+            first, end = 0, _FIRST_POSITION
+            while first < outcome.input_length:
+                self._add_part(first, outcome, first, end)
+                first, end = end, 2 * end
+        else:
+            self._add_part(self._get_key(outcome), outcome, 0, _NO_END)
 
     def _get_key(self, outcome: RequestOutcome) -> _Key:
         if self.kind == "session":
@@ -94,28 +91,19 @@ class Breakdown:
             return outcome.tenant
         return int(outcome.arrival_ms // _MS_PER_MINUTE)
 
-    def _add_positions(self, outcome: RequestOutcome) -> None:
-        """Count the parts of a prompt. A block is in the range in which it begins."""
+    def _add_part(self, key: _Key, outcome: RequestOutcome, first: int, end: int) -> None:
+        """Count the tokens `first` to `end` - 1 of a prompt. A block is in the part in which it begins."""
+        row = self._rows.setdefault(key, BreakdownRow(key))
+        row.requests += 1
+        row.refused_requests += outcome.outcome == "refused"
+        row.tokens_in += _overlap(outcome.input_length, first, end)
+        num_hit = _overlap(outcome.tokens_hit, first, end)
+        row.tokens_hit += num_hit
         num_on_device = outcome.tokens_hit - outcome.tokens_hit_in_tiers
-        first, end = 0, _FIRST_POSITION
-        while first < outcome.input_length:
-            row = self._find_row(first)
-            row.requests += 1
-            row.refused_requests += outcome.outcome == "refused"
-            row.tokens_in += _overlap(outcome.input_length, first, end)
-            num_hit = _overlap(outcome.tokens_hit, first, end)
-            row.tokens_hit += num_hit
-            row.tokens_hit_in_tiers += num_hit - _overlap(num_on_device, first, end)
-            first_block, end_block = -(-first // self._block_size), -(-end // self._block_size)
-            row.blocks_looked_up += _overlap(outcome.blocks_looked_up, first_block, end_block)
-            row.blocks_hit += _overlap(outcome.blocks_hit, first_block, end_block)
-            first, end = end, 2 * end
-
-    def _find_row(self, key: _Key) -> BreakdownRow:
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = BreakdownRow(key)
-        return row
+        row.tokens_hit_in_tiers += num_hit - _overlap(num_on_device, first, end)
+        first_block, end_block = -(-first // self._block_size), -(-end // self._block_size)
+        row.blocks_looked_up += _overlap(outcome.blocks_looked_up, first_block, end_block)
+        row.blocks_hit += _overlap(outcome.blocks_hit, first_block, end_block)
 
     def finish(self) -> list[BreakdownRow]:
         """Return the rows with their rates.

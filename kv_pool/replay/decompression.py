@@ -17,8 +17,8 @@ _CHUNK = 1 << 16
 _BUFFER = 1 << 20
 
 
-class XzReader(RawIOBase):
-    """A stream that decompresses .xz like `lzma.open`, with a memory limit.
+class _XzContent:
+    """The content of a .xz file, decompressed like `lzma.open`, with a memory limit.
 
     Raises:
         lzma.LZMAError: the data is damaged, or needs more memory than `XZ_MEMORY_LIMIT`.
@@ -29,11 +29,8 @@ class XzReader(RawIOBase):
         self._raw = raw
         self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
-        """Read at most one decoder step into `buffer`. Return the number of bytes; 0 at the end."""
+    def read1(self, max_bytes: int) -> bytes:
+        """Return the bytes of at most one decoder step; b"" at the end."""
         while True:
             data = b""
             if self._decoder.eof:
@@ -41,17 +38,15 @@ class XzReader(RawIOBase):
                 data = self._decoder.unused_data.lstrip(b"\0")
                 while not data:
                     if not (chunk := self._raw.read(_CHUNK)):
-                        return 0
+                        return b""
                     data = chunk.lstrip(b"\0")
                 self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
             elif self._decoder.needs_input:
                 data = self._raw.read(_CHUNK)
                 if not data:
                     raise EOFError("Compressed file ended before the end-of-stream marker was reached")
-            found = self._decoder.decompress(data, len(buffer))
-            if found:
-                buffer[: len(found)] = found
-                return len(found)
+            if found := self._decoder.decompress(data, max_bytes):
+                return found
 
 
 class _Pieces(RawIOBase):
@@ -82,7 +77,7 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
         with gzip.open(raw) as content:
             yield BufferedReader(_Pieces(content.read1), _BUFFER)
     elif magic == b"\xfd7zXZ\x00":
-        yield BufferedReader(XzReader(raw), _BUFFER)
+        yield BufferedReader(_Pieces(_XzContent(raw).read1), _BUFFER)
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
         try:
             from backports import zstd

@@ -13,9 +13,8 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.replay.host_swap import HostSwap
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_tiers import ReplayTiers
+from kv_pool.replay.replay_tiers import HostSwap, ReplayTiers
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.tally import Tally
 from kv_pool.tiers.tier_prefixes import TierHit

@@ -4,19 +4,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kv_pool.errors import TraceError, describe_install
+from kv_pool.errors import KVPoolError, TraceError, describe_install
 from kv_pool.replay.report import Provenance
 from kv_pool.replay.trace_writer import find_obstacle
 
 
-def check_can_draw(path: str) -> None:
-    """Raise TraceError if no picture can be drawn to `path`. Call it before a long replay."""
-    obstacle = find_drawing_obstacle(path)
+def check_can_draw(path: str, error: type[KVPoolError] = TraceError) -> None:
+    """Raise an error if no picture can be drawn to `path`. Call it before a long replay."""
+    obstacle = _find_obstacle(path)
     if obstacle is not None:
-        raise TraceError(f"{path}: cannot write the picture: {obstacle}")
+        raise error(f"{path}: cannot write the picture: {obstacle}")
 
 
-def find_drawing_obstacle(path: str) -> str | None:
+def _find_obstacle(path: str) -> str | None:
     """Return why a picture cannot be drawn to `path` (format, folder or matplotlib), or None."""
     try:
         import matplotlib  # noqa: F401

@@ -5,7 +5,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.core.arguments import as_count
+from kv_pool.errors import TraceError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 from kv_pool.replay.decompression import decompress
 
@@ -51,19 +52,13 @@ class LineReader:
         *,
         skip_broken: bool = False,
     ) -> None:
-        for name, limit in (
-            ("max_line_bytes", max_line_bytes),
-            ("max_decompressed_bytes", max_decompressed_bytes),
-        ):
-            if limit < 1:
-                raise InvalidArgumentError(f"{name} is {limit}; it must be 1 or more")
         self.path = path
         self.skip_broken = skip_broken
         self.num_broken = 0
         self.first_broken: str | None = None
         self.position = 0.0
-        self._max_line_bytes = max_line_bytes
-        self._max_decompressed_bytes = max_decompressed_bytes
+        self._max_line_bytes = as_count("max_line_bytes", max_line_bytes, 1)
+        self._max_decompressed_bytes = as_count("max_decompressed_bytes", max_decompressed_bytes, 1)
 
     def __repr__(self) -> str:
         return f"<LineReader {str(self.path)!r}: {self.position:.0%} read>"
@@ -91,7 +86,9 @@ class LineReader:
                             number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
                         )
                     if number == 1:
-                        self._refuse_foreign_file(text)
+                        for beginnings, kind in _FOREIGN_FILES:
+                            if text.startswith(beginnings):
+                                raise self.make_error(1, f"this is {kind}")
                     text = text.removeprefix(BYTE_ORDER_MARK)
                     if not text.strip():
                         continue
@@ -152,11 +149,6 @@ class LineReader:
             return self.path.open("rb")
         except OSError as error:
             raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
-
-    def _refuse_foreign_file(self, text: bytes) -> None:
-        for beginnings, kind in _FOREIGN_FILES:
-            if text.startswith(beginnings):
-                raise self.make_error(1, f"this is {kind}")
 
     def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
         """Yield the decompressed lines with their line ends; None for a line that is too long."""

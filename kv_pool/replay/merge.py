@@ -1,6 +1,7 @@
-"""`merge_traces`: the requests of several traces on one clock, each trace as a tenant."""
+"""`merge_traces`: several traces on one clock, each as a tenant; `split_trace`: a trace in several files."""
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.trace import Trace, TraceRequest
+from kv_pool.replay.trace_writer import MAX_PARTS, open_parts
 
 MAX_HASH_ID = 2**64 - 1
+PARTITIONS = ("session", "tenant", "time")
+_UNNAMED = "none"
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
@@ -53,12 +57,12 @@ def merge_traces(
     Reads each trace twice, unless they are shared. Memory: one request per trace.
     """
     names = list(name_tenants(traces) if tenants is None else tenants)
-    _check(traces, names, shared)
+    _check_tenants(traces, names, shared)
     offsets = [0] * len(traces) if shared else _find_offsets(traces)
     return _merge(traces, names, offsets)
 
 
-def _check(traces: Sequence[Trace], names: list[str], shared: bool) -> None:
+def _check_tenants(traces: Sequence[Trace], names: list[str], shared: bool) -> None:
     if not traces:
         raise InvalidArgumentError("there are no traces to merge")
     if len(names) != len(traces):
@@ -122,7 +126,46 @@ def _read(trace: Trace, number: int) -> Iterator[tuple[float, int, TraceRequest,
         yield now_ms, number, request, text
 
 
-def restore_line(request: TraceRequest, text: bytes, path: Path) -> dict[str, Any]:
+def split_trace(
+    trace: Trace, by: str, pattern: str, *, num_parts: int | None = None, every_s: float | None = None
+) -> dict[str, int]:
+    """Write the requests of a trace to several files. The order of lines is kept.
+
+    By session, each conversation gets a file, or conversations are dealt to `num_parts` files in the order in
+    which they start. By tenant, each tenant gets a file, and the changes of `merge_traces` are undone. By
+    time, each `every_s` seconds get a file. Requests without session or tenant are in the part `none`.
+
+    Args:
+        by: session, tenant or time.
+        pattern: path of the files, with `{part}` for the name of a part, as in `open_parts`.
+    Returns:
+        The number of requests by path, in the order in which the parts start.
+    Raises:
+        InvalidArgumentError: an argument is invalid, or there would be more than `MAX_PARTS` files.
+        TraceError: the trace cannot be read, or a file not written. No file has changed.
+    """
+    _check_parts(by, num_parts, every_s)
+    numbers: dict[str, int] = {}
+    counts: defaultdict[str, int] = defaultdict(int)
+    with open_parts(pattern) as parts:
+        for request, text in trace.read_lines():
+            line: object = msgspec.Raw(text.strip())
+            if by == "tenant":
+                part = _UNNAMED if request.tenant is None else request.tenant
+                line = _restore_line(request, text, trace.path)
+            elif by == "time":
+                part = f"{int(request.arrival_ms / 1000 // (every_s or 1.0)):05}"
+            else:
+                part = _UNNAMED if request.session_id is None else request.session_id
+                if num_parts is not None:
+                    part = f"{numbers.setdefault(part, len(numbers)) % num_parts:05}"
+            parts.append(part, request.line, parts.encode(line) + b"\n")
+            counts[parts.get_path(part)] += 1
+        parts.finish()
+    return counts
+
+
+def _restore_line(request: TraceRequest, text: bytes, path: Path) -> dict[str, Any]:
     """Return the line from which `merge_traces` made this one. Raises TraceError."""
     line: dict[str, Any] = _decode(text)
     line.pop("tenant", None)
@@ -135,3 +178,16 @@ def restore_line(request: TraceRequest, text: bytes, path: Path) -> dict[str, An
     if offset:
         line["hash_ids"] = [hash_id - offset for hash_id in request.hash_ids or ()]
     return line
+
+
+def _check_parts(by: str, num_parts: int | None, every_s: float | None) -> None:
+    if by not in PARTITIONS:
+        raise InvalidArgumentError(f"cannot split by {by!r}; known are {', '.join(PARTITIONS)}")
+    if (num_parts is not None) and by != "session":
+        raise InvalidArgumentError("a number of parts is for a split by session")
+    if num_parts is not None and not 1 <= num_parts <= MAX_PARTS:
+        raise InvalidArgumentError(f"{num_parts} parts are not in 1..{MAX_PARTS}")
+    if (every_s is not None) != (by == "time"):
+        raise InvalidArgumentError("a split by time, and no other, needs the seconds of a part (--every)")
+    if every_s is not None and not 0 < every_s < float("inf"):
+        raise InvalidArgumentError(f"a part of {every_s} seconds is not above 0")

@@ -1,8 +1,8 @@
 """`find_optimum`: optimal replacement (Belady's MIN) as a cache policy, for replays."""
 
 from collections.abc import Iterable
+from functools import partial
 from heapq import heappop, heappush
-from typing import Any
 
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
@@ -88,8 +88,4 @@ def find_optimum(requests: Iterable[ReplayRequest], block_size: int, capacity: i
         key: [number if number > 0 else _NEVER for number in numbers[1:]] + [_NEVER]
         for key, numbers in uses.items()
     }
-
-    def make() -> Any:
-        return OptimumPolicy(next_hits)
-
-    return PolicyChoice("optimum", make, True)
+    return PolicyChoice("optimum", partial(OptimumPolicy, next_hits), True)

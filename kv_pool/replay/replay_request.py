@@ -27,7 +27,7 @@ _MASK = (1 << 64) - 1
 
 
 class ReplayRequestState(msgspec.Struct, frozen=True, array_like=True):
-    """The serialized state of a `ReplayRequest`, for another process."""
+    """The serialized state of a `ReplayRequest`, for another process: its attributes of these names."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
     session_id: str | None
@@ -60,11 +60,9 @@ class ReplayRequest:
     cache_salt = None
 
     __slots__ = (
-        "_block_size",
-        "_prompt_ids",
-        "_tokens_per_id",
         "arrival_ms",
         "block_hashes",
+        "block_size",
         "input_length",
         "max_hit_tokens",
         "num_cacheable_blocks",
@@ -72,10 +70,12 @@ class ReplayRequest:
         "num_output_left",
         "num_prompt_tokens",
         "num_tokens",
+        "prompt_ids",
         "request_id",
         "session_id",
         "step_ends",
         "tenant",
+        "tokens_per_id",
     )
 
     def __repr__(self) -> str:
@@ -104,23 +104,23 @@ class ReplayRequest:
         self.num_computed_tokens = 0
         self.step_ends: list[int] = []
         self.num_output_left = traced.output_length
-        self._block_size = block_size
+        self.block_size = block_size
         self.num_tokens = traced.input_length
         if traced.hash_ids is not None:
             if trace_block_size is None:
                 raise InvalidArgumentError("a request of hash ids needs the trace's block size")
             if convention.startswith("ids_as_blocks"):
                 self.num_tokens = len(traced.hash_ids) * trace_block_size
-            self._prompt_ids = traced.hash_ids
-            self._tokens_per_id = trace_block_size
+            self.prompt_ids = traced.hash_ids
+            self.tokens_per_id = trace_block_size
             self.block_hashes = hash_ids_to_block_hashes(
                 traced.hash_ids, trace_block_size, self.num_tokens, block_size
             )
         else:
             if hasher is None or traced.token_ids is None:
                 raise InvalidArgumentError("a request of token ids needs a BlockHasher")
-            self._prompt_ids = traced.token_ids
-            self._tokens_per_id = 1
+            self.prompt_ids = traced.token_ids
+            self.tokens_per_id = 1
             self.block_hashes = hasher.hash_blocks(traced.token_ids)
         self.num_prompt_tokens = self.num_tokens
         self._name_unknown_blocks()
@@ -136,7 +136,7 @@ class ReplayRequest:
         For a trace of hash ids, each token has the hash id of its block. Generated tokens are 0, because
         traces do not contain them.
         """
-        ids, times = self._prompt_ids, self._tokens_per_id
+        ids, times = self.prompt_ids, self.tokens_per_id
         tokens = [token for token in ids for _ in range(times)][: self.num_prompt_tokens]
         return tokens + [0] * (self.num_tokens - len(tokens))
 
@@ -151,55 +151,35 @@ class ReplayRequest:
 
         Such blocks hold generated tokens, or the end of a prompt that no hash id covers.
         """
-        for index in range(len(self.block_hashes), self.num_tokens // self._block_size):
+        for index in range(len(self.block_hashes), self.num_tokens // self.block_size):
             self.block_hashes.append(self.name_block(index))
 
     def name_block(self, index: int) -> BlockHash:
         """Return the hash of a block of this request, or the hash it will have when it is full."""
         if index < len(self.block_hashes):
             return self.block_hashes[index]
-        number = int(self.request_id)
-        last = (_OUTPUT | number << 24) ^ index
-        return BlockHash(_pack_output(number, last & _MASK))
+        last = (_OUTPUT | self.number << 24) ^ index
+        return BlockHash(_pack_output(self.number, last & _MASK))
+
+    @property
+    def number(self) -> int:
+        """The number of its line, which is its id."""
+        return int(self.request_id)
 
     def get_state(self) -> "ReplayRequestState":
         """Return the request's state, so that another process can continue it."""
-        return ReplayRequestState(
-            int(self.request_id),
-            self.session_id,
-            self.arrival_ms,
-            self.input_length,
-            self.num_prompt_tokens,
-            self.num_tokens,
-            self.num_output_left,
-            self._block_size,
-            self._tokens_per_id,
-            list(self._prompt_ids),
-            list(self.block_hashes),
-            self.max_hit_tokens,
-            self.num_cacheable_blocks,
-        )
+        return msgspec.convert(self, ReplayRequestState, from_attributes=True)
 
     @classmethod
     def from_state(cls, state: "ReplayRequestState") -> "ReplayRequest":
         """Create a request from its state. Its `num_computed_tokens` is 0."""
         request = cls.__new__(cls)
         request.request_id = RequestId(str(state.number))
-        request.session_id = state.session_id
+        for name in ReplayRequestState.__struct_fields__[1:]:
+            setattr(request, name, getattr(state, name))
         request.tenant = None
-        request.arrival_ms = state.arrival_ms
-        request.input_length = state.input_length
-        request.num_prompt_tokens = state.num_prompt_tokens
-        request.num_tokens = state.num_tokens
-        request.num_output_left = state.num_output_left
         request.num_computed_tokens = 0
         request.step_ends = []
-        request.max_hit_tokens = state.max_hit_tokens
-        request.num_cacheable_blocks = state.num_cacheable_blocks
-        request.block_hashes = [BlockHash(block_hash) for block_hash in state.block_hashes]
-        request._block_size = state.block_size
-        request._tokens_per_id = state.tokens_per_id
-        request._prompt_ids = state.prompt_ids
         return request
 
 

@@ -1,14 +1,12 @@
 """`RequestOutcome`: the result of one request in a replay; writes outcomes as JSON lines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
 
 from kv_pool.errors import TraceError
-from kv_pool.ids import RequestId
-from kv_pool.replay.replay_request import ReplayRequest
 
 
 class RequestOutcome(msgspec.Struct):
@@ -52,69 +50,6 @@ class RequestOutcome(msgspec.Struct):
 
 
 OutcomeCallback = Callable[[RequestOutcome], None]
-
-
-class OutcomeNotes:
-    """Collects the outcomes of requests during a replay.
-
-    Args:
-        callbacks: called with each outcome when its request ends or is refused.
-    """
-
-    def __init__(self, callbacks: Sequence[OutcomeCallback]) -> None:
-        self._callbacks = callbacks
-        self._open: dict[RequestId, RequestOutcome] = {}
-        self._num_turns: dict[str, int] = {}
-
-    def arrive(self, request: ReplayRequest) -> None:
-        """Record the arrival of a request."""
-        turn = None
-        if request.session_id is not None:
-            turn = self._num_turns[request.session_id] = self._num_turns.get(request.session_id, 0) + 1
-        self._open[request.request_id] = RequestOutcome(
-            line=int(request.request_id),
-            outcome="done",
-            session_id=request.session_id,
-            arrival_ms=request.arrival_ms,
-            end_ms=request.arrival_ms,
-            input_length=request.input_length,
-            output_length=request.num_output_left,
-            blocks_looked_up=request.num_cacheable_blocks,
-            tenant=request.tenant,
-            turn=turn,
-        )
-
-    def refuse(self, request: ReplayRequest) -> None:
-        """Record that a request was refused."""
-        outcome = self._open.pop(request.request_id)
-        outcome.outcome = "refused"
-        self._notify(outcome)
-
-    def note_hit(
-        self, request: ReplayRequest, num_blocks: int, num_tokens: int, num_tokens_in_tiers: int
-    ) -> None:
-        """Record the hit of a request at its first admission."""
-        outcome = self._open[request.request_id]
-        outcome.blocks_hit = num_blocks
-        outcome.tokens_hit = num_tokens
-        outcome.tokens_hit_in_tiers = num_tokens_in_tiers
-
-    def note_preemption(self, request: ReplayRequest) -> None:
-        """Record a preemption of the request."""
-        self._open[request.request_id].preempted += 1
-
-    def end(self, request: ReplayRequest, num_blocks: int, waited_ms: float, end_ms: float) -> None:
-        """Record the end of a request with `num_blocks` in its tables."""
-        outcome = self._open.pop(request.request_id)
-        outcome.tokens_out = request.num_tokens - request.num_prompt_tokens
-        outcome.blocks = num_blocks
-        outcome.waited_ms = waited_ms
-        outcome.end_ms = end_ms
-        self._notify(outcome)
-
-    def _notify(self, outcome: RequestOutcome) -> None:
-        for callback in self._callbacks:
-            callback(outcome)
 
 
 @contextmanager

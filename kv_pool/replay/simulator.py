@@ -1,6 +1,6 @@
 """`run_replay`: replays a trace through a new pool and returns a report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
 
@@ -11,15 +11,14 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
-from kv_pool.replay.driver import ReplayDriver, ReplayRetention, ReplayTime
+from kv_pool.replay.driver import FoundPrefix, ReplayDriver, ReplayRetention, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
-from kv_pool.replay.host_swap import HostSwap, swap_always
-from kv_pool.replay.instant_clock import run_instantly
 from kv_pool.replay.optimum_policy import find_optimum
-from kv_pool.replay.replay_tiers import CopyLink, ReplayTiers
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.replay.report import ReplayReport, make_provenance
-from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
+from kv_pool.replay.request_outcomes import OutcomeCallback
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock
@@ -105,7 +104,7 @@ def run_replay(
     callbacks: list[OutcomeCallback] = [breakdown.add for breakdown in breakdowns]
     if on_outcome is not None:
         callbacks.append(on_outcome)
-    tally = Tally(report, OutcomeNotes(callbacks) if callbacks else None)
+    tally = Tally(report, callbacks)
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, manager, report, link)
@@ -185,3 +184,44 @@ def _make_swap(
             block_bytes=settings.block_bytes,
         )
     return HostSwap(manager, settings.host_blocks, settings.block_bytes, link, rule, report)
+
+
+_WHOLE_PROMPTS = PromptSteps()
+
+
+def run_instantly(
+    requests: Iterable[ReplayRequest],
+    driver: ReplayDriver,
+    on_request: Callable[[], None],
+    steps: PromptSteps = _WHOLE_PROMPTS,
+) -> ReplayReport:
+    """Replay one request at a time, without output: look up, load from tiers, allocate, free.
+
+    With full attention the hit counts equal those of any correct LRU simulator of full blocks exactly.
+    """
+    num_blocks_in_use = 0
+    for request in requests:
+        driver.set_time(request.arrival_ms)
+        if driver.receive(request, request.num_tokens):
+            found = driver.look_up(request)
+            _compute(request, found, driver, steps)
+            driver.note_hit(request, found)
+            num_blocks_in_use += driver.num_blocks_in_use
+            driver.end(request, request.arrival_ms)
+        on_request()
+    return driver.finish(num_blocks_in_use / max(1, driver.tally.report.requests))
+
+
+def _compute(request: ReplayRequest, found: FoundPrefix, driver: ReplayDriver, steps: PromptSteps) -> None:
+    """Compute the whole prompt after its cached prefix. It fits, because no other request runs."""
+    num_tokens = steps.count_next(found.num_tokens, request.num_tokens, request.step_ends)
+    has_room = driver.begin(request, num_tokens, found)
+    if driver.is_reading(request):
+        driver.finish_reading(request)
+    else:
+        request.num_computed_tokens = found.num_tokens + num_tokens
+    while has_room and request.num_computed_tokens < request.num_tokens:
+        num_tokens = steps.count_next(request.num_computed_tokens, request.num_tokens, request.step_ends)
+        has_room = driver.allocate(request, num_tokens)
+        request.num_computed_tokens += num_tokens
+    assert has_room, f"request {request.request_id} does not fit into an empty pool"

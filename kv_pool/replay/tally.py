@@ -2,19 +2,21 @@
 
 import time
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+from kv_pool.ids import RequestId
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
-from kv_pool.replay.request_outcomes import OutcomeNotes
+from kv_pool.replay.request_outcomes import OutcomeCallback, RequestOutcome
 
 
 class Tally:
-    """The counts of one replay. Its methods only update the report.
+    """The counts of one replay, and the outcomes of its requests. Its methods only update the report.
 
     Args:
         report: the report to fill in.
-        outcomes: collects the outcome of each request; None for counts only.
+        on_outcome: called with the outcome of each request when it ends or is refused; none for counts only.
         clock: time in seconds, for the duration of the replay.
 
     Attributes:
@@ -26,7 +28,7 @@ class Tally:
     def __init__(
         self,
         report: ReplayReport,
-        outcomes: OutcomeNotes | None = None,
+        on_outcome: Sequence[OutcomeCallback] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.report = report
@@ -34,7 +36,9 @@ class Tally:
         self.look_up_ns = array("q")
         self.allocate_ns = array("q")
         self.free_ns = array("q")
-        self._outcomes = outcomes
+        self._on_outcome = on_outcome
+        self._open: dict[RequestId, RequestOutcome] = {}  # of requests that have not ended
+        self._num_turns: Counter[str] = Counter()
         self._waits_ms = array("d")
         self._sum_request_hit_rates = 0.0
         self._num_table_blocks = 0
@@ -48,13 +52,15 @@ class Tally:
         report.requests += 1
         report.tokens_in += request.input_length
         report.blocks_looked_up += request.num_cacheable_blocks
-        if self._outcomes is not None:
-            self._outcomes.arrive(request)
+        if self._on_outcome:
+            self._open_outcome(request)
         if num_blocks_alone <= report.num_blocks:
             return True
         report.refused_requests += 1
-        if self._outcomes is not None:
-            self._outcomes.refuse(request)
+        outcome = self._open.pop(request.request_id, None)
+        if outcome is not None:
+            outcome.outcome = "refused"
+            self._notify(outcome)
         if not self.smallest_refused or num_blocks_alone < self.smallest_refused:
             self.smallest_refused = num_blocks_alone
         return False
@@ -70,9 +76,10 @@ class Tally:
         report.blocks_hit += num_blocks
         report.tokens_hit += num_tokens
         self._sum_request_hit_rates += num_tokens / request.input_length
-        if self._outcomes is not None:
-            num_in_tiers = max(0, num_tokens - num_found_on_device)
-            self._outcomes.note_hit(request, num_blocks, num_tokens, num_in_tiers)
+        outcome = self._open.get(request.request_id)
+        if outcome is not None:
+            outcome.blocks_hit, outcome.tokens_hit = num_blocks, num_tokens
+            outcome.tokens_hit_in_tiers = max(0, num_tokens - num_found_on_device)
 
     def note_in_use(self, num_blocks: int) -> None:
         """Update the peak of blocks in use after an allocation."""
@@ -86,8 +93,8 @@ class Tally:
     def note_preemption(self, request: ReplayRequest) -> None:
         """Count the preemption of a running request."""
         self.report.preempted += 1
-        if self._outcomes is not None:
-            self._outcomes.note_preemption(request)
+        if request.request_id in self._open:
+            self._open[request.request_id].preempted += 1
 
     def note_end(
         self, request: ReplayRequest, num_blocks: int, end_ms: float, waited_ms: float | None
@@ -95,8 +102,33 @@ class Tally:
         """Count the end of a request with `num_blocks` in its tables, and its waiting time if any."""
         if waited_ms is not None:
             self._waits_ms.append(waited_ms)
-        if self._outcomes is not None:
-            self._outcomes.end(request, num_blocks, waited_ms or 0.0, end_ms)
+        outcome = self._open.pop(request.request_id, None)
+        if outcome is not None:
+            outcome.tokens_out = request.num_tokens - request.num_prompt_tokens
+            outcome.blocks, outcome.waited_ms, outcome.end_ms = num_blocks, waited_ms or 0.0, end_ms
+            self._notify(outcome)
+
+    def _open_outcome(self, request: ReplayRequest) -> None:
+        turn = None
+        if request.session_id is not None:
+            self._num_turns[request.session_id] += 1
+            turn = self._num_turns[request.session_id]
+        self._open[request.request_id] = RequestOutcome(
+            line=int(request.request_id),
+            outcome="done",
+            session_id=request.session_id,
+            arrival_ms=request.arrival_ms,
+            end_ms=request.arrival_ms,
+            input_length=request.input_length,
+            output_length=request.num_output_left,
+            blocks_looked_up=request.num_cacheable_blocks,
+            tenant=request.tenant,
+            turn=turn,
+        )
+
+    def _notify(self, outcome: RequestOutcome) -> None:
+        for callback in self._on_outcome:
+            callback(outcome)
 
     @property
     def token_hit_rate(self) -> float:

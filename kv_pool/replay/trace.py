@@ -125,13 +125,12 @@ class Trace:
         max_line_bytes: int = MAX_LINE_BYTES,
         max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
     ) -> None:
-        ms_per_unit = find_ms_per_unit(timestamp_unit)
+        self._ms_per_unit = find_ms_per_unit(timestamp_unit)
         if block_size is not None and block_size < 1:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
         self.path = find_trace(path)
         self.skip_broken = skip_broken
         self.lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
-        self._ms_per_unit = ms_per_unit
         self.block_size = block_size
         self._is_checked = False
         self.block_size = self._check_first_lines()

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 import msgspec
@@ -102,22 +102,14 @@ def describe_trace(
     block_size = trace.block_size or token_block_size
     info = TraceInfo(str(trace.path), trace.digest(), block_size)
     counts = _Counts(info)
-    for request, ids in _read_ids(trace, block_size):
-        counts.add(request, ids)
+    hasher = BlockHasher("xxh3_128", "0", block_size)
+    for request in trace:
+        counts.add(request, request.hash_ids or hasher.hash_blocks(request.token_ids or []))
         if info.requests % 100 == 0:
             on_progress()
     counts.finish()
     info.broken_lines = trace.num_broken
     return info
-
-
-def _read_ids(trace: Trace, block_size: int) -> Iterator[tuple[TraceRequest, Sequence[_BlockKey]]]:
-    hasher = BlockHasher("xxh3_128", "0", block_size)
-    for request in trace:
-        if request.hash_ids is not None:
-            yield request, request.hash_ids
-        else:
-            yield request, hasher.hash_blocks(request.token_ids or [])
 
 
 class _Counts:

@@ -12,10 +12,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Lock, Thread
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, WorkerLostError
+from kv_pool.core.arguments import as_count
+from kv_pool.errors import KVPoolError, OutOfThreadsError, WorkerLostError
 from kv_pool.threads import start_thread, submit
 
 _Result = TypeVar("_Result")
@@ -45,9 +45,7 @@ class WorkerProcesses(Executor):
     """
 
     def __init__(self, num_processes: int) -> None:
-        if num_processes < 1:
-            raise InvalidArgumentError(f"num_processes is {num_processes}; at least 1 is needed")
-        self._num_processes = num_processes
+        self._num_processes = as_count("num_processes", num_processes, 1)
         # Spawned, not forked: forking is unsafe if the caller runs threads.
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -69,12 +67,7 @@ class WorkerProcesses(Executor):
             on_failure.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        raised_at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.shutdown()
         else:

@@ -1,8 +1,7 @@
 """Reports about a running pool: block states, layout, statistics, sequences and holds."""
 
-from kv_pool.reports.block_states import BlockState
 from kv_pool.reports.holds import HoldList, HoldSummary
-from kv_pool.reports.layout import PoolLayout
+from kv_pool.reports.layout import BlockState, PoolLayout
 from kv_pool.reports.live_curve import LiveCurvePoint, LiveCurveReport, read_live_curve
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from kv_pool.core.arguments import as_count
 from kv_pool.core.deadlines import read_clock
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.reports.statistics import PoolStatistics
 
 
@@ -59,10 +59,8 @@ class AllocationMonitor:
     def __init__(
         self, pool: HasStatistics, max_states: int = 10_000, *, clock: Callable[[], float] = read_clock
     ) -> None:
-        if max_states < 1:
-            raise InvalidArgumentError(f"max_states is {max_states}; a monitor keeps at least 1")
         self.pool = pool
-        self.history: deque[AllocationState] = deque(maxlen=max_states)
+        self.history: deque[AllocationState] = deque(maxlen=as_count("max_states", max_states, 1))
         self._clock = clock
 
     def log_allocation_state(self) -> AllocationState:

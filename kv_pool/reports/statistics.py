@@ -9,7 +9,7 @@ from kv_pool.contiguous.fragmentation import (
 )
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.metrics.latency import CallLatency
-from kv_pool.reports.block_states import BlockState, count_states, list_free_runs, read_states
+from kv_pool.reports.layout import BlockState, list_free_runs, read_states
 from kv_pool.reports.live_curve import LiveCurveReport, read_live_curve
 
 
@@ -79,16 +79,16 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
 def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) -> PoolStatistics:
     """Return the statistics of the block pool itself; the caller adds its own. O(number of blocks)."""
     states = read_states(pool)
-    counts = count_states(states)
+    num_immovable = states.count(BlockState.IMMOVABLE)
     run_lengths = list_free_runs(states)
     total_blocks = len(states) - 1
-    used_blocks = counts[BlockState.IN_USE] + counts[BlockState.IMMOVABLE]
+    used_blocks = states.count(BlockState.IN_USE) + num_immovable
     return PoolStatistics(
         total_blocks=total_blocks,
         used_blocks=used_blocks,
         free_blocks=total_blocks - used_blocks,
-        cached_free_blocks=counts[BlockState.CACHED],
-        immovable_blocks=counts[BlockState.IMMOVABLE],
+        cached_free_blocks=states.count(BlockState.CACHED),
+        immovable_blocks=num_immovable,
         block_size=block_size,
         utilization=used_blocks / total_blocks if total_blocks else 0.0,
         fragmentation_rate=get_fragmentation_rate(run_lengths, run_length),

@@ -111,7 +111,7 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
 
 def test_markup_and_escapes_in_node_names_are_shown():
     console = Console(file=io.StringIO(), width=120)
-    print_table(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20), console)
+    print_table(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20, console), console)
     printed = console.file.getvalue()
     assert "\x1b" not in printed
     assert r"node [/x]\x1b[2J" in printed

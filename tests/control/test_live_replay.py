@@ -17,7 +17,7 @@ from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
-from kv_pool.reports.block_states import BlockState
+from kv_pool.reports.layout import BlockState
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 

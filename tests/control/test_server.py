@@ -20,7 +20,7 @@ from migration.made_channels import Beside
 
 from kv_pool import ControlError, CopyFailedError
 from kv_pool.control import ControlClient, ControlServer
-from kv_pool.control.socket_lock import lock_socket
+from kv_pool.control.socket_path import lock_socket
 from kv_pool.errors import OutOfThreadsError
 
 STATS = b'{"command": "stats"}\n'

@@ -14,9 +14,8 @@ from kv_pool import BlockPool, KVCacheManager
 from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionCost
 from kv_pool.replay.groups import PromptSteps, parse_groups
-from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_tiers import CopyLink
+from kv_pool.replay.replay_tiers import CopyLink, HostSwap, swap_always
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest

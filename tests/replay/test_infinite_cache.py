@@ -5,10 +5,10 @@ import random
 import pytest
 from replay.made_trace import make_random_records, write_trace
 
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.sweep import count_infinite_hits
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

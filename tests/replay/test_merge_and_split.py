@@ -8,9 +8,8 @@ import pytest
 from replay.made_trace import COMPRESS, make_random_records, record, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
-from kv_pool.replay import part_files
-from kv_pool.replay.merge import merge_traces, name_tenants
-from kv_pool.replay.split import split_trace
+from kv_pool.replay import trace_writer
+from kv_pool.replay.merge import merge_traces, name_tenants, split_trace
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_info import describe_trace
 from kv_pool.replay.trace_writer import open_trace_writer
@@ -170,7 +169,7 @@ def test_wrong_offset_is_a_broken_line(tmp_path, offset):
 @pytest.mark.parametrize("buffered", [1, 64 << 20])
 def test_sessions_are_dealt_in_order(tmp_path, monkeypatch, suffix, buffered):
     """With little memory each line is a compressed stream of its own."""
-    monkeypatch.setattr(part_files, "_MAX_BUFFERED_BYTES", buffered)
+    monkeypatch.setattr(trace_writer, "_MAX_BUFFERED_BYTES", buffered)
     ((path, records),) = make_parts(tmp_path, 4, num_parts=1)
     (tmp_path / "out").mkdir()
     pattern = str(tmp_path / "out" / ("{part}" + suffix))
@@ -232,7 +231,7 @@ def test_broken_line_leaves_no_files(tmp_path):
 
 
 def test_number_of_files_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(part_files, "MAX_PARTS", 3)
+    monkeypatch.setattr(trace_writer, "MAX_PARTS", 3)
     path = write_trace(tmp_path / "trace.jsonl", [record(8, [1], session_id=number) for number in range(4)])
     with pytest.raises(InvalidArgumentError, match="line 4 would begin file 4; use fewer parts"):
         split_trace(Trace(path, block_size=8), "session", str(tmp_path / "{part}.jsonl"))

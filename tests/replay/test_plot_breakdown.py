@@ -7,7 +7,7 @@ import pytest
 
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.breakdown import BREAKDOWNS, BreakdownRow
-from kv_pool.replay.plot_breakdown import draw_breakdowns
+from kv_pool.replay.plot import draw_breakdowns
 from kv_pool.replay.report import ReplayReport
 
 

@@ -15,9 +15,8 @@ from replay.test_trace_clock import BLOCK_SIZE, ImpatientDriver, make_rates
 
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.replay.groups import PromptSteps, parse_groups
-from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_tiers import CopyLink, ReplayTiers
+from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import TIER_WRITES, ReplaySettings
 from kv_pool.replay.simulator import run_replay

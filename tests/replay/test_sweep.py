@@ -12,10 +12,9 @@ from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.errors import OutOfThreadsError
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.sweep import run_sweep
+from kv_pool.replay.sweep import count_infinite_hits, run_sweep
 
 TIMES = ("wall_seconds", "look_up", "allocate", "free")
 

@@ -11,9 +11,9 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 from replay.test_schemas import validator
 
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.sweep import count_infinite_hits
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_info import Percentiles, TraceInfo, describe_trace, summarize
 

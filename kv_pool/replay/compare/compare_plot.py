@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from kv_pool.replay.compare.compare_settings import LRU
-from kv_pool.replay.compare.comparison import CEILING, Comparison, TraceComparison
+from kv_pool.replay.compare.comparison import CEILING, LRU, Comparison, TraceComparison
 from kv_pool.replay.figure import (
     format_capacity_axes,
     make_printable,

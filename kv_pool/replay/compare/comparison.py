@@ -1,18 +1,79 @@
-"""`Comparison`: the results of a comparison of cache policies; JSON, CSV, and differences of two."""
+"""`CompareSettings`, `Comparison`: what a comparison runs, and its results; JSON, CSV, differences of two."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import isclose
 from typing import Literal
 
 import msgspec
 
-from kv_pool.replay.compare.compare_settings import CompareSettings
+from kv_pool.core.arguments import as_count
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.report import InfiniteCache, Provenance, read_json, write_csv_rows
+from kv_pool.replay.settings import OPTIMUM, ReplaySettings
+
+LRU = "lru"
+
 
 CEILING = "infinite"
 """The name of the rows of a cache that never evicts."""
 
 _NOT_COMPARED = ("seconds",)
+
+
+class ComparedTrace(msgspec.Struct, frozen=True):
+    """One trace of a comparison.
+
+    Attributes:
+        settings: the settings of all its replays; `num_blocks` and `policy` are replaced.
+        capacities: in blocks.
+    """
+
+    settings: ReplaySettings
+    capacities: tuple[int, ...]
+
+
+class CompareSettings(msgspec.Struct, frozen=True):
+    """The settings of a comparison.
+
+    Attributes:
+        traces: each is replayed with each policy at each of its capacities.
+        policies: names as in `find_policy`. LRU, the optimum and the ceiling are in every comparison.
+        resamples: number of samples for each confidence interval; 0 for no intervals.
+        seed: seed of the samples.
+    """
+
+    traces: tuple[ComparedTrace, ...]
+    policies: tuple[str, ...]
+    resamples: int = 1000
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError if a value is invalid."""
+        if not self.traces:
+            raise InvalidArgumentError("a comparison needs at least one trace")
+        as_count("resamples", self.resamples)
+        for compared in self.traces:
+            settings = compared.settings
+            if not compared.capacities:
+                raise InvalidArgumentError(f"{settings.trace}: a comparison needs at least one capacity")
+            if (
+                settings.policy != LRU
+                or settings.keep_session_s
+                or settings.keep_prefix_tokens
+                or settings.by
+            ):
+                raise InvalidArgumentError(
+                    "a comparison sets the cache policy itself, and takes no keep_sessions, keep_prefix or by"
+                )
+            for capacity in compared.capacities:
+                replace(settings, num_blocks=capacity).check()
+
+    def list_policies(self) -> list[str]:
+        """Return the names of the policies to replay: LRU first, each once, without the optimum."""
+        names = dict.fromkeys((LRU, *self.policies))
+        names.pop(OPTIMUM, None)
+        return list(names)
 
 
 class PolicyRecord(msgspec.Struct, frozen=True):

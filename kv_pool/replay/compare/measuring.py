@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_pool.replay.compare.compare_settings import LRU, ComparedTrace
-from kv_pool.replay.compare.comparison import CEILING, ComparisonRow, TraceComparison
+from kv_pool.replay.compare.comparison import CEILING, LRU, ComparedTrace, ComparisonRow, TraceComparison
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
 from kv_pool.replay.report import InfiniteCache, make_provenance
@@ -130,39 +130,30 @@ def compare_trace(
     points = {point.num_blocks: point for point in references.points}
     rows = []
     for num_blocks in compared.capacities:
-        lru = runs[LRU, num_blocks]
-        point = points.get(num_blocks)
-        for policy in policies:
-            row = ComparisonRow(policy, num_blocks)
-            run = runs[policy, num_blocks]
-            if isinstance(run, Failure):
-                row.error = run.describe()
-            else:
-                _fill_hits(row, run, references)
-                row.evictions, row.admitted, row.seconds = run.evictions, run.admitted, run.seconds
-                if isinstance(lru, PolicyRun):
-                    _fill_comparison(row, run, lru, point, samples, references)
-            rows.append(row)
+        lru, point = runs[LRU, num_blocks], points.get(num_blocks)
+        results: dict[str, PolicyRun | Failure | OptimumPoint]
+        results = {policy: runs[policy, num_blocks] for policy in policies}
         if point is not None:
-            row = _make_curve_row(OPTIMUM, point, references)
-            if isinstance(lru, PolicyRun):
-                row.above_lru = (point.tokens_hit - lru.tokens_hit) / references.tokens_in
-                row.gap_closed = _share(point.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
+            results[OPTIMUM] = point
+        for policy, found in results.items():
+            row = ComparisonRow(policy, num_blocks, "curve" if policy == OPTIMUM else "replay")
             rows.append(row)
-    rows.append(_make_curve_row(CEILING, references.infinite_cache, references))
+            if isinstance(found, Failure):
+                row.error = found.describe()
+                continue
+            _fill_hits(row, found, references)
+            if isinstance(found, PolicyRun):
+                row.evictions, row.admitted, row.seconds = found.evictions, found.admitted, found.seconds
+            if isinstance(lru, PolicyRun):
+                _fill_comparison(row, found, lru, point, samples, references)
+    ceiling = ComparisonRow(CEILING, references.infinite_cache.num_blocks, "curve")
+    _fill_hits(ceiling, references.infinite_cache, references)
+    rows.append(ceiling)
+    facts = msgspec.structs.asdict(references)
     return TraceComparison(
         provenance=make_provenance(trace_path, trace_sha256, references.trace_block_size, settings.seed),
-        block_size=references.block_size,
         block_bytes=settings.block_bytes,
-        requests=references.requests,
-        blocks_looked_up=references.blocks_looked_up,
-        tokens_in=references.tokens_in,
-        unit=references.unit,
-        units=references.units,
-        optimum_blocks=references.optimum_blocks,
-        optimum_tokens=references.optimum_tokens,
-        why_no_optimum=references.why_no_optimum,
-        infinite_cache=references.infinite_cache,
+        **{name: facts[name] for name in TraceComparison.__struct_fields__ if name in facts},
         rows=rows,
     )
 
@@ -189,14 +180,6 @@ def find_contradictions(references: References, runs: Runs, trace: str) -> list[
     return found
 
 
-def _make_curve_row(
-    policy: str, found: OptimumPoint | InfiniteCache, references: References
-) -> ComparisonRow:
-    row = ComparisonRow(policy, found.num_blocks, "curve")
-    _fill_hits(row, found, references)
-    return row
-
-
 def _fill_hits(
     row: ComparisonRow, found: PolicyRun | OptimumPoint | InfiniteCache, references: References
 ) -> None:
@@ -208,23 +191,20 @@ def _fill_hits(
 
 def _fill_comparison(
     row: ComparisonRow,
-    run: PolicyRun,
+    found: PolicyRun | OptimumPoint,
     lru: PolicyRun,
     point: OptimumPoint | None,
     samples: _Samples,
     references: References,
 ) -> None:
-    row.above_lru = (run.tokens_hit - lru.tokens_hit) / references.tokens_in
-    if row.policy != LRU:
-        interval = samples.find_above_lru(row.policy, row.num_blocks)
-        if interval is not None:
-            row.above_lru_low, row.above_lru_high = interval
+    row.above_lru = (found.tokens_hit - lru.tokens_hit) / references.tokens_in
     if point is not None:
-        row.gap_closed = _share(run.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
-        if row.gap_closed is not None and row.policy != LRU:
-            interval = samples.find_gap_closed(row.policy, row.num_blocks)
-            if interval is not None:
-                row.gap_closed_low, row.gap_closed_high = interval
+        row.gap_closed = _share(found.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
+    if row.policy not in (LRU, OPTIMUM):
+        at, unknown = (row.policy, row.num_blocks), (None, None)
+        row.above_lru_low, row.above_lru_high = samples.find_above_lru(*at) or unknown
+        if row.gap_closed is not None:
+            row.gap_closed_low, row.gap_closed_high = samples.find_gap_closed(*at) or unknown
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kv_pool.core.policy_names import PolicyChoice, find_file, find_policy, read_file, read_policy_text
 from kv_pool.errors import InvalidArgumentError, KVPoolError, TraceError
-from kv_pool.replay.compare.compare_settings import LRU
+from kv_pool.replay.compare.comparison import LRU
 from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
@@ -22,8 +22,6 @@ from kv_pool.version import __version__
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
-
-_INCLUDED = "kv_pool"
 
 
 class PolicyRun(msgspec.Struct, frozen=True, tag="run"):
@@ -89,7 +87,7 @@ def read_source(name: str) -> PolicySource:
 
 def _digest_module(policy: PolicyChoice) -> str | None:
     name = getattr(policy.make, "__module__", "")
-    if name.split(".")[0] == _INCLUDED:
+    if name.split(".")[0] == "kv_pool":
         return None
     path = getattr(sys.modules.get(name), "__file__", None)
     if path is None or not path.endswith(".py"):

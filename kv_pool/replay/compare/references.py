@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 
 from kv_pool.errors import TraceError
-from kv_pool.replay.compare.compare_settings import ComparedTrace
+from kv_pool.replay.compare.comparison import ComparedTrace
 from kv_pool.replay.compare.policy_run import Origin, pack
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
+from kv_pool.replay.curves.reuse import ReuseRecorder
 from kv_pool.replay.curves.sampling import UnitFinder
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.report import InfiniteCache
 from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.sweep import count_infinite_hits
 
 
 class OptimumPoint(msgspec.Struct, frozen=True):
@@ -89,11 +89,12 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     origin.check_trace(settings.trace, trace.digest())
     block_size = find_block_size(settings.block_size, trace)
     finder = UnitFinder(settings, trace, block_size)
-    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
-    obstacle = find_obstacle(settings)
     numbers: dict[bytes, int] = {}
     unit_of = array("q")
     sizes: list[tuple[int, int]] = []
+    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
+    curves: Estimates | None = None
+    obstacle = find_obstacle(settings)
     for prompt in read_prompt_keys(settings, trace, block_size):
         unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
         sizes.append((prompt.num_cacheable, prompt.input_length))
@@ -102,18 +103,11 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
                 recorder.add(prompt)
             except TraceError as error:
                 obstacle = str(error)
-    reuse = None
     if obstacle is None:
         try:
-            reuse = recorder.finish()
+            curves = Estimates(recorder.finish())
         except TraceError as error:
             obstacle = str(error)
-    points: tuple[OptimumPoint, ...] = ()
-    optimum_blocks = optimum_tokens = None
-    if reuse is None:
-        ceiling = count_infinite_hits(settings)
-    else:
-        points, ceiling, optimum_blocks, optimum_tokens = _compute(reuse, compared.capacities)
     blocks_looked_up, tokens_in = np.array(sizes, dtype=np.int64).reshape(-1, 2).sum(axis=0).tolist()
     return References(
         block_size=block_size,
@@ -125,38 +119,15 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
         units=len(numbers),
         unit_of=pack(unit_of),
         sizes=pack(sizes),
-        infinite_cache=ceiling,
-        optimum_blocks=optimum_blocks,
-        optimum_tokens=optimum_tokens,
+        infinite_cache=count_infinite_hits(settings) if curves is None else curves.count_infinite(),
+        optimum_blocks=None if curves is None else curves.optimum_blocks,
+        optimum_tokens=None if curves is None else curves.optimum_tokens,
         why_no_optimum=obstacle,
-        points=points,
+        points=() if curves is None else tuple(_make_point(curves, each) for each in compared.capacities),
     )
 
 
-def _compute(
-    reuse: Reuse, capacities: tuple[int, ...]
-) -> tuple[tuple[OptimumPoint, ...], InfiniteCache, str, str]:
-    """Return the points, the ceiling, and whether the optimum is one by blocks and by tokens."""
-    curves = Estimates(reuse)
-    points = []
-    for capacity in capacities:
-        hits = curves.optimum.list_hits(capacity)
-        best, lru = curves.count_optimum(capacity), curves.count_lru(capacity)
-        points.append(
-            OptimumPoint(
-                num_blocks=capacity,
-                lru_blocks_hit=lru.blocks_hit,
-                lru_tokens_hit=lru.tokens_hit,
-                blocks_hit=best.blocks_hit,
-                tokens_hit=best.tokens_hit,
-                hits=pack(hits),
-            )
-        )
-    is_optimal = curves.optimum.is_prefix_closed
-    has_tokens = is_optimal and curves.optimum.has_optimal_tokens
-    return (
-        tuple(points),
-        curves.count_infinite(),
-        "optimal" if is_optimal else "bound",
-        "optimal" if has_tokens else "bound",
-    )
+def _make_point(curves: Estimates, capacity: int) -> OptimumPoint:
+    hits = pack(curves.optimum.list_hits(capacity))
+    best, lru = curves.count_optimum(capacity), curves.count_lru(capacity)
+    return OptimumPoint(capacity, lru.blocks_hit, lru.tokens_hit, best.blocks_hit, best.tokens_hit, hits)

@@ -138,3 +138,14 @@ def write_csv(report: CurveReport, path: str) -> None:
         counts = [getattr(one, name) for one in (point.lru, point.optimum) for name in names]
         rows.append([point.num_blocks, *size, point.refused_requests, *counts])
     write_csv_rows(path, header, rows)
+
+
+def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:
+    """Return a sentence about the optimum if only a bound of its blocks or its tokens is known."""
+    if of_blocks == "bound":
+        return [
+            "bound: requests compute cached blocks again, so policies that keep prefixes whole may hit less"
+        ]
+    if of_tokens == "bound":
+        return ["bound: hits of partial blocks have different tokens, so the token hits may be fewer"]
+    return []

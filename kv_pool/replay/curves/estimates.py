@@ -25,13 +25,17 @@ class Estimates:
 
     Attributes:
         lru, optimum: the curves of `reuse`.
+        optimum_blocks, optimum_tokens: as in `CurveReport`: "optimal", or "bound".
     """
 
     def __init__(self, reuse: Reuse, groups: Sequence[Reuse] = (), rate: float = 1.0) -> None:
         self.lru = LruCurve(reuse, rate)
         self.optimum = OptimumCurve(reuse, rate)
+        is_optimal = self.optimum.is_prefix_closed
+        self.optimum_blocks = "optimal" if is_optimal else "bound"
+        self.optimum_tokens = "optimal" if is_optimal and self.optimum.has_optimal_tokens else "bound"
         self._reuse = reuse
-        self._totals = _sum_up(reuse)
+        self._totals = sum(reuse.num_cacheable), sum(reuse.input_length)  # blocks and prompt tokens
         self._groups = [Estimates(group, rate=rate / NUM_GROUPS) for group in groups]
 
     def count_lru(self, capacity: int) -> CurveCounts:
@@ -49,14 +53,11 @@ class Estimates:
 
     def count_infinite(self) -> InfiniteCache:
         """Return the hits of a cache that never evicts."""
-        counts = self._make_counts(self.lru.count_hits(self.lru.find_least_full_capacity()))
-        return InfiniteCache(
-            num_blocks=self._reuse.num_distinct,
-            blocks_hit=counts.blocks_hit,
-            tokens_hit=counts.tokens_hit,
-            block_hit_rate=counts.block_hit_rate,
-            token_hit_rate=counts.token_hit_rate,
+        found = InfiniteCache(
+            self._reuse.num_distinct, *self.lru.count_hits(self.lru.find_least_full_capacity())
         )
+        found.set_rates(*self._totals)
+        return found
 
     def _make_counts(self, hits: tuple[int, int]) -> CurveCounts:
         rates = [
@@ -80,8 +81,3 @@ class Estimates:
         correction = len(of_groups) / (len(of_groups) - 1)
         counts.block_rate_error = sqrt(correction * variances[0])
         counts.token_rate_error = sqrt(correction * variances[1])
-
-
-def _sum_up(reuse: Reuse) -> tuple[int, int]:
-    """Return the number of cacheable blocks and of prompt tokens."""
-    return sum(reuse.num_cacheable), sum(reuse.input_length)

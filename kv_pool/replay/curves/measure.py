@@ -89,7 +89,6 @@ def measure_curves(
     sample = None
     if sampler is not None:
         sample = CurveSample(sampler.rate, sampler.unit, len(read.reuse), len(read.groups))
-    is_optimal = estimates.optimum.is_prefix_closed
     return CurveReport(
         block_size=block_size,
         convention=settings.convention,
@@ -97,8 +96,8 @@ def measure_curves(
         blocks_looked_up=read.blocks_looked_up,
         tokens_in=read.tokens_in,
         largest_request=largest,
-        optimum_blocks="optimal" if is_optimal else "bound",
-        optimum_tokens="optimal" if is_optimal and estimates.optimum.has_optimal_tokens else "bound",
+        optimum_blocks=estimates.optimum_blocks,
+        optimum_tokens=estimates.optimum_tokens,
         infinite_cache=estimates.count_infinite(),
         knee=locate_knee(capacities, [one.token_hit_rate for one in of_lru]),
         points=points,

@@ -150,7 +150,10 @@ class ReuseRecorder:
             if rest is None:
                 break
             if rest.start * key_bytes != place:
-                raise _describe_misplaced(prompt.line, place // key_bytes)
+                raise TraceError(
+                    f"line {prompt.line}: block {place // key_bytes} of the prompt has the id of a block "
+                    f"with another prefix; {_NEEDED}"
+                )
             num_equal = _count_equal(keys, place, rest.keys, key_bytes)
             place += num_equal
             reuse.owner.append(rest.owner)
@@ -177,12 +180,6 @@ class ReuseRecorder:
         if _count_distinct(self._new_keys, self._key_bytes) != reuse.num_distinct:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return reuse
-
-
-def _describe_misplaced(line: int, position: int) -> TraceError:
-    return TraceError(
-        f"line {line}: block {position} of the prompt has the id of a block with another prefix; {_NEEDED}"
-    )
 
 
 def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:

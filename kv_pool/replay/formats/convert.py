@@ -15,10 +15,9 @@ from kv_pool.replay.formats.event_lines import EventLineReader
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 from kv_pool.replay.formats.qwen_bailian import QwenBailianReader
 from kv_pool.replay.option import Option, describe_options
-from kv_pool.replay.part_files import open_parts
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
-from kv_pool.replay.trace_writer import open_trace_writer
+from kv_pool.replay.trace_writer import open_parts, open_trace_writer
 
 _READERS: dict[str, type[ForeignReader]] = {
     "mooncake": mooncake.MooncakeReader,

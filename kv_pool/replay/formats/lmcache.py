@@ -63,12 +63,8 @@ class LMCacheReader(ForeignReader):
             line,
             arrival_ms,
             record.seq_len,
-            blocks=[(model, _read_hash(one)) for one in record.chunk_hashes],
+            blocks=[(model, one if isinstance(one, int) else int(one, 16)) for one in record.chunk_hashes],
         )
-
-
-def _read_hash(chunk_hash: str | int) -> int:
-    return chunk_hash if isinstance(chunk_hash, int) else int(chunk_hash, 16)
 
 
 def make_lmcache_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
 from kv_pool.replay.plan.goals import PlanGoal
-from kv_pool.replay.plan.plan_curve import PlanCurve
+from kv_pool.replay.plan.plan_curve import PlanCurve, grow, shrink
 from kv_pool.replay.plan.plan_report import (
     CapacityPlan,
     PlanBlockSize,
@@ -15,7 +15,6 @@ from kv_pool.replay.plan.plan_report import (
     PlanTier,
 )
 from kv_pool.replay.plan.prefill_cost import ModelCompute, PrefillTally
-from kv_pool.replay.plan.sizing import Sizing, grow, shrink
 from kv_pool.replay.report import ReplayReport, make_provenance
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 from kv_pool.replay.simulator import Progress, run_replay
@@ -108,19 +107,18 @@ class _Planner:
         self._trace = settings.open_trace()
         self._block_size = find_block_size(settings.block_size, self._trace)
         self._curve = self._read(self._trace, self._block_size)
-        self._sizing = Sizing(self._curve, model)
         self._checks: list[PlanCheck] = []
 
     def plan(
         self, host_bytes: int | None, disk_bytes: int | None, block_sizes: Sequence[int]
     ) -> CapacityPlan:
-        curve, sizing, goal = self._curve, self._sizing, self._goal
-        goal_blocks = sizing.find_goal(goal)
+        curve, goal = self._curve, self._goal
+        goal_blocks = curve.find_goal(goal)
         demand, replayed = self._measure_demand()
         num_blocks = goal_blocks
         if demand is not None and goal.memory_bytes is None:
             if goal.prices is not None:
-                goal_blocks = sizing.find_goal(goal, demand.p99_blocks)
+                goal_blocks = curve.find_goal(goal, demand.p99_blocks)
             num_blocks = max(goal_blocks, demand.p99_blocks)
         self._check("pool", self._block_size, curve, num_blocks)
         tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes)
@@ -128,31 +126,31 @@ class _Planner:
         if replayed is not None and replayed[0].num_blocks >= curve.full_capacity:
             self._add_check("pool for all blocks", curve, *replayed)
         rate = curve.find_rate(num_blocks)
-        point = sizing.make_point(num_blocks)
+        point = curve.make_point(num_blocks)
         prices = goal.prices
         return CapacityPlan(
             goal=goal.name,
             target_hit_rate=goal.target_hit_rate,
             prices=prices,
             block_size=self._block_size,
-            block_bytes=sizing.block_bytes,
+            block_bytes=curve.block_bytes,
             clock=self._settings.clock,
             requests=curve.requests,
             tokens_in=curve.tokens_in,
             largest_request=curve.largest_request,
-            span_hours=sizing.span_hours,
+            span_hours=curve.span_hours,
             goal_blocks=goal_blocks,
             recommended=point,
             points_of_more=100 * (curve.find_rate(grow(num_blocks)) - rate),
             points_of_less=100 * (rate - curve.find_rate(shrink(num_blocks))),
             cost_per_hour=None if prices is None else prices.gpu * point.memory_bytes / _GIB,
             saved_per_hour=(
-                None if prices is None else sizing.save_per_hour(curve.count_tokens(num_blocks), prices)
+                None if prices is None else curve.save_per_hour(curve.count_tokens(num_blocks), prices)
             ),
-            knee=sizing.knee,
+            knee=curve.knee,
             ceiling=curve.find_rate(curve.full_capacity),
             full_blocks=curve.full_capacity,
-            points=[sizing.make_point(capacity) for capacity in sizing.capacities],
+            points=[curve.make_point(capacity) for capacity in curve.capacities],
             demand=demand,
             tiers=tiers,
             block_sizes=compared,
@@ -168,7 +166,9 @@ class _Planner:
 
     def _read(self, trace: Trace, block_size: int) -> PlanCurve:
         doing = f"reading, blocks of {block_size} tokens"
-        return PlanCurve(self._settings, trace, block_size, lambda share: self._notify(doing, share))
+        return PlanCurve(
+            self._settings, trace, block_size, self._model, lambda share: self._notify(doing, share)
+        )
 
     def _measure_demand(self) -> tuple[PlanDemand | None, tuple[ReplayReport, PrefillTally] | None]:
         """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
@@ -188,33 +188,33 @@ class _Planner:
         return found, (report, tally)
 
     def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
-        curve, block_bytes, prices = self._curve, self._sizing.block_bytes, self._goal.prices
+        curve, prices = self._curve, self._goal.prices
         wanted = (
             ("host", host_bytes, _HOST_MULTIPLE, None if prices is None else prices.host),
             ("disk", disk_bytes, _DISK_MULTIPLE, None if prices is None else prices.disk),
         )
         planned: list[PlanTier] = []
+        above: list[int] = []
         sizes = {"host": 0, "disk": 0}
         for name, memory_bytes, multiple, price in wanted:
             if memory_bytes is None:
-                size = self._sizing.choose_tier(
-                    num_blocks, [each for each in sizes.values() if each], multiple, prices, price
-                )
+                size = curve.choose_tier(num_blocks, above, multiple, prices, price)
             else:
-                size = memory_bytes // block_bytes
+                size = memory_bytes // curve.block_bytes
             if not size:
                 continue
-            before = curve.combine(num_blocks, [each for each in sizes.values() if each])
+            before = curve.combine(num_blocks, above)
             sizes[name] = size
-            combined = curve.combine(num_blocks, [each for each in sizes.values() if each])
+            above.append(size)
+            combined = curve.combine(num_blocks, above)
             points = 100 * (curve.find_rate(combined) - curve.find_rate(before))
-            memory = size * block_bytes
+            memory = size * curve.block_bytes
             planned.append(
                 PlanTier(name, size, memory, curve.find_rate(combined), points, points / (memory / _GIB))
             )
-            above = "pool, host" if name == "disk" and sizes["host"] else "pool"
+            upper = "pool, host" if name == "disk" and sizes["host"] else "pool"
             self._check(
-                f"{above} and {name}", self._block_size, curve, num_blocks, sizes["host"], sizes["disk"]
+                f"{upper} and {name}", self._block_size, curve, num_blocks, sizes["host"], sizes["disk"]
             )
         return planned
 
@@ -225,7 +225,7 @@ class _Planner:
         usable = {size for size in block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
         if not usable - {self._block_size}:
             return [], None
-        memory_bytes = self._sizing.measure_pool(num_blocks)
+        memory_bytes = self._curve.measure_pool(num_blocks)
         found: list[PlanBlockSize] = []
         curves: dict[int, PlanCurve] = {self._block_size: self._curve}
         for size in sorted(usable | {self._block_size}):

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.workloads.portable_math import portable_exp, portable_log
-from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.workloads.random_stream import RandomStream, portable_exp, portable_log
 
 FORMAT = "fixed:VALUE, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA or geometric:MEAN"
 """The notation of distributions.

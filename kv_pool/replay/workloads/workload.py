@@ -10,8 +10,13 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.option import Option, check_options, describe_options
 from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.portable_math import portable_exp, portable_gamma, portable_log
-from kv_pool.replay.workloads.random_stream import RandomStream, ZipfSampler
+from kv_pool.replay.workloads.random_stream import (
+    RandomStream,
+    ZipfSampler,
+    portable_exp,
+    portable_gamma,
+    portable_log,
+)
 
 SIZE_PANEL = "Size"
 MAX_TOKENS = 16_000_000

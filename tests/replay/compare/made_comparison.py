@@ -5,7 +5,7 @@ from concurrent.futures import Executor, Future
 
 from replay.made_trace import make_random_records, write_trace
 
-from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
+from kv_pool.replay.compare.comparison import ComparedTrace, CompareSettings
 from kv_pool.replay.settings import ReplaySettings
 
 MINE = """

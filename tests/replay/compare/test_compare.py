@@ -19,10 +19,10 @@ from kv_pool.replay.compare.compare import compare_policies
 from kv_pool.replay.compare.comparison import read_comparison
 from kv_pool.replay.compare.policy_run import Failure, Origin, PolicySource, attempt, read_source, run_policy
 from kv_pool.replay.compare.references import measure_references
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import write_json
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.sweep import count_infinite_hits
 from kv_pool.replay.worker_processes import WorkerProcesses
 
 

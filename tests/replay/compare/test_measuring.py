@@ -12,8 +12,9 @@ from replay.test_schemas import validator
 
 from kv_pool import TraceError
 from kv_pool.replay.compare.compare import compare_policies
-from kv_pool.replay.compare.compare_settings import ComparedTrace, CompareSettings
 from kv_pool.replay.compare.comparison import (
+    ComparedTrace,
+    CompareSettings,
     Comparison,
     ComparisonRow,
     PolicyRecord,

@@ -11,10 +11,10 @@ from replay.slow_cache import SlowCache
 
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.curves.lru_curve import LruCurve
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.sweep import count_infinite_hits
 
 DATA = Path(__file__).parent.parent / "data"
 REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]

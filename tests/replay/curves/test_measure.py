@@ -17,10 +17,10 @@ from kv_pool.replay.curves.curve_report import locate_knee, write_csv
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.report import InfiniteCache, Provenance, write_json
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.sweep import count_infinite_hits
 
 
 @pytest.fixture

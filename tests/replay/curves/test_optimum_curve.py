@@ -13,10 +13,10 @@ from replay.made_trace import make_random_records, write_trace
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
-from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.sweep import count_infinite_hits
 
 SIZE = 4
 

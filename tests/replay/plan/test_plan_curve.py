@@ -7,13 +7,14 @@ import pytest
 from replay.made_trace import make_random_records, record
 from replay.plan.made_plan import make_settings
 
+from kv_pool.replay.capacity import ModelKV
 from kv_pool.replay.plan.plan_curve import PlanCurve
 from kv_pool.replay.simulator import run_replay
 
 
 def read_curve(settings):
     trace = settings.open_trace()
-    return PlanCurve(settings, trace, trace.block_size)
+    return PlanCurve(settings, trace, trace.block_size, ModelKV(1, 1, 1))
 
 
 def test_capacity_for_a_rate_is_the_least_one(tmp_path):
@@ -31,7 +32,7 @@ def test_capacity_for_a_rate_is_the_least_one(tmp_path):
 def test_generated_blocks_are_part_of_the_trace_clock_only(tmp_path):
     records = [record(16, [1, 2], 9, 0), record(20, [1, 2, 3], 12, 500), record(16, [4, 5], 0, 700)]
     instant = read_curve(make_settings(tmp_path, records, clock="instant"))
-    assert (instant.largest_request, instant.num_distinct, instant.span_ms) == (3, 4, 700)
+    assert (instant.largest_request, instant.num_distinct, instant.span_hours) == (3, 4, 700 / 3_600_000)
     # 25 and 32 tokens: a full third block and a block of one token; a third and fourth full block.
     trace = read_curve(make_settings(tmp_path, records))
     assert (trace.largest_request, trace.num_distinct) == (4, 4 + 1 + 2)
