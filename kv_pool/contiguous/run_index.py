@@ -304,7 +304,7 @@ class FreeRunIndex(FreeAges):
                     place = first
                     turn = 1
                 while turn < 3 and num_places < _MAX_PLACES and best_age > good:
-                    age: i64 = find_youngest(self.ages, at + place, at + place + n, best_age)
+                    age: i64 = find_youngest(data, place, place + n, best_age)
                     if age < best_age:
                         best = at + place
                         best_age = age
