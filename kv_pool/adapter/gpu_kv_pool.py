@@ -469,7 +469,7 @@ class GPUKVPool(KVPoolProtocol):
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
             chosen = self._victims.choose(priority, spared, num_blocks)
-            victims = self._victims.rank(priority, spared) if chosen is None else chosen
+            victims = self._victims.order.rank(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]
 
     def note_access(self, sequence_id: SequenceId) -> None:
