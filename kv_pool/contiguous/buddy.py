@@ -172,7 +172,9 @@ class BuddySystem:
                 end: i64 = start + (1 << order)
                 while start < end and num_places < _MAX_PLACES:
                     num_places += 1
-                    age = find_youngest(bytes(ages[start : start + n]), 0, n, best_age)
+                    age: i64 = ages[start]
+                    if n > 1:
+                        age = find_youngest(bytes(ages[start : start + n]), 0, n, best_age)
                     if age < best_age:
                         best = start
                         best_age = age
@@ -195,7 +197,7 @@ class BuddySystem:
 
 
 def find_youngest(ages: bytes, first: i64, end: i64, limit: i64) -> i64:
-    """Return the largest age of the ids `[first, end)`; stop at the first age of `limit` or above."""
+    """Return the largest of the ages `[first, end)`; stop at the first age of `limit` or above."""
     youngest: i64 = 0
     at: i64 = first
     while at < end and youngest < limit:

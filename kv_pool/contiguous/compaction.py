@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int, check_number
+from kv_pool.core.arguments import check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.id_swap import swap_ids
@@ -307,9 +307,6 @@ def compact(
     Raises:
         As `gather` and `pack`. Rounds before a failure are complete.
     """
-    max_evictions = as_int("max_evictions", max_evictions)
-    if max_moves is not None:
-        max_moves = as_int("max_moves", max_moves)
     if goal is None:
         rounds = pack(
             pool,

@@ -104,8 +104,10 @@ class FreeRunIndex(FreeAges):
         ages = self.ages
         blocks = pool.blocks
         if num_blocks == 1 and (after is None or after.is_null):
+            if self.buddies is None:
+                return []
             max_age: i64 = self._find_idle_age()
-            fragment = 0 if self.buddies is None else self.buddies.find_run(1, ages, max_age, max_age)
+            fragment = self.buddies.find_run(1, ages, max_age, max_age)
             return [blocks[fragment]] if fragment else []
         queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
