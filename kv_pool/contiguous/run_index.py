@@ -94,7 +94,7 @@ class FreeRunIndex(FreeAges):
     def _choose(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock]:
         """Choose `num_blocks` free blocks that form long runs.
 
-        Pieces are marked as in use, so that further searches do not find them.
+        Chosen pieces are marked as in use before a further search, so that it does not find them.
 
         Returns:
             Runs, each by id: first the ids after that of `after`, then pieces that are old enough, then the
@@ -137,9 +137,10 @@ class FreeRunIndex(FreeAges):
                 first = pieces[position]
                 end: i64 = pieces[position + 1]
                 chosen.extend(blocks[first:end])
-                self._store(first, end, IN_USE)
                 need -= end - first
                 position += 2
+            if need > 0:
+                self.note_taken(chosen)
         rest: list[BlockId] = []
         block = head
         while need > 0 and block is not None and block is not queue.fake_free_list_tail:
@@ -154,7 +155,7 @@ class FreeRunIndex(FreeAges):
     def _choose_chunks(
         self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
     ) -> i64:
-        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks, and mark them.
+        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks.
 
         Returns:
             How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
@@ -169,8 +170,9 @@ class FreeRunIndex(FreeAges):
             first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
             if first > 0:
                 chosen.extend(blocks[first : first + size])
-                self._store(first, first + size, IN_USE)
                 need -= size
+                if need > 0:
+                    self._store(first, first + size, IN_USE)
             elif size == 1:
                 break
             else:
