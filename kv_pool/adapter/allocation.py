@@ -22,11 +22,10 @@ _NO_EVICTION = "no eviction (eviction_policy is None)"
 _MAX_SCAN = 65_536
 """Maximum number of ids that one request scans; the next request continues from there."""
 
-Step = Callable[[BlockAllocationRequest, KVCacheBlock | None], list[KVCacheBlock] | str]
-"""Returns the blocks, or why there are none, for the error message; "" if that says nothing.
-
-The second argument is the last block of the request's sequence.
-"""
+Taken = list[KVCacheBlock] | str
+"""The blocks, or why there are none, for the error message; "" if that says nothing."""
+Step = Callable[[BlockAllocationRequest, KVCacheBlock | None], Taken]
+"""The second argument is the last block of the request's sequence."""
 
 
 class Allocation:
@@ -120,7 +119,7 @@ class Allocation:
 
     def _take_free_run(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, avoids_retained: bool = True
-    ) -> list[KVCacheBlock] | str:
+    ) -> Taken:
         """Take consecutive ids, preferably directly after `after`."""
         pool = self._pool
         num_blocks = request.num_blocks
@@ -144,7 +143,7 @@ class Allocation:
 
     def _take_cleared_run(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, avoids_retained: bool = True
-    ) -> list[KVCacheBlock] | str:
+    ) -> Taken:
         """Move blocks out of a run and take it, unless that exceeds `max_moves` of the request."""
         max_moves = request.max_moves
         if max_moves is None and request.contiguous == "prefer":
@@ -161,18 +160,14 @@ class Allocation:
         )
         return "compaction" if run is None else self._take_listed(run)
 
-    def _take_retained_run(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None
-    ) -> list[KVCacheBlock] | str:
+    def _take_retained_run(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> Taken:
         """Take a run that contains cached blocks of high priority."""
         if not self._pool.eviction_order.has_retained:
             return ""
-        run = self._take_free_run(request, after, False) or self._take_cleared_run(request, after, False)
-        return run if isinstance(run, list) else ""
+        taken = self._take_free_run(request, after, False) or self._take_cleared_run(request, after, False)
+        return taken if isinstance(taken, list) else ""
 
-    def _take_any(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None
-    ) -> list[KVCacheBlock] | str:
+    def _take_any(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> Taken:
         self._pool.is_changing = True
         return take(self._pool, request.num_blocks, after)
 

@@ -83,11 +83,7 @@ class DevicePools(KVPoolProtocol):
         Raises:
             As `GPUKVPool.free`: nothing has changed on that device; blocks on earlier devices are released.
         """
-        by_device: dict[int, list[BlockId]] = {}
-        for block_id in map(BlockId, as_ints("block_ids", block_ids)):
-            device_id, own_id = self._split(block_id)
-            by_device.setdefault(device_id, []).append(own_id)
-        for device_id, own_ids in by_device.items():
+        for device_id, own_ids in self._group(block_ids).items():
             self.pools[device_id].free(own_ids)
 
     def get_block_info(self, block_id: BlockId) -> BlockInfo:
@@ -107,16 +103,16 @@ class DevicePools(KVPoolProtocol):
                 changed.
         """
         target = self._find(target_device_id).device_id
-        placed = [self._split(BlockId(number)) for number in as_ints("block_ids", block_ids)]
-        devices = sorted({device_id for device_id, _ in placed})
-        if not devices:
+        by_device = self._group(block_ids)
+        if not by_device:
             return []
-        if len(devices) > 1 or devices == [target]:
+        if len(by_device) > 1 or target in by_device:
             raise InvalidArgumentError(
-                f"the blocks are on devices {devices}; migrate those of one device at a time to another one"
+                f"the blocks are on devices {sorted(by_device)}; migrate those of one device at a time to "
+                "another one"
             )
-        own_ids = [own_id for _, own_id in placed]
-        return self.to_ids(target, self.pools[devices[0]].migrate_blocks(own_ids, target))
+        [(device_id, own_ids)] = by_device.items()
+        return self.to_ids(target, self.pools[device_id].migrate_blocks(own_ids, target))
 
     def get_free_blocks(self) -> int:
         """Return how many blocks are free on all devices together."""
@@ -137,6 +133,14 @@ class DevicePools(KVPoolProtocol):
         if pool is None:
             raise UnknownDeviceError(f"there is no device {device_id}; there are {sorted(self.pools)}")
         return pool
+
+    def _group(self, block_ids: Sequence[BlockId]) -> dict[int, list[BlockId]]:
+        """Return the ids of blocks in the pools of their devices, by device."""
+        by_device: dict[int, list[BlockId]] = {}
+        for block_id in map(BlockId, as_ints("block_ids", block_ids)):
+            device_id, own_id = self._split(block_id)
+            by_device.setdefault(device_id, []).append(own_id)
+        return by_device
 
     def _split(self, block_id: BlockId) -> tuple[int, BlockId]:
         """Return the device of a block and its id in that device's pool."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 from kv_pool.errors import EvictedSequenceError
 from kv_pool.ids import BlockId, BlockMove, SequenceId
@@ -25,7 +26,7 @@ class Evictions:
         # Per evicted sequence whose owner is not notified: the block ids that the owner may still use.
         self._unnotified: dict[SequenceId, set[BlockId]] = {}
         # By block id: how many of these sets contain it.
-        self._num_owners: dict[BlockId, int] = {}
+        self._num_owners: Counter[BlockId] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_sequence)
@@ -60,11 +61,9 @@ class Evictions:
         """Drop the eviction of a sequence; no-op if there is none."""
         self._by_sequence.pop(sequence_id, None)
         for block_id in self._unnotified.pop(sequence_id, ()):
-            num_owners = self._num_owners.get(block_id, 0) - 1
-            if num_owners > 0:
-                self._num_owners[block_id] = num_owners
-            else:
-                self._num_owners.pop(block_id, None)
+            self._num_owners[block_id] -= 1
+            if self._num_owners[block_id] <= 0:
+                del self._num_owners[block_id]
 
     def take_all(self) -> list[Eviction]:
         """Drop all evictions and return them, oldest first."""
@@ -79,8 +78,7 @@ class Evictions:
         for sequence_id in self.list_sequences():
             if sequence_id in holders:
                 self.forget(sequence_id)
-        counts = Counter(block_id for block_ids in self._unnotified.values() for block_id in block_ids)
-        self._num_owners = dict(counts)
+        self._num_owners = Counter(chain.from_iterable(self._unnotified.values()))
 
     def list_sequences(self) -> list[SequenceId]:
         """Return the ids of the evicted sequences, the oldest eviction first."""
@@ -121,10 +119,9 @@ class Evictions:
                 return f"Sequence {sequence_id} held it and was evicted {_name_cause(eviction)}."
         return ""
 
-    def _guard(self, sequence_id: SequenceId, block_ids: Iterable[BlockId]) -> None:
-        for block_id in block_ids:
-            self._unnotified[sequence_id].add(block_id)
-            self._num_owners[block_id] = self._num_owners.get(block_id, 0) + 1
+    def _guard(self, sequence_id: SequenceId, block_ids: Collection[BlockId]) -> None:
+        self._unnotified[sequence_id].update(block_ids)
+        self._num_owners.update(block_ids)
 
     def make_error(self, sequence_id: SequenceId) -> EvictedSequenceError:
         """Return the error to raise when an evicted sequence is used."""

@@ -161,8 +161,8 @@ class GPUKVPool(KVPoolProtocol):
         # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
 
-        total_blocks = as_int("total_blocks", total_blocks)
-        block_size = as_int("block_size", block_size)
+        total_blocks = as_count("total_blocks", total_blocks, 1)
+        block_size = as_count("block_size", block_size, 1)
         device_id = as_int("device_id", device_id)
         block_bytes = as_count("block_bytes", block_bytes)
         reserved_blocks = as_int("reserved_blocks", reserved_blocks)
@@ -170,10 +170,6 @@ class GPUKVPool(KVPoolProtocol):
         run_length = as_count("run_length", run_length, 1)
         if max_pinned_blocks is not None:
             max_pinned_blocks = as_count("max_pinned_blocks", max_pinned_blocks)
-        if total_blocks < 1:
-            raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool has at least 1 block")
-        if block_size < 1:
-            raise InvalidArgumentError(f"block_size is {block_size}; a block has at least 1 token")
         if not 0 <= reserved_blocks <= total_blocks:
             raise InvalidArgumentError(f"{reserved_blocks} of {total_blocks} blocks cannot be reserved")
         if not 0 <= migration_threshold <= total_blocks or (migration_threshold and migration_hook is None):
@@ -477,7 +473,7 @@ class GPUKVPool(KVPoolProtocol):
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
             chosen = self._victims.choose(priority, spared, num_blocks)
-            victims = self._victims.rank(priority, spared) if chosen is None else chosen
+            victims = self._victims.order.rank(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]
 
     def note_access(self, sequence_id: SequenceId) -> None:

@@ -224,7 +224,6 @@ class MigrationRoutes:
 
     def migrate(self, block_ids: Sequence[BlockId], device_id: int) -> list[BlockId]:
         """See `GPUKVPool.migrate_blocks`."""
-        self._check_connected(device_id, {*self._peers, *self._nodes})
         with self._pool.lock:
             blocks, _ = self._pool.holdings.find_named(block_ids, None)
             subject = BlocksSubject(tuple(block_ids), tuple(block.generation for block in blocks))
@@ -236,11 +235,11 @@ class MigrationRoutes:
         self, sequence_id: SequenceId, device_id: int
     ) -> tuple[list[BlockId], list[BlockId]]:
         """See `GPUKVPool.migrate_sequence`."""
-        self._check_connected(device_id, {*self._peers, *self._nodes})
         return self._move(SequenceSubject(sequence_id), device_id)
 
     def _move(self, subject: Subject, device_id: int) -> tuple[list[BlockId], list[BlockId]]:
         """Move blocks to a pool or a node; return their old and new ids."""
+        self._check_connected(device_id, {*self._peers, *self._nodes})
         if device_id in self._nodes:
             migrator, name = self._nodes[device_id]
             migration = migrator.migrate(subject, name)

@@ -79,6 +79,7 @@ class Victims:
 
     Attributes:
         has_policy: whether a policy was given.
+        order: the sequences in the order of eviction; also `Holdings.order`.
         num_evicted: number of sequences evicted so far.
     """
 
@@ -90,20 +91,13 @@ class Victims:
     ) -> None:
         self._holdings = holdings
         self.has_policy = policy is not None
-        self._order: AccessOrder | RankedOrder = AccessOrder(holdings)
+        self.order: AccessOrder | RankedOrder = AccessOrder(holdings)
         if policy is not None and type(policy) is not LRUEviction:
             ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
-            self._order = RankedOrder(holdings, partial(_rank_holders, policy), ranks_each_time)
-        holdings.order = self._order
+            self.order = RankedOrder(holdings, partial(_rank_holders, policy), ranks_each_time)
+        holdings.order = self.order
         self._on_evicted = on_evicted
         self.num_evicted = 0
-
-    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
-        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
-
-        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
-        """
-        return self._order.rank(priority, spared)
 
     def choose(
         self,
@@ -121,32 +115,23 @@ class Victims:
         """
         if num_blocks <= 0 and has_run is None:
             return []
-        chosen = self._choose(priority, spared, num_blocks, has_run)
-        if chosen is None and self._order.has_excluded:
-            self._order.rebuild(self._holdings.holders.values())
-            chosen = self._choose(priority, spared, num_blocks, has_run)
-        return chosen
-
-    def _choose(
-        self,
-        priority: int,
-        spared: Collection[SequenceId],
-        num_blocks: int,
-        has_run: Callable[[list[BlockId]], bool] | None,
-    ) -> list[Holder] | None:
-        victims: list[Holder] = []
-        freed_ids: list[BlockId] = []
-        left: dict[KVCacheBlock, int] = {}
-        # Closed here: an error in a generator that Python drops would be lost.
-        with closing(self.rank(priority, spared)) as ranked:
-            for holder in ranked:
-                victims.append(holder)
-                for position, block in enumerate(holder.blocks):
-                    left[block] = left.get(block, block.ref_cnt) - 1
-                    if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
-                        freed_ids.append(block.block_id)
-                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
-                    return victims
+        for is_again in (False, True):
+            victims: list[Holder] = []
+            freed_ids: list[BlockId] = []
+            left: dict[KVCacheBlock, int] = {}
+            # Closed here: an error in a generator that Python drops would be lost.
+            with closing(self.order.rank(priority, spared)) as ranked:
+                for holder in ranked:
+                    victims.append(holder)
+                    for position, block in enumerate(holder.blocks):
+                        left[block] = left.get(block, block.ref_cnt) - 1
+                        if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
+                            freed_ids.append(block.block_id)
+                    if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
+                        return victims
+            if is_again or not self.order.has_excluded:
+                break
+            self.order.rebuild(self._holdings.holders.values())
         return None
 
     def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
@@ -196,7 +181,11 @@ class _KeptOrder(ABC):
         self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
 
     def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
-        """See `Victims.rank`. Each sequence with pinned blocks is passed once since they were pinned."""
+        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
+
+        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration. Each
+        sequence with pinned blocks is passed once since they were pinned.
+        """
         self._return(self._find_unpinned())
         pins = self._holdings.pins
         frozen = self._holdings.frozen

@@ -63,31 +63,24 @@ class BuddySystem:
 
         Cost: O(changed ids), plus O(log(pool size)) per changed range; O(pool) after `note_all_changed`.
         """
-        if self._is_stale or len(ages) != len(self._order_at):
-            self._make_all(ages)
-            return
         changed = self._changed
-        if not changed:
-            return
+        if self._is_stale or len(ages) != len(self._order_at):
+            changed.clear()
+            self._order_at = bytearray(len(ages))
+            self.counts = [0] * len(ages).bit_length()
+            self._free(ages, 0, len(ages))
+            self._is_stale = False
         position: i64 = 0
         while position < len(changed):
             first: i64 = changed[position]
             end: i64 = changed[position + 1]
             self._take(first, end)
-            self._free_some(ages, first, end)
+            self._free(ages, first, end)
             position += 2
         changed.clear()
 
-    def _make_all(self, ages: bytearray) -> None:
-        num_all = len(ages)
-        self._changed.clear()
-        self._order_at = bytearray(num_all)
-        self.counts = [0] * num_all.bit_length()
-        self._free_some(ages, 0, num_all)
-        self._is_stale = False
-
-    def _free_some(self, ages: bytearray, first: i64, end: i64) -> None:
-        """Make chunks of the free ids in `[first, end)`, which are in no chunk yet."""
+    def _free(self, ages: bytearray, first: i64, end: i64) -> None:
+        """Make chunks of the free ids in `[first, end)`, which are in no chunk yet, and merge them."""
         at: i64 = first
         while at < end:
             if ages[at] == 0:
@@ -96,12 +89,8 @@ class BuddySystem:
             start: i64 = at
             stop: i64 = ages.find(0, at, end)
             at = end if stop < 0 else stop
-            self._free(start, at)
-
-    def _free(self, first: i64, end: i64) -> None:
-        """Make chunks of the free ids `[first, end)`, which are in no chunk, and merge them."""
-        self._order_at[first:end] = _INSIDE_ROW * (end - first)
-        self._cut(first, end)
+            self._order_at[start:at] = _INSIDE_ROW * (at - start)
+            self._cut(start, at)
 
     def _cut(self, first: i64, end: i64) -> None:
         """Divide `[first, end)`, marked as inside a chunk, into the largest possible chunks."""
@@ -183,7 +172,9 @@ class BuddySystem:
                 end: i64 = start + (1 << order)
                 while start < end and num_places < _MAX_PLACES:
                     num_places += 1
-                    age = find_youngest(ages, start, start + n, best_age)
+                    age: i64 = ages[start]
+                    if n > 1:
+                        age = find_youngest(bytes(ages[start : start + n]), 0, n, best_age)
                     if age < best_age:
                         best = start
                         best_age = age
@@ -205,8 +196,8 @@ class BuddySystem:
         ]
 
 
-def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
-    """Return the largest age of the ids `[first, end)`; stop at the first age of `limit` or above."""
+def find_youngest(ages: bytes, first: i64, end: i64, limit: i64) -> i64:
+    """Return the largest of the ages `[first, end)`; stop at the first age of `limit` or above."""
     youngest: i64 = 0
     at: i64 = first
     while at < end and youngest < limit:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int, check_number
+from kv_pool.core.arguments import check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.id_swap import swap_ids
@@ -108,9 +108,9 @@ def apply_moves(
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     pool.holds.check_whole()
-    one_way, exchanges = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
+    one_way, exchanges = check_moves(pool, moves)
     if exchanges and not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
     # The moves whose bytes have arrived, of an exchange only that to the free block; and the cached blocks
@@ -157,16 +157,18 @@ def check_moves(pool: RunBlockPool, moves: Sequence[BlockMove]) -> tuple[list[Bl
         InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
     """
     blocks = pool.blocks
-    one_way, pairs = _split(moves)
-    ids = set(chain.from_iterable(moves))
-    for block_id in ids:
-        if not 0 < block_id < len(blocks):
-            raise InvalidBlockError(
-                f"C3: block {block_id} cannot move: it is the null block, or outside 1..{len(blocks) - 1}"
-            )
-    pool.holds.check_movable(ids)
-    for block_id in chain((source for source, _ in one_way), chain.from_iterable(pairs)):
-        if blocks[block_id].ref_cnt == 0 and blocks[block_id].key is None:
+    ids = list(chain.from_iterable(moves))
+    distinct = set(ids)
+    one_way, pairs = _split(moves) if len(distinct) < len(ids) else (list(moves), [])
+    if ids and not 0 < min(ids) <= max(ids) < len(blocks):
+        wrong = next(block_id for block_id in ids if not 0 < block_id < len(blocks))
+        raise InvalidBlockError(
+            f"C3: block {wrong} cannot move: it is the null block, or outside 1..{len(blocks) - 1}"
+        )
+    pool.holds.check_movable(distinct)
+    for block_id in chain([source for source, _ in one_way], chain.from_iterable(pairs)):
+        block = blocks[block_id]
+        if block.ref_cnt == 0 and block.key is None:
             raise InvalidBlockError(f"C2: block {block_id} is neither in use nor cached: nothing to move")
     for _, target in one_way:
         if blocks[target].ref_cnt != 0:
@@ -307,9 +309,6 @@ def compact(
     Raises:
         As `gather` and `pack`. Rounds before a failure are complete.
     """
-    max_evictions = as_int("max_evictions", max_evictions)
-    if max_moves is not None:
-        max_moves = as_int("max_moves", max_moves)
     if goal is None:
         rounds = pack(
             pool,

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Protocol
 
 from kv_pool.errors import InvalidArgumentError
@@ -187,12 +186,7 @@ class BackgroundDefragmenter:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
         try:
             self.stop()
         except Exception:

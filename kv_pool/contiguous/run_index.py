@@ -94,7 +94,7 @@ class FreeRunIndex(FreeAges):
     def _choose(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock]:
         """Choose `num_blocks` free blocks that form long runs.
 
-        Pieces are marked as in use, so that further searches do not find them.
+        Chosen pieces are marked as in use before a further search, so that it does not find them.
 
         Returns:
             Runs, each by id: first the ids after that of `after`, then pieces that are old enough, then the
@@ -104,8 +104,10 @@ class FreeRunIndex(FreeAges):
         ages = self.ages
         blocks = pool.blocks
         if num_blocks == 1 and (after is None or after.is_null):
+            if self.buddies is None:
+                return []
             max_age: i64 = self._find_idle_age()
-            fragment = 0 if self.buddies is None else self.buddies.find_run(1, ages, max_age, max_age)
+            fragment = self.buddies.find_run(1, ages, max_age, max_age)
             return [blocks[fragment]] if fragment else []
         queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
@@ -135,9 +137,10 @@ class FreeRunIndex(FreeAges):
                 first = pieces[position]
                 end: i64 = pieces[position + 1]
                 chosen.extend(blocks[first:end])
-                self._store(first, end, IN_USE)
                 need -= end - first
                 position += 2
+            if need > 0:
+                self.note_taken(chosen)
         rest: list[BlockId] = []
         block = head
         while need > 0 and block is not None and block is not queue.fake_free_list_tail:
@@ -152,7 +155,7 @@ class FreeRunIndex(FreeAges):
     def _choose_chunks(
         self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
     ) -> i64:
-        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks, and mark them.
+        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks.
 
         Returns:
             How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
@@ -167,8 +170,9 @@ class FreeRunIndex(FreeAges):
             first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
             if first > 0:
                 chosen.extend(blocks[first : first + size])
-                self._store(first, first + size, IN_USE)
                 need -= size
+                if need > 0:
+                    self._store(first, first + size, IN_USE)
             elif size == 1:
                 break
             else:
@@ -304,7 +308,7 @@ class FreeRunIndex(FreeAges):
                     place = first
                     turn = 1
                 while turn < 3 and num_places < _MAX_PLACES and best_age > good:
-                    age: i64 = find_youngest(self.ages, at + place, at + place + n, best_age)
+                    age: i64 = find_youngest(data, place, place + n, best_age)
                     if age < best_age:
                         best = at + place
                         best_age = age
