@@ -32,6 +32,7 @@ NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "bloc
 CONTIGUOUS = (
     "ages",
     "buddy",
+    "move_check",
     "run_index",
     "run_pool_core",
 )
@@ -128,6 +129,7 @@ COLD = (
     "core/salt_regions",
     "core/sampled_stack",
     "contiguous/buddy",
+    "contiguous/move_check",
     "contiguous/run_pool_core",
     "manager/applied_rules",
     "manager/block_copies",

@@ -185,6 +185,29 @@ class BuddySystem:
             order += 1
         return cast(BlockId, best)
 
+    def find_single(self, ages: bytearray, max_age: int) -> BlockId:
+        """Find an id with content no younger than `max_age`, in the smallest chunk that has one.
+
+        Returns:
+            The id; 0 for none among the compared chunks.
+        """
+        self.update(ages)
+        limit: i64 = max_age
+        order_at = self._order_at
+        for order in range(len(self.counts)):
+            num_places: i64 = 0
+            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
+            while chunk >= 0 and num_places < _MAX_PLACES:
+                at: i64 = chunk
+                end: i64 = min(at + (1 << order), at + _MAX_PLACES)
+                while at < end:
+                    if ages[at] <= limit:
+                        return cast(BlockId, at)
+                    at += 1
+                num_places += 1
+                chunk = order_at.find(_MARKS[order], at)
+        return cast(BlockId, 0)
+
     def list_chunks(self, ages: bytearray) -> list[tuple[BlockId, int]]:
         """Return the chunks as (first id, order), by id."""
         self.update(ages)

@@ -9,6 +9,7 @@ from kv_pool.contiguous.buddy import BuddySystem, find_youngest
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END
 from kv_pool.core.mode import COMPILED
+from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import take_listed
 from kv_pool.ids import BlockId
@@ -46,20 +47,17 @@ class FreeRunIndex(FreeAges):
     # ---- taking ----------------------------------------------------------------------------------
 
     def take(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock] | None:
-        """As in `FreeIndex`. Prefers runs of consecutive ids where that is cheap: see `_choose`."""
+        """As in `FreeIndex`. Prefers runs of consecutive ids where that is cheap."""
         if not self._takes_early or num_blocks == 0:
             return None
         was_changing = pool.is_changing
         pool.is_changing = True
-        chosen = self._choose(pool, after, num_blocks)
+        chosen = self._choose_and_mark(pool, after, num_blocks)
         if chosen and (len(chosen) < num_blocks or not are_queued(chosen)):
             self.rebuild_from(pool)  # a caller has changed the queue itself
             chosen = []
         if chosen:
-            if pool.reuse_watchers or pool.lower_tiers is not None:
-                self.note_freed(chosen, False)  # they are free while watchers are told
-                pool.is_changing = was_changing
-            take_listed(pool, chosen)
+            self._take_marked(pool, chosen, was_changing)
         pool.is_changing = was_changing
         return chosen or None
 
@@ -83,18 +81,29 @@ class FreeRunIndex(FreeAges):
                 break
             self.rebuild_from(pool)  # a caller has changed the queue itself
             first = self.find_run(num_blocks)
-        pool.is_changing = was_changing
         if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
+            pool.is_changing = was_changing
             return None
-        take_listed(pool, run)
+        self._store(first, first + num_blocks, IN_USE)
+        self._take_marked(pool, run, was_changing)
+        pool.is_changing = was_changing
         return run
+
+    def _take_marked(self, pool: PoolState, chosen: list[KVCacheBlock], was_changing: bool) -> None:
+        """Take blocks that are marked as in use here."""
+        informed: PoolPart | None = self
+        if pool.reuse_watchers or pool.lower_tiers is not None:
+            self.note_freed(chosen, False)  # they are free while watchers are called
+            informed = None
+            pool.is_changing = was_changing
+        take_listed(pool, chosen, informed)
 
     # ---- searching -------------------------------------------------------------------------------
 
-    def _choose(self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int) -> list[KVCacheBlock]:
-        """Choose `num_blocks` free blocks that form long runs.
-
-        Chosen pieces are marked as in use before a further search, so that it does not find them.
+    def _choose_and_mark(
+        self, pool: PoolState, after: KVCacheBlock | None, num_blocks: int
+    ) -> list[KVCacheBlock]:
+        """Choose `num_blocks` free blocks that form long runs, and mark them as in use.
 
         Returns:
             Runs, each by id: first the ids after that of `after`, then pieces that are old enough, then the
@@ -106,14 +115,16 @@ class FreeRunIndex(FreeAges):
         if num_blocks == 1 and (after is None or after.is_null):
             if self.buddies is None:
                 return []
-            max_age: i64 = self._find_idle_age()
-            fragment = self.buddies.find_run(1, ages, max_age, max_age)
-            return [blocks[fragment]] if fragment else []
+            fragment = self.buddies.find_single(ages, self._find_idle_age())
+            if not fragment:
+                return []
+            self._store(fragment, fragment + 1, IN_USE)
+            return [blocks[fragment]]
         queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
         while head is not None and head.ref_cnt == BAND_END:
             head = head.next_free_block
-        max_age = self._find_early_age(head)
+        max_age: i64 = self._find_early_age(head)
         need: i64 = num_blocks
         chosen: list[KVCacheBlock] = []
         if after is not None and not after.is_null:
@@ -122,12 +133,12 @@ class FreeRunIndex(FreeAges):
             length: i64 = 0
             while length < len(data) and data[length] != IN_USE and data[length] <= max_age:
                 length += 1
-            chosen.extend(blocks[first : first + length])
-            need -= length
+            if length > 0:
+                chosen.extend(blocks[first : first + length])
+                self._store(first, first + length, IN_USE)
+                need -= length
             if need == 0:
                 return chosen
-            if length > 0:
-                self._store(first, first + length, IN_USE)
         if self.buddies is not None:
             need -= self._choose_chunks(chosen, blocks, need)
         elif need > 1:
@@ -137,10 +148,9 @@ class FreeRunIndex(FreeAges):
                 first = pieces[position]
                 end: i64 = pieces[position + 1]
                 chosen.extend(blocks[first:end])
+                self._store(first, end, IN_USE)
                 need -= end - first
                 position += 2
-            if need > 0:
-                self.note_taken(chosen)
         rest: list[BlockId] = []
         block = head
         while need > 0 and block is not None and block is not queue.fake_free_list_tail:
@@ -148,14 +158,17 @@ class FreeRunIndex(FreeAges):
                 rest.append(block.block_id)
                 need -= 1
             block = block.next_free_block
-        rest.sort()
-        chosen.extend([blocks[block_id] for block_id in rest])
+        if rest:
+            rest.sort()
+            others = [blocks[block_id] for block_id in rest]
+            self.note_taken(others)
+            chosen += others
         return chosen
 
     def _choose_chunks(
         self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
     ) -> i64:
-        """Choose blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks.
+        """Choose and mark blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks.
 
         Returns:
             How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
@@ -167,12 +180,15 @@ class FreeRunIndex(FreeAges):
         while size * 2 <= need:
             size *= 2
         while need > 0:
-            first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
+            first: i64 = 0
+            if size > 1:
+                first = self.buddies.find_run(size, self.ages, max_age, max_age)
+            else:
+                first = self.buddies.find_single(self.ages, max_age)
             if first > 0:
                 chosen.extend(blocks[first : first + size])
+                self._store(first, first + size, IN_USE)
                 need -= size
-                if need > 0:
-                    self._store(first, first + size, IN_USE)
             elif size == 1:
                 break
             else:

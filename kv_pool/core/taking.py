@@ -12,6 +12,7 @@ from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 
@@ -117,8 +118,12 @@ def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
     return taken
 
 
-def take_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
-    """Take these distinct free blocks, wherever they are in the queue."""
+def take_listed(pool: PoolState, listed: list[KVCacheBlock], informed: PoolPart | None = None) -> None:
+    """Take these distinct free blocks, wherever they are in the queue.
+
+    Args:
+        informed: a part that has chosen the blocks, and noted already that they are taken.
+    """
     was_changing = pool.is_changing
     if pool.reuse_watchers or pool.lower_tiers is not None:
         notify_before(pool, listed)
@@ -126,7 +131,8 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     pool.free_block_queue.remove_n(listed)
     mark_taken(pool, listed)
     for part in pool.parts:
-        part.note_taken(listed)
+        if part is not informed:
+            part.note_taken(listed)
     pool.is_changing = was_changing
 
 
