@@ -91,6 +91,8 @@ def take(pool: PoolState, num_blocks: int, after: KVCacheBlock | None = None) ->
         after: a pool that prefers runs takes the ids after that of this block if it can.
     """
     # A function, as all parts of calls are: compiled, a method of a `BlockPool` is called as Python calls it.
+    if num_blocks > pool.free_block_queue.num_free_blocks:
+        refuse_count(pool, num_blocks)  # a watcher has taken what an earlier check has counted
     index = pool.free_index
     if index is not None:
         taken = index.take(pool, after, num_blocks)
@@ -247,6 +249,7 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
         notify_watchers(pool, listed)
         is_told = True
     finally:
+        was_interrupted = pool.is_changing  # a call of a watcher
         pool.is_changing = True
         queue.prepend_n(listed)
         for part in pool.parts:
@@ -254,7 +257,7 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
                 part.note_relinked(listed)
             else:
                 part.rebuild_from(pool)
-        pool.is_changing = was_changing
+        pool.is_changing = was_changing or was_interrupted
 
 
 def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:

@@ -26,16 +26,34 @@ class AllocStatus(Enum):
 
 def judge(state: ManagerState, step: Step) -> AllocStatus:
     """Return whether `allocate_step` would succeed. Changes nothing; see `KVCacheManager.can_allocate`."""
-    num_available = state.get_num_free_blocks() - step.num_left
-    if not step.num_sequence or count_full_sequence(state, step, step.num_sequence) <= num_available:
-        num_available += count_to_forget(state, step)
-        fits = plan_step(state, step) <= num_available - step.num_reserved
-        if fits and not state._caching.is_unwritten(step.prefix_blocks):
-            return AllocStatus.OK
+    num_free = state.get_num_free_blocks()
+    if (
+        fits_sequence(state, step, num_free)
+        and fits_step(state, step, num_free + count_to_forget(state, step))
+        and not state._caching.is_unwritten(step.prefix_blocks)
+    ):
+        return AllocStatus.OK
     num_usable = state.block_pool.num_gpu_blocks - 1
     if state.retention is not None:
         num_usable -= len(list_lasting_pins(state, step.request_id, list_own_blocks(state, step)))
     return AllocStatus.LATER if fits_alone(state, num_usable, step) else AllocStatus.NEVER
+
+
+def fits_sequence(state: ManagerState, step: Step, num_free: int) -> bool:
+    """Return True if the whole sequence fits in this many free blocks, or need not fit yet."""
+    if not step.num_sequence:
+        return True
+    num_left = step.num_left - count_surplus(state, step.tables, step.num_sequence)
+    return count_full_sequence(state, step, step.num_sequence) <= num_free - num_left
+
+
+def fits_step(state: ManagerState, step: Step, num_free: int) -> bool:
+    """Plan the step, and return True if this many free blocks suffice for it and for what it leaves free."""
+    need = plan_step(state, step)
+    num_kept = step.num_left + step.num_reserved
+    if num_kept:  # under vLLM, states of rejected drafts count towards it
+        num_kept = max(0, num_kept - count_surplus(state, step.tables, step.num_scheduled))
+    return need <= num_free - num_kept
 
 
 # ---- what a step needs -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kv_pool.core.evicting import evict_invalid, note_own_hash
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.taking import take, touch_listed
 from kv_pool.ids import RequestId
-from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
+from kv_pool.manager.admission import fits_sequence, fits_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.state_chains import StateChains
@@ -45,32 +45,32 @@ def allocate_step(
     if tables is not None:
         if is_quiet(state, request, tables, step):
             return state._no_blocks
+        for table in tables:
+            table.request = request
         if state._has_forks and step.num_computed > tables[0].num_valid_tokens:
             step.caches = False  # what it computes from invalid content
     ends: list[int] | None = None
     if state.block_pool.enable_caching and step.caches:
         ends = state._caching.find_ends(request, tables, step.num_prefix, step.num_scheduled)
-    num_free = state.get_num_free_blocks()
-    if step.num_sequence:
-        num_left = step.num_left - count_surplus(state, tables, step.num_sequence)
-        if count_full_sequence(state, step, step.num_sequence) > num_free - num_left:
-            return None
+    if not fits_sequence(state, step, state.get_num_free_blocks()):
+        return None
     if tables is not None and state._forgets:
         free_skipped_blocks(state, step.request_id, tables, step.num_final)
-        num_free = state.get_num_free_blocks()
-    need = plan_step(state, step)
-    num_kept = step.num_left + step.num_reserved
-    if num_kept:  # under vLLM, states of rejected drafts count towards it
-        num_kept = max(0, num_kept - count_surplus(state, tables, step.num_scheduled))
-    if need > num_free - num_kept or state._caching.is_unwritten(step.prefix_blocks):
+    if not fits_step(state, step, state.get_num_free_blocks()):
+        return None
+    if state._caching.is_unwritten(step.prefix_blocks):
         return None
     return carry_out(state, request, step, ends)
 
 
 def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> bool:
     """Return True if a step fits and changes none of the tables, as most decode steps."""
-    if state._has_forks or step.num_encoder_tokens or step.num_sequence:
+    if step.num_encoder_tokens or step.num_sequence:
         return False
+    if state._has_forks:
+        for table in tables:
+            if table.is_forked or table.num_valid_tokens < ALL_TOKENS:
+                return False
     num_kept = step.num_left + step.num_reserved
     if num_kept and num_kept > state.get_num_free_blocks():
         return False
@@ -95,8 +95,6 @@ def carry_out(
         retention.expire()  # the time decides which blocks are hit or taken next
     is_new = step.tables is None
     tables: list[BlockTable] = [] if step.tables is None else step.tables
-    for table in tables:
-        table.request = request
     pool.is_changing = True
     num_external = step.num_external if is_new else 0
     if is_new:
@@ -331,7 +329,8 @@ def release_superseded(state: ManagerState, chains: StateChains) -> None:
     while len(superseded) > 0:
         old = superseded[-1]
         block = old.block
-        if old.is_cached and block.ref_cnt == 0 and block.retention_id == 0:
+        is_retained = state.retention is not None and block.retention_id != 0
+        if old.is_cached and block.ref_cnt == 0 and not is_retained:
             # With a reference the block leaves the queue; without content it returns to the front.
             touch_listed(pool, [block])
             evict_invalid(pool, [block])

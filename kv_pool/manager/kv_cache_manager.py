@@ -269,7 +269,8 @@ class KVCacheManager(ManagerState):
                 request or for a request with blocks.
             InvalidBlockError: the prefix is stale: one of its blocks was evicted. Look it up again. In both
                 cases nothing has changed.
-            Any exception of a reuse watcher (`unpin_blocks`); the pool is then interrupted: see `repair`.
+            Any exception of a reuse watcher (`unpin_blocks`), and OutOfBlocksError if a watcher takes blocks
+                that this call needs; the pool is then interrupted: see `repair`.
         Full blocks of known tokens are cached at once. Blocks that the step writes and that a fork shares are
         replaced: see `take_block_copies`.
         Cost: O(groups + blocks touched, added and released).

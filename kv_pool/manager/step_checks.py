@@ -46,7 +46,7 @@ def read_step(
     if cached_prefix is not None:
         if not isinstance(cached_prefix, CachedPrefix):
             refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
-        check_prefix(state, request, request_id, cached_prefix, num_computed)
+        check_prefix(state, request, request_id, cached_prefix)
         num_prefix = cached_prefix.num_tokens
     if tables is not None:
         if num_external_computed_tokens:
@@ -114,14 +114,13 @@ def check_prefix(
     request: SchedulableRequest,
     request_id: RequestId,
     prefix: CachedPrefix,
-    num_computed: int,
 ) -> None:
     """Raise InvalidArgumentError for another request's prefix, InvalidBlockError for a stale one."""
     if prefix.request_id != request_id:
         raise InvalidArgumentError(
             f"the cached prefix was found for request {prefix.request_id!r}, not {request_id!r}"
         )
-    if request_id in state._tables or (prefix.num_tokens and num_computed):
+    if request_id in state._tables:
         raise InvalidArgumentError(
             f"request {request_id!r} has blocks already; a cached prefix, even an empty one, is for a "
             "request without blocks. Are there two requests with this id?"

@@ -11,6 +11,7 @@ from kv_pool import (
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
+    PoolInterruptedError,
 )
 from kv_pool.core import invariants
 from kv_pool.core.block_keys import (
@@ -21,6 +22,7 @@ from kv_pool.core.block_keys import (
     make_external_block_hashes,
 )
 from kv_pool.core.kv_events import BlockReported, KVEventTypes
+from kv_pool.core.pool_part import PoolPart
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
 
@@ -567,3 +569,25 @@ def test_without_a_reported_class_hits_use_the_stored_class():
     pool = make_chain(enable_kv_cache_events=True, event_types=KVEventTypes())
     pool.emit_cached_block_events(REQUEST, 2, 4, 0)
     assert [type(event) for event in pool.take_events()] == [BlockStored]
+
+
+def test_an_interrupted_call_of_a_watcher_is_not_forgotten():
+    pool = make_pool("free: 3 | in use: 1* 2*")
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(block):
+        class Part(PoolPart):
+            def note_taken(self, taken):
+                raise Interrupted
+
+        pool.parts.append(Part())
+        pool.get_new_blocks(1)
+
+    pool.unpin_blocks(blocks(pool, 1), interrupt)
+    pool.free_blocks(blocks(pool, 2))
+    with pytest.raises(Interrupted):
+        pool.get_new_blocks(2)
+    with pytest.raises(PoolInterruptedError):
+        pool.get_new_blocks(1)

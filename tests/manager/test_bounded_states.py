@@ -277,3 +277,14 @@ def test_at_most_two_states_a_request_in_a_small_pool(seed):
         run(manager, f"r{number}", tokens)
         assert len(set(list_states(manager, tokens)) - before) <= 2
         invariants.check_manager(manager, [])
+
+
+@pytest.mark.parametrize("policy", [None, "lru", "s3fifo"])
+def test_a_conversation_keeps_few_states_under_each_policy(policy):
+    """A policy's number on a block was taken for a retention's, so that no state was released."""
+    manager = make_manager()
+    if policy is not None:
+        manager.block_pool.open_policy(policy)
+    for turn in range(1, 10):
+        run(manager, f"turn {turn}", range(20 * turn))
+        assert count_states(manager) <= 4

@@ -15,7 +15,9 @@ from kv_pool import (
     LoRARequest,
     MambaSpec,
     MultiModalFeature,
+    OutOfBlocksError,
     PlaceholderRange,
+    PoolInterruptedError,
     PrefixRules,
     Request,
     SlidingWindowSpec,
@@ -385,3 +387,38 @@ def test_a_fork_counts_the_blocks_for_the_states_of_its_drafts():
         fits = num_free == 4  # the last blocks of both groups, and two states
         assert (manager.can_allocate(child, 1) is AllocStatus.OK) == fits
         assert (manager.allocate_slots(child, 1) is not None) == fits
+
+
+def test_requests_take_the_short_way_again_after_a_fork():
+    manager = KVCacheManager(BlockPool(40, True, 4))
+    hasher = BlockHasher(block_size=4)
+    other, parent, child = (
+        Request(name, range(number, number + 9), hasher)
+        for name, number in (("other", 100), ("parent", 0), ("child", 0))
+    )
+    for request in (other, parent):
+        manager.allocate_slots(request, 9)
+        request.num_computed_tokens = 9
+    quiet = manager.allocate_slots(other, 1)
+    child.num_computed_tokens = 9
+    manager.fork(parent, child)
+    assert manager.allocate_slots(other, 1) is quiet
+    assert manager.allocate_slots(parent, 1) is not quiet
+    manager.free(child)
+    assert manager.allocate_slots(parent, 1) is quiet
+
+
+def test_blocks_that_a_watcher_takes_are_missing_loudly():
+    groups = [FullAttentionSpec(block_size=4), FullAttentionSpec(block_size=4)]
+    manager = KVCacheManager(BlockPool(7, True, 4), groups=groups)
+    pool = manager.block_pool
+    first, *others = pool.get_new_blocks(6)
+    pool.unpin_blocks([first], lambda block: pool.get_new_blocks(2))
+    pool.unpin_blocks(others, lambda block: None)
+    request = Request("r", range(12), BlockHasher(block_size=4))
+    with pytest.raises(OutOfBlocksError, match="asked for 3 blocks"):
+        manager.allocate_slots(request, 12)
+    with pytest.raises(PoolInterruptedError):
+        manager.allocate_slots(request, 4)
+    manager.repair()
+    assert not manager.holds_blocks("r")

@@ -29,7 +29,7 @@ class BlockTable:
         num_null_blocks: leading blocks that left the window and are now the null block.
         num_edits: how often existing entries were changed.
         is_forked: the last blocks may be shared with another request that will write them.
-        request: the request as it was passed last; None if it is not known yet.
+        request: the request as it was passed when the tables changed last; None if it is not known yet.
         num_hits: leading entries whose content may come from elsewhere: a hit, a lower tier, another pool.
             The request itself has written the later ones.
         past: entries that left the table: those before a window, and originals of copies. For each change,

@@ -354,19 +354,18 @@ class EngineManager:
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Cache the full blocks of the first `num_computed_tokens` tokens, as far as they have hashes."""
-        if not self.enable_caching:
-            return
         request_id: RequestId = request.request_id
         tables = self.manager._tables.get(request_id)
-        if tables is None:
-            return
-        cache_written(self.manager, request, tables, num_computed_tokens)
+        if tables is not None and self.enable_caching:
+            self.block_pool.holds.check_whole()
+            cache_written(self.manager, request, tables, num_computed_tokens)
 
     def evict_blocks(self, block_ids: Any) -> None:
         """Evict these blocks, and no others, from the prefix cache and the lower tiers. References stay.
 
         vLLM's scheduler lists the blocks that its running requests have computed from bad ones.
         """
+        self.block_pool.holds.check_whole()
         listed = list(block_ids)
         evict_invalid_blocks(self.block_pool, listed)
         retention = self.manager.retention
@@ -400,6 +399,7 @@ class EngineManager:
 
         The directives of its options apply to them.
         """
+        self.block_pool.holds.check_whole()
         request_id: RequestId = request.request_id
         has_options = request_id in self._with_options
         if has_options:

@@ -37,12 +37,11 @@ class ZeroedBlocks:
         """
         for group_id in self.group_ids:
             ids = self._ids[group_id]
-            if step.num_external and group_id not in without_external:
-                blocks = tables[group_id].blocks
-                num_hits = len(step.prefix_blocks[group_id])
-                for block in blocks[num_hits : len(blocks) - len(added[group_id])]:
-                    if not block.is_null:
-                        ids.append(block.block_id)
+            plan = step.plans[group_id]
+            if plan.num_external and group_id not in without_external:
+                first = max(plan.num_nulls, len(step.prefix_blocks[group_id]))
+                for block in tables[group_id].blocks[first : first + plan.num_external]:
+                    ids.append(block.block_id)
             for block in added[group_id]:
                 ids.append(block.block_id)
 

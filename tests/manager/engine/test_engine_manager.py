@@ -6,7 +6,7 @@ import pytest
 from interrupting import interrupt_everywhere
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, PoolInterruptedError
 from kv_pool.manager import invariants
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -390,3 +390,39 @@ def test_blocks_with_a_hash_are_cached_before_ones_without(groups, num_hashes):
     for group, table in enumerate(engine.get_blocks("r").blocks):
         expected = [block.block_hash for block in complete.get_blocks("r").blocks[group]][:num_hashes]
         assert [block.block_hash for block in table] == expected + [None] * (len(table) - num_hashes)
+
+
+def test_external_blocks_after_a_hit_within_a_block_are_listed_for_zeroing():
+    groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=8)]
+    manager = KVCacheManager(BlockPool(60, True, 4), groups=groups, prefix_rules=PrefixRules())
+    engine = EngineManager(manager, event_labels=[("full", None), ("mamba", None)], zeroed_groups=[0])
+    first, second = EngineRequest("first", range(13)), EngineRequest("second", range(41))
+    for num_new in (12, 1):
+        engine.new_step_starts()
+        engine.allocate_slots(first, num_new)
+        first.num_computed_tokens += num_new
+    engine.new_step_starts()
+    engine.take_new_block_ids()
+    hits, num_tokens, _ = engine.get_computed_blocks(second)
+    assert num_tokens == 12
+    engine.allocate_slots(
+        second, 1, num_tokens, hits, num_external_computed_tokens=20, delay_cache_blocks=True
+    )
+    assert set(engine.get_block_ids("second")[0][1:]) <= set(engine.take_new_block_ids())
+
+
+def test_an_interrupted_pool_refuses_each_call():
+    engine = make_engine()
+    request = EngineRequest("r", range(10))
+    engine.allocate_slots(request, 10)
+    engine.block_pool.is_changing = True
+    for call in (
+        lambda: engine.allocate_slots(request, 1),
+        lambda: engine.cache_blocks(request, 8),
+        lambda: engine.evict_blocks([1]),
+        lambda: engine.pop_blocks_for_free(request),
+        lambda: engine.free(request),
+    ):
+        with pytest.raises(PoolInterruptedError):
+            call()
+        assert engine.block_pool.is_changing
