@@ -264,7 +264,10 @@ class PrefixMirror:
 
     def get_counts(self, publisher_id: str) -> MirrorCounts:
         """Return the counters of a publisher. Raises InvalidArgumentError if it is unknown."""
-        counts: MirrorCounts = self._known(publisher_id).counts
+        publisher = self._publishers.get(publisher_id)
+        if publisher is None:
+            raise InvalidArgumentError(f"unknown publisher {publisher_id!r}")
+        counts: MirrorCounts = publisher.counts
         return counts
 
     def get_blocks(self, publisher_id: str) -> set[tuple[GroupId, str, int]]:
@@ -280,12 +283,6 @@ class PrefixMirror:
             }
 
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _known(self, publisher_id: str) -> TrackedPublisher:
-        try:
-            return self._publishers[publisher_id]
-        except KeyError:
-            raise InvalidArgumentError(f"unknown publisher {publisher_id!r}") from None
 
     def _get_publisher(self, publisher_id: str, counts_copies: bool | None) -> TrackedPublisher:
         publisher = self._publishers.get(publisher_id)

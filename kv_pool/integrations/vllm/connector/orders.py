@@ -61,7 +61,7 @@ class StepOrders:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.clears or self.forgotten or self.stores or self.loads)
+        return self == StepOrders()
 
 
 @dataclass
@@ -86,13 +86,7 @@ class WorkerReport:
     @property
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        return not (
-            self.stored
-            or self.lost
-            or self.reopened is not None
-            or self.partly_reopened
-            or self.has_lost_disk
-        )
+        return self == WorkerReport()
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Return one report for both ranks."""
