@@ -80,17 +80,7 @@ class KVCacheManager(EngineManager):
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
         """Raise NotServedError if the options of the constructor need vLLM's own manager."""
-        check_served(
-            options["kv_cache_config"],
-            read_groups(options["kv_cache_config"]),
-            enable_caching=options["enable_caching"],
-            scheduler_block_size=options["scheduler_block_size"],
-            hash_block_size=options["hash_block_size"],
-            dcp_world_size=options["dcp_world_size"],
-            pcp_world_size=options["pcp_world_size"],
-            use_eagle=options["use_eagle"],
-            num_prefill_lookahead=options["num_prefill_lookahead"],
-        )
+        check_served(options)
 
     def __init__(
         self,
