@@ -19,8 +19,7 @@ from kv_pool.cli.event_lines import LineFilter, make_lines
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
-from kv_pool.events.following import apply_item
-from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.mirror import PrefixMirror, apply_item
 from kv_pool.events.stream_items import ReceivedBatch, StreamItem, StreamSource
 from kv_pool.ids import GroupId
 

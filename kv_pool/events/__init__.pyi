@@ -19,9 +19,9 @@ from kv_pool.events.stream_items import StreamSource as StreamSource
 from kv_pool.events.stream_items import StreamCounts as StreamCounts
 from kv_pool.events.mirror import PrefixMirror as PrefixMirror
 from kv_pool.events.mirror import MirrorCounts as MirrorCounts
-from kv_pool.events.following import follow as follow
-from kv_pool.events.following import follow_async as follow_async
-from kv_pool.events.following import apply_item as apply_item
+from kv_pool.events.mirror import follow as follow
+from kv_pool.events.mirror import follow_async as follow_async
+from kv_pool.events.mirror import apply_item as apply_item
 from kv_pool.events.batch import KVEventBatch as KVEventBatch
 from kv_pool.events.batch import DecodedBatch as DecodedBatch
 from kv_pool.events.batch import encode_batch as encode_batch

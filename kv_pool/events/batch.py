@@ -272,7 +272,8 @@ def _decode_loosely(payload: bytes) -> DecodedBatch:
             f"a batch is an array of ts, events, rank"
         )
     ts, raw_events, rank = found[0], found[1], found[2] if len(found) > 2 else None
-    if not _is_number(ts) or not isinstance(raw_events, list) or not (rank is None or type(rank) is int):
+    is_batch = type(ts) in (int, float) and isinstance(raw_events, list) and type(rank) in (int, type(None))
+    if not is_batch:
         raise EventStreamError(
             f"a payload of {len(payload)} bytes is not an event batch: ts is {_describe(ts)}, events is "
             f"{_describe(raw_events)}, rank is {_describe(rank)}"
@@ -325,10 +326,6 @@ def _read_token_ids(raw: msgspec.Raw) -> list[int]:
         if _has_no_tokens(msgspec.msgpack.decode(raw)):
             return []
         raise
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _describe(value: Any) -> str:

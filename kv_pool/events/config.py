@@ -139,7 +139,18 @@ class PublisherConfig:
         live, replay = self.rank_endpoint, self.rank_replay_endpoint
         if replay == live and not live.endswith((":0", ":*")):
             raise InvalidArgumentError(f"endpoint and replay_endpoint are both {live!r}; they must differ")
-        self._check_curve()
+        if self.curve_secret_key_file is None:
+            if self.curve_client_keys_dir is not None:
+                raise InvalidArgumentError(
+                    "curve_client_keys_dir is set and curve_secret_key_file is not; reader keys are checked "
+                    "only on an encrypted stream"
+                )
+            return
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint is not None and endpoint.startswith("inproc://"):
+                raise InvalidArgumentError(
+                    f"endpoint {endpoint!r} stays in this process; CURVE is for tcp and ipc"
+                )
 
     @classmethod
     def for_routers(cls, **settings: Any) -> Self:
@@ -184,10 +195,11 @@ class PublisherConfig:
         """
         known = [field.name for field in fields(cls)]
         unknown = [key for key in values if key not in known]
+        groups = values.get("groups")
         unknown += [
             f"groups.{key}"
-            for group in _list_mappings(values.get("groups"))
-            for key in group
+            for group in (groups if isinstance(groups, list | tuple) else ())  # msgspec rejects others below
+            for key in (group if isinstance(group, Mapping) else ())
             if key not in ("kind", "sliding_window")
         ]
         if unknown:
@@ -224,20 +236,6 @@ class PublisherConfig:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: [{table}]: {error}") from error
 
-    def _check_curve(self) -> None:
-        if self.curve_secret_key_file is None:
-            if self.curve_client_keys_dir is not None:
-                raise InvalidArgumentError(
-                    "curve_client_keys_dir is set and curve_secret_key_file is not; reader keys are checked "
-                    "only on an encrypted stream"
-                )
-            return
-        for endpoint in (self.endpoint, self.replay_endpoint):
-            if endpoint is not None and endpoint.startswith("inproc://"):
-                raise InvalidArgumentError(
-                    f"endpoint {endpoint!r} stays in this process; CURVE is for tcp and ipc"
-                )
-
 
 _FOR_ROUTERS: dict[str, Any] = {
     "replay_endpoint": "tcp://127.0.0.1:5657",
@@ -264,10 +262,3 @@ def _check_count(name: str, value: Any, least: int) -> None:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
-
-
-def _list_mappings(groups: Any) -> list[Mapping[str, Any]]:
-    """Return the mappings in a list; msgspec rejects all other values later."""
-    return (
-        [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list | tuple) else []
-    )

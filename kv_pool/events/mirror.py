@@ -1,7 +1,7 @@
-"""`PrefixMirror`: an index of the blocks that each publisher holds, built from event streams."""
+"""`PrefixMirror`: an index of the blocks that each publisher holds; `follow` builds it from a stream."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import or_
 from typing import Any
@@ -9,6 +9,13 @@ from typing import Any
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.events.publisher_blocks import PublisherTable, PublisherTables, TrackedPublisher, to_wire_hashes
+from kv_pool.events.stream_items import (
+    BatchesLost,
+    PublisherRestarted,
+    ReceivedBatch,
+    StreamItem,
+    StreamSource,
+)
 from kv_pool.events.token_keys import chain_keys, root_key
 from kv_pool.ids import ExternalBlockHash, GroupId
 
@@ -20,6 +27,8 @@ MAX_BLOCK_SIZES = 8
 
 MAX_BLOCKS = 20_000_000
 """Default of `PrefixMirror.max_blocks`."""
+
+_Id = str | Callable[[StreamSource], str]
 
 _CLEAR_AT_ONCE = 4096
 # Large enough for the loop over blocks to run in C, small enough for an early miss to end it soon.
@@ -264,7 +273,10 @@ class PrefixMirror:
 
     def get_counts(self, publisher_id: str) -> MirrorCounts:
         """Return the counters of a publisher. Raises InvalidArgumentError if it is unknown."""
-        counts: MirrorCounts = self._known(publisher_id).counts
+        publisher = self._publishers.get(publisher_id)
+        if publisher is None:
+            raise InvalidArgumentError(f"unknown publisher {publisher_id!r}")
+        counts: MirrorCounts = publisher.counts
         return counts
 
     def get_blocks(self, publisher_id: str) -> set[tuple[GroupId, str, int]]:
@@ -280,12 +292,6 @@ class PrefixMirror:
             }
 
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _known(self, publisher_id: str) -> TrackedPublisher:
-        try:
-            return self._publishers[publisher_id]
-        except KeyError:
-            raise InvalidArgumentError(f"unknown publisher {publisher_id!r}") from None
 
     def _get_publisher(self, publisher_id: str, counts_copies: bool | None) -> TrackedPublisher:
         publisher = self._publishers.get(publisher_id)
@@ -366,3 +372,54 @@ def find_publishers(
     for look_up in lookups[1:]:
         held_by = list(map(or_, held_by, look_up(keys)))
     return held_by
+
+
+def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: _Id) -> Iterator[StreamItem]:
+    """Apply each item to the mirror, then yield it.
+
+        for item in follow(mirror, subscriber, "engine-1"):
+            ...                       # the mirror is up to date as of this item
+
+        for item in follow(mirror, subscriber, lambda source: source.topic):
+            ...                       # the same with a publisher of the mirror for each topic
+
+    Several publishers of one subscriber may share an id: the mirror then has the blocks of all, and forgets
+    them all when one restarts, is cleared, or loses batches.
+
+    See `apply_item` for the effect of a loss.
+    """
+    for item in items:
+        apply_item(mirror, item, publisher_id)
+        yield item
+
+
+async def follow_async(
+    mirror: PrefixMirror, items: AsyncIterable[StreamItem], publisher_id: _Id
+) -> AsyncIterator[StreamItem]:
+    """Apply items as `follow` does, in an event loop: `async for item in follow_async(mirror, items, "a")`.
+
+    Decoding and applying an item blocks the loop, for long if it is a large snapshot. If that matters,
+    iterate over `follow` in a thread; the mirror's lookups take no lock.
+    """
+    async for item in items:
+        apply_item(mirror, item, publisher_id)
+        yield item
+
+
+def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: _Id) -> None:
+    """Apply one item of a stream.
+
+    After a loss or a restart the publisher's blocks are forgotten: a lost batch may have removed any of them.
+    Until they are stored again, the mirror has fewer blocks than the publisher, but no wrong ones. A loss
+    that is healed by a snapshot changes nothing: the snapshot begins with a clear. The blocks of a silent
+    publisher are kept: the router decides whether to send it requests.
+    """
+    if not isinstance(publisher_id, str):
+        publisher_id = publisher_id(item.source)
+    match item:
+        case ReceivedBatch():
+            mirror.apply(publisher_id, item.batch.unread_events)
+        case BatchesLost(is_healed=False) | PublisherRestarted():
+            mirror.clear_publisher(publisher_id)
+        case _:
+            pass

@@ -99,12 +99,6 @@ class ReplayReader:
             self.unread.popleft()
             self.progress_s = now
 
-    def drop_requests(self) -> None:
-        """Drop its requests and the rest of the current answer; unread replies still count."""
-        self.answer = None
-        self.next_reply = None
-        self.starts.clear()
-
     def is_waiting(self) -> bool:
         """Return True if it has a request that is not answered completely."""
         return self.answer is not None or bool(self.starts)
@@ -337,7 +331,9 @@ class ReplayServer:
         for reader in list(self._readers.values()):
             reader.note_progress(now)
             if reader.answer is not None and now >= reader.find_deadline(self._config.slow_reader_s):
-                reader.drop_requests()
+                # Unread replies still count.
+                reader.answer = reader.next_reply = None
+                reader.starts.clear()
                 self._counts.num_readers_dropped += 1
                 self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
             if reader.is_done:

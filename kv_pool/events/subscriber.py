@@ -126,12 +126,14 @@ class KVEventSubscriber(Closing):
         check_endpoint(endpoint)
         if replay_endpoint is not None:
             check_endpoint(replay_endpoint)
-        check_bounds(
-            max_attempts=max_attempts,
-            max_queued=max_queued,
-            max_queued_bytes=max_queued_bytes,
-            max_message_bytes=max_message_bytes,
-        )
+        for name, bound in (
+            ("max_attempts", max_attempts),
+            ("max_queued", max_queued),
+            ("max_queued_bytes", max_queued_bytes),
+            ("max_message_bytes", max_message_bytes),
+        ):
+            if bound < 1:  # ZeroMQ would treat 0 as no bound
+                raise InvalidArgumentError(f"{name} is {bound}; it must be at least 1")
         self.replay_endpoint = replay_endpoint
         self._clock = clock
         self._binds = binds
@@ -393,10 +395,3 @@ class KVEventSubscriber(Closing):
 def name_source(topic: bytes, rank: int | None = None) -> StreamSource:
     """Return the publisher of messages with this topic."""
     return StreamSource(topic.decode(errors="backslashreplace"), rank)
-
-
-def check_bounds(**bounds: int) -> None:
-    """Raise InvalidArgumentError for a bound below 1, which ZeroMQ would treat as no bound."""
-    for name, bound in bounds.items():
-        if bound < 1:
-            raise InvalidArgumentError(f"{name} is {bound}; it must be at least 1")

@@ -179,7 +179,10 @@ class BlockSpaceManager:
         Each block that an append touches counts as one, whether it is new or a copy of a shared block.
         """
         num_touched = sum(
-            self._count_touched(seq, record, num_lookahead_slots) for seq, record in self._list(seq_group)
+            count_blocks_touched_by_append(
+                record.num_tokens, self._count_unseen(seq, record), num_lookahead_slots, self.block_size
+            )
+            for seq, record in self._list(seq_group)
         )
         return num_touched <= self.get_num_free_gpu_blocks()
 
@@ -349,12 +352,6 @@ class BlockSpaceManager:
                 f"sequence {seq.seq_id} has {-num_unseen} tokens fewer than slots; only append tokens"
             )
         return num_unseen
-
-    def _count_touched(self, seq: GroupedSequence, record: _Record, num_lookahead_slots: int) -> int:
-        num_unseen = self._count_unseen(seq, record)
-        return count_blocks_touched_by_append(
-            record.num_tokens, num_unseen, num_lookahead_slots, self.block_size
-        )
 
     def _judge_gpu(self, need: int) -> AllocStatus:
         if need > self.num_total_gpu_blocks:

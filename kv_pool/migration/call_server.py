@@ -20,6 +20,7 @@ from kv_pool.migration.bulk_listener import BulkHandler, BulkListener
 from kv_pool.migration.calls import Answer, describe_failure
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES
 from kv_pool.migration.messages import Message, OpenBulk, decode_message, encode_message
+from kv_pool.migration.remote_calls import HANDSHAKE_FAILED
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.migration.workers import Workers
 from kv_pool.threads import start_thread
@@ -116,12 +117,7 @@ class CallServer(Running):
             router.tcp_keepalive = 1
             router.curve_server = True
             router.curve_secretkey = self._keys.secret_key
-            ends = router.get_monitor_socket(
-                zmq.EVENT_DISCONNECTED
-                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            )
+            ends = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
             router.use_fd = listener.detach()
             router.bind(f"tcp://{format_address(*place[:2])}")
             self._workers = Workers("kv_pool node answers", _MAX_THREADS)

@@ -85,10 +85,10 @@ class Channel:
             raise InvalidArgumentError(
                 f"a message of {len(payload)} bytes for {self.peer}; the maximum is {MAX_MESSAGE_BYTES}"
             )
-        length, length_sign, payload_sign = _sign(self._send_key, self._num_sent, payload)
+        header = _LENGTH.pack(len(payload)) + _sign_length(self._send_key, self._num_sent, len(payload))
+        sign = _sign_payload(self._send_key, self._num_sent, payload)
         self._num_sent += 1
-        signed = [memoryview(part) for part in (length + length_sign, payload, payload_sign)]
-        self.send_raw([*signed, *raw], deadline)
+        self.send_raw([memoryview(header), memoryview(payload), memoryview(sign), *raw], deadline)
 
     def receive(self, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         """Return the payload of the next message, of at most `max_bytes`.
@@ -245,8 +245,3 @@ def _sign_payload(key: bytes, number: int, payload: bytes) -> bytes:
     mac = hmac.new(key, b"payload" + _NUMBER_AND_LENGTH.pack(number, len(payload)), "sha256")
     mac.update(payload)
     return mac.digest()
-
-
-def _sign(key: bytes, number: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
-    length = _LENGTH.pack(len(payload))
-    return length, _sign_length(key, number, len(payload)), _sign_payload(key, number, payload)

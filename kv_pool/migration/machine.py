@@ -97,17 +97,13 @@ def name_device(storage_device: str, machine: Machine) -> str:
         the GPU's UUID; "" if unknown.
     """
     if storage_device == "cpu":
-        return machine.name_memory(_get_affinity())
+        return machine.name_memory(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set())
     if not storage_device.startswith("cuda"):
         return ""
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(storage_device), "uuid", None)
     return "" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
-
-
-def _get_affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def _read(path: Path) -> str:

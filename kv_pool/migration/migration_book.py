@@ -1,4 +1,4 @@
-"""`MigrationBook`: the running and ended migrations of a node, and the handling of their changes."""
+"""`MigrationBook`: the running and ended migrations of a node; `Housekeeping`: a node's periodic work."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Final
 
 from kv_pool.errors import InvalidArgumentError, StaleTransferError
 from kv_pool.ids import NodeName, TransferId
-from kv_pool.migration.housekeeping import Housekeeping
+from kv_pool.manager.leases import Lease
 from kv_pool.migration.messages import CancelTransfer
 from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMigration
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
 from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
 from kv_pool.migration.target import Pull
+from kv_pool.migration.transfer_backend import BlockReader
+from kv_pool.migration.workers import Workers
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -42,11 +46,10 @@ class MigrationBook:
         # Pulls that hold arrived blocks; their migrations may be forgotten before the hold ends.
         self._holding: list[Pull] = []
         self._source: SourceTransfers
-        self._housekeeping: Housekeeping
 
-    def attach(self, source: SourceTransfers, housekeeping: Housekeeping) -> None:
-        """Set the transfers of the node, and the housekeeping to notify of changes. Called once."""
-        self._source, self._housekeeping = source, housekeeping
+    def attach(self, source: SourceTransfers) -> None:
+        """Set the transfers of the node. Called once."""
+        self._source = source
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -147,9 +150,8 @@ class MigrationBook:
         return not self._source.cancel(CancelTransfer(transfer_id, "cancelled by the source")).is_acknowledged
 
     def note(self, migration: Migration) -> None:
-        """Notify the housekeeping, `on_phase` and waiting threads of a changed migration."""
+        """Notify `on_phase` and waiting threads of a changed migration."""
         is_ended = migration.phase.is_ended
-        self._housekeeping.note_phase(migration)
         if self._on_phase is not None:
             try:
                 self._on_phase(migration.get_status())
@@ -164,3 +166,108 @@ class MigrationBook:
             self._ended.append(transfer_id)
             if len(self._ended) > MAX_ENDED:
                 self._migrations.pop(self._ended.popleft(), None)
+
+
+_logger = logging.getLogger(__name__)
+
+_MAX_TICK_S = 1.0
+_MAX_PAUSE_S = 30.0
+
+
+class Housekeeping:
+    """A thread that ticks every tenth of a lease, at least every second.
+
+    | task | when |
+    |---|---|
+    | end or quarantine expired leases of this site's blocks | at each tick |
+    | release quarantined blocks | once their reader reports that it no longer writes |
+    | renew the lease at the source of a pull in phase READING | every third of a lease |
+    | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
+
+    Args:
+        lease_s, clock: of the node.
+        askers: threads for calls to other nodes.
+    """
+
+    def __init__(
+        self,
+        name: NodeName,
+        site: PoolSite,
+        source: SourceTransfers,
+        book: MigrationBook,
+        lease_s: float,
+        clock: Callable[[], float],
+        askers: Workers,
+    ) -> None:
+        self._name = name
+        self._site = site
+        self._source = source
+        self._book = book
+        self._lease_s = lease_s
+        self._clock = clock
+        self._askers = askers
+        # Pull -> its phase, the time of the next call, and the pause after it.
+        self._due: dict[IncomingMigration, tuple[MigrationPhase, float, float]] = {}
+        self._unsettled: list[tuple[Lease, BlockReader]] = []
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Raises OutOfThreadsError."""
+        self._thread = start_thread(f"kv_pool {self._name} leases", self._run)
+
+    def stop(self) -> None:
+        """Stop the thread after its current task."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
+        """Quarantine blocks that a reader may still write to. Called with the site's lock."""
+        self._unsettled.append((lease, reader))
+
+    def list_unsettled(self) -> list[Lease]:
+        """Return the write leases in quarantine. Called with the site's lock."""
+        return [lease for lease, _ in self._unsettled]
+
+    def settle(self) -> None:
+        """Release quarantined blocks whose reader no longer writes."""
+        with self._site.lock:
+            unsettled = list(self._unsettled)
+        for lease, reader in unsettled:
+            if reader.is_settled():
+                with self._site.lock:
+                    lease.release()
+                    self._unsettled.remove((lease, reader))
+
+    def _run(self) -> None:
+        while not self._stopping.wait(min(_MAX_TICK_S, self._lease_s / 10)):
+            try:
+                self._source.expire()
+                with self._site.lock:
+                    self._site.leases.expire()
+                self.settle()
+                self._remind()
+            except Exception:
+                _logger.exception("housekeeping of node %s failed; it continues at the next tick", self._name)
+
+    def _remind(self) -> None:
+        """Call the sources of the pulls that are due. The calls of a pull start again with its phase."""
+        now, due = self._clock(), {}
+        for migration in self._book.list_running():
+            phase = migration.phase
+            is_in_doubt = phase is MigrationPhase.IN_DOUBT
+            is_waiting = is_in_doubt or phase is MigrationPhase.READING
+            if not is_waiting or not isinstance(migration, IncomingMigration):
+                continue
+            pull, pause_s = migration.pull, self._lease_s / (30 if is_in_doubt else 3)
+            planned = (phase, now if is_in_doubt else now + pause_s, pause_s)
+            known = self._due.get(migration, planned)
+            _, time_s, pause_s = known if known[0] is phase else planned
+            if time_s <= now:
+                self._askers.submit(pull.resolve if is_in_doubt else pull.renew)
+                time_s = now + pause_s
+                if is_in_doubt:
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S, self._lease_s)
+            due[migration] = (phase, time_s, pause_s)
+        self._due = due

@@ -18,7 +18,6 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants
-from kv_pool.migration.housekeeping import Housekeeping
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
     AnnounceNode,
@@ -37,7 +36,7 @@ from kv_pool.migration.messages import (
     RenewLease,
 )
 from kv_pool.migration.migration import IncomingMigration, Migration
-from kv_pool.migration.migration_book import MigrationBook
+from kv_pool.migration.migration_book import Housekeeping, MigrationBook
 from kv_pool.migration.peer_links import PeerLinks, PeerOfPull
 from kv_pool.migration.peers import Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
@@ -135,8 +134,8 @@ class Migrator(Running):
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
         self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
-        self._housekeeping = Housekeeping(name, site, self._source, lease_s, clock, self._askers)
-        self._book.attach(self._source, self._housekeeping)
+        self._book.attach(self._source)
+        self._housekeeping = Housekeeping(name, site, self._source, self._book, lease_s, clock, self._askers)
         self._settings = PullSettings(
             name,
             site,

@@ -97,13 +97,9 @@ class Peers:
             return len({*self._given, *self._learned})
 
 
-class _Peer(msgspec.Struct, forbid_unknown_fields=True):
+class _Peer(NodeLocation, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: NodeName
     address: str
-    network: str = ""
-    rack: str = ""
-    host: str = ""
-    device: str = ""
 
 
 class _PeersFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName
@@ -14,6 +12,7 @@ from kv_pool.manager.leases import Lease
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.status import MigrationRecord
 from kv_pool.migration.transfer_backend import BlockReader
+from kv_pool.migration.workers import Workers
 
 _BATCH_S = 0.1
 
@@ -61,16 +60,6 @@ class RateLimit:
         return min(most, max(1, int(self.bytes_per_s * _BATCH_S))) if self.bytes_per_s else most
 
 
-_Result = TypeVar("_Result")
-
-
-class Parallel(Protocol):
-    """An executor, such as `Workers`."""
-
-    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Schedule `work` and return its future."""
-
-
 @dataclass(frozen=True)
 class PullSettings:
     """The settings that all pulls of a node share.
@@ -92,6 +81,6 @@ class PullSettings:
     clock: Callable[[], float]
     deadline_clock: Callable[[], float]
     limit: RateLimit
-    parallel: Parallel
+    parallel: Workers
     on_change: Callable[[MigrationRecord], object]
     on_unsettled: Callable[[Lease, BlockReader], object]

@@ -24,6 +24,13 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.secret import CurvePair, derive_curve_pair
 
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""The events of a socket monitor that report a client with another secret, or another protocol."""
+
 _MAX_IDLE = 4
 _MAX_SOCKETS = 16_384
 _CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
@@ -142,11 +149,7 @@ class _Connection:
         socket.curve_secretkey = keys.secret_key
         # Only what ends a connection is reported.
         self._failures = socket.get_monitor_socket(
-            zmq.EVENT_CLOSED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
         )
         self._opened.callback(self._failures.close)
         self._opened.callback(socket.disable_monitor)

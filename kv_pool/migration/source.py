@@ -254,7 +254,9 @@ class SourceTransfers:
     def expire(self) -> None:
         """End the transfers whose lease has expired (M4); their subjects stay here."""
         with self._site.lock:
-            overdue = self._end_overdue()
+            overdue = [transfer for transfer in self._prepared.values() if self._is_overdue(transfer)]
+            for transfer in overdue:
+                self._end(transfer, transfer.outcome or Outcome(TransferState.EXPIRED))
         for transfer in overdue:
             self._on_change(transfer)
 
@@ -354,12 +356,6 @@ class SourceTransfers:
         if transfer.lease is not None:
             transfer.lease.extend(deadline)
         transfer.deadline = deadline
-
-    def _end_overdue(self) -> list[Transfer]:
-        overdue = [transfer for transfer in self._prepared.values() if self._is_overdue(transfer)]
-        for transfer in overdue:
-            self._end(transfer, transfer.outcome or Outcome(TransferState.EXPIRED))
-        return overdue
 
     def _end(self, transfer: Transfer, outcome: Outcome) -> None:
         """End a prepared transfer; it may be called again with the same outcome."""

@@ -169,13 +169,9 @@ class VerifiedReads:
             self.reader = None
 
     def close(self) -> None:
-        """Close the reader. `is_settled` tells whether it may still write."""
+        """Close the reader. Its `is_settled` tells whether it may still write."""
         if self.reader is not None:
             self.reader.close()
-
-    def is_settled(self) -> bool:
-        """Return True once no read can write to the blocks."""
-        return self.reader is None or self.reader.is_settled()
 
     def _read_once(self, positions: Sequence[int]) -> list[int]:
         """Read these blocks; verify each batch while the next one is read.

@@ -14,7 +14,7 @@ than in the shape, because the strides of the tensors are used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -207,7 +207,8 @@ def find_segments(
         at = dict(zip(far, steps, strict=True))
         address, _, owner = tensors[find_tensor(lists, sizes, at)]
         address += sum(at[letter] * stride for letter, stride in strides.items())
-        for near in _iterate_offsets(inside):
+        for places in product(*(range(axis.size) for axis in inside)):
+            near = sum(place * axis.stride_bytes for place, axis in zip(places, inside, strict=True))
             segments.append(Segment(address + near, block_stride, span, owner))
     order = [letter for letter in far if sizes[letter] > 1]
     return segments, "".join([*order, *(axis.letter for axis in inside), span_letters])
@@ -219,8 +220,3 @@ def find_tensor(lists: str, sizes: Mapping[str, int], at: Mapping[str, int]) -> 
     for letter in lists:
         position = position * sizes[letter] + at[letter]
     return position
-
-
-def _iterate_offsets(axes: Sequence[Axis]) -> Iterator[int]:
-    for steps in product(*(range(axis.size) for axis in axes)):
-        yield sum(step * axis.stride_bytes for step, axis in zip(steps, axes, strict=True))

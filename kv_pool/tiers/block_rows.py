@@ -21,11 +21,6 @@ BUFFER_BYTES = 8 * 1024 * 1024
 """Maximum number of bytes that one read or write covers. A larger block is read or written alone."""
 
 
-def count_batch_blocks(block_bytes: int) -> int:
-    """Return the number of blocks that fit into a buffer, at least 1."""
-    return max(1, BUFFER_BYTES // block_bytes)
-
-
 def view_rows(storage: BlockStorage) -> ByteRows | None:
     """Return a (num_blocks, block_bytes) uint8 view of a storage's memory.
 
@@ -54,7 +49,7 @@ class RowBuffer:
     """
 
     def __init__(self, block_bytes: int, block_format: str) -> None:
-        self.num_blocks = count_batch_blocks(block_bytes)
+        self.num_blocks = max(1, BUFFER_BYTES // block_bytes)
         self._block_bytes = block_bytes
         self._block_format = block_format
         self._storage: BlockStorage | None = None

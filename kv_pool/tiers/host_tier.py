@@ -8,7 +8,7 @@ import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import SegmentTable
 from kv_pool.tiers.block_rows import ByteRows, RowBuffer, as_block_ids, skip_raw
@@ -64,7 +64,12 @@ class HostTier(Tier):
         """
         if storage is None or len(block_ids) != len(keys):
             raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
-        self._write(storage, block_ids, self._slots.list_next(len(keys)))
+        slots = self._slots.list_next(len(keys))
+        if self._storage is not None:
+            storage.copy_to(self._storage, list(zip(block_ids, as_block_ids(slots), strict=True)))
+        else:
+            assert self._format is not None
+            self._encoded[slots] = self._format.encode(self._buffer.gather(storage, block_ids))
         return super().put(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
@@ -75,13 +80,6 @@ class HostTier(Tier):
         assert self._format is not None
         self._buffer.rows[: len(slots)] = self._format.decode(self._encoded[slots])
         return TierRead(keys, self._buffer.storage, as_block_ids(range(len(slots))))
-
-    def _write(self, storage: BlockStorage, block_ids: Sequence[BlockId], slots: list[SlotId]) -> None:
-        if self._storage is not None:
-            storage.copy_to(self._storage, list(zip(block_ids, as_block_ids(slots), strict=True)))
-            return
-        assert self._format is not None
-        self._encoded[slots] = self._format.encode(self._buffer.gather(storage, block_ids))
 
 
 def allocate_slab(num_blocks: int, beside: BlockStorage) -> BlockStorage:

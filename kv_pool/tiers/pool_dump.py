@@ -24,7 +24,7 @@ from kv_pool.storage.block_layout import BlockLayout, describe_root
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.block_rows import as_block_ids
 from kv_pool.tiers.dump.dump_reader import BATCH_BYTES, DumpedBlocks, PoolDumpHeader, open_dump
-from kv_pool.tiers.dump.loaded_events import encode_events, make_events, name_key, split_events
+from kv_pool.tiers.dump.loaded_events import make_events, name_key, split_events
 from kv_pool.tiers.dump.records import RecordKind, RecordWriter, replace_file
 from kv_pool.tiers.dump.rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
 
@@ -115,7 +115,7 @@ def dump_pool(
             writer.write(RecordKind.ROWS, record)
         writer.write(RecordKind.COPIES, msgspec.msgpack.encode(list_copies(pool, rows)))
         for events in chunks:
-            writer.write(RecordKind.EVENTS, encode_events(events))
+            writer.write(RecordKind.EVENTS, msgspec.msgpack.encode(events))
         if storage is not None:
             for row in _read_blocks(storage, rows.ids):
                 writer.write(RecordKind.DATA, row)

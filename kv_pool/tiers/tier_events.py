@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hash
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.stored_events import hashes_of, make_stored
+from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.events.stored_spans import slice_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash, GroupId
 
@@ -121,5 +121,4 @@ class TierEvents:
         self._labels.clear()
 
     def _name(self, key: BlockHashWithGroupId) -> ExternalBlockHash:
-        block_hash = get_block_hash(key)
-        return make_external_block_hash(block_hash) if self._pool.use_int_block_hashes else block_hash
+        return make_external_hash(self._pool, get_block_hash(key))

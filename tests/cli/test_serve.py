@@ -17,8 +17,7 @@ from replay.made_trace import record, write_trace
 from kv_pool.cli.publishing import open_publisher
 from kv_pool.control import ControlClient, ControlServer
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.following import apply_item
-from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.mirror import PrefixMirror, apply_item
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.reports import BlockState

@@ -6,7 +6,7 @@ import time
 import zmq
 
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.following import apply_item
+from kv_pool.events.mirror import apply_item
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_items import BatchesLost
 from kv_pool.events.stream_state import StreamState

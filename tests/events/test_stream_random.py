@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_pool
-from kv_pool.events.following import apply_item
-from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.mirror import PrefixMirror, apply_item
 
 NUM_STEPS = 80
 

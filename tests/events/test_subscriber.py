@@ -26,8 +26,7 @@ from events.wire_publisher import WirePublisher
 from kv_pool import AllBlocksCleared, BlockStored, InvalidArgumentError
 from kv_pool.errors import EndpointError, EventStreamError
 from kv_pool.events.curve_keys import CurveKeys
-from kv_pool.events.following import apply_item, follow, follow_async
-from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.mirror import PrefixMirror, apply_item, follow, follow_async
 from kv_pool.events.stream_items import (
     BatchesLost,
     PublisherRestarted,

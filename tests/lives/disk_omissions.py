@@ -3,7 +3,7 @@
 from lives.omissions import Omission
 
 DISK = "kv_pool.tiers.disk_tier"
-FILES = "kv_pool.tiers.slot_files"
+FILES = "kv_pool.tiers.disk_files"
 
 
 def wipe_nothing(original):

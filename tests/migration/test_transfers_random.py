@@ -391,7 +391,7 @@ class World:
         if (
             pull.status.phase is MigrationPhase.DONE
             and pull.is_move
-            and pull._offer.incarnation == self.source.incarnation
+            and pull._incarnation == self.source.incarnation
         ):
             assert self.source.model[pull.transfer_id] == "acknowledged"
         if pull.status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):

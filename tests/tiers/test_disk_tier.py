@@ -24,8 +24,8 @@ from kv_pool import InvalidArgumentError, KVPoolError
 from kv_pool.errors import LayoutMismatchError, TierError
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
+from kv_pool.tiers.disk_files import HEADER_BYTES
 from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.slot_files import HEADER_BYTES
 
 KEYS = [make_key(number) for number in range(16)]
 TESTS = Path(__file__).parent.parent

@@ -74,7 +74,7 @@ def paged_attention(
     if sliding_window is not None and sliding_window < 1:
         raise InvalidArgumentError(f"sliding_window is {sliding_window}; it is 1 or more, or None for all")
     if query_start_loc is None:
-        query_start_loc = np.arange(_count_rows(seq_lens) + 1)
+        query_start_loc = np.arange(len(seq_lens) + 1)
     if not any(getattr(given, "is_cuda", False) for given in (block_tables, seq_lens, query_start_loc)):
         tables, lengths, starts = (_to_host(given) for given in (block_tables, seq_lens, query_start_loc))
         _check_lengths(num_tokens, tables, lengths, starts)
@@ -89,10 +89,6 @@ def paged_attention(
             )
         tables, lengths, starts = (_to_host(given) for given in (block_tables, seq_lens, query_start_loc))
         return attend_gathered(query, key_cache, value_cache, tables, lengths, starts, scale, sliding_window)
-
-
-def _count_rows(seq_lens: Any) -> int:
-    return int(seq_lens.shape[0]) if hasattr(seq_lens, "shape") else len(seq_lens)
 
 
 def _to_host(given: Any) -> npt.NDArray[np.int64]:

@@ -67,7 +67,7 @@ def attend_by_triton(
     _, block_size, num_kv_heads, _ = key_cache.shape
     if query.stride(2) != 1:
         query = query.contiguous()
-    most_query_tokens = _find_longest(query_start_loc)
+    most_query_tokens = int(np.diff(torch.as_tensor(query_start_loc).cpu().numpy()).max())
     tables, lengths, starts = (
         torch.as_tensor(given).to(query.device, torch.int32).contiguous()
         for given in (block_tables, seq_lens, query_start_loc)
@@ -126,10 +126,6 @@ def choose_constants(
         "head_columns": max(16, _round_up_to_power(head_size)),
         "chunk_tokens": _CHUNK_TOKENS,
     }
-
-
-def _find_longest(query_start_loc: Any) -> int:
-    return int(np.diff(torch.as_tensor(query_start_loc).cpu().numpy()).max())
 
 
 def _choose_splits(device: torch.device, num_programs: int, num_tokens: int) -> int:

@@ -46,11 +46,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         if self._layer == 0:
             self._batch.begin(key_states.shape[0], key_states.shape[2])
         self._batch.write(self._layer, key_states, value_states)
+        found = self._batch.read(self._layer) if self._gathers else (key_states, value_states)
         if self._layer == self._batch.sequences.storage.num_layers - 1:
-            found = self._batch.read(self._layer) if self._gathers else (key_states, value_states)
             self._batch.end()
-            return found
-        return self._batch.read(self._layer) if self._gathers else (key_states, value_states)
+        return found
 
     def get_seq_length(self) -> int:
         return self._batch.num_tokens

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
 from kv_pool.storage.kv_storage import KVStorage
-from kv_pool.storage.move_plan import Moves
 from kv_pool.storage.sharded_storage import ShardedStorage
 from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tiered_cache import TieredCache
@@ -323,14 +321,6 @@ class PagedSequences:
             raise InvalidArgumentError(f"a {type(pool).__name__} has no index of runs; use a RunBlockPool")
         return pool
 
-    def _find_copy(self, target: PagedSequences) -> Callable[[Moves], None]:
-        """Return the function that copies blocks to a target's storage."""
-        if isinstance(self.storage, ShardedStorage) and isinstance(target.storage, ShardedStorage):
-            return partial(self.storage.copy_to, target.storage)
-        if isinstance(self.storage, KVStorage) and isinstance(target.storage, KVStorage):
-            return partial(self.storage.copy_to, target.storage)
-        raise InvalidArgumentError("one of the two storages is a ShardedStorage, the other is not")
-
     def _copy_to(
         self, request: Request, target: PagedSequences, copy: Request, num_tokens: int | None = None
     ) -> bool:
@@ -340,7 +330,8 @@ class PagedSequences:
         """
         num_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         manager = target.manager
-        copy_blocks = self._find_copy(target)
+        if isinstance(self.storage, ShardedStorage) is not isinstance(target.storage, ShardedStorage):
+            raise InvalidArgumentError("one of the two storages is a ShardedStorage, the other is not")
         prefix = manager.get_computed_blocks(copy, num_tokens)
         num_new_tokens = num_tokens - prefix.num_tokens
         if manager.allocate_slots(copy, num_new_tokens, prefix, delay_cache_blocks=True) is None:
@@ -352,7 +343,7 @@ class PagedSequences:
         manager.block_pool.flush_evicted()
         with ExitStack() as on_failure:
             on_failure.callback(manager.free, copy)
-            copy_blocks(moves)
+            self.storage.copy_to(target.storage, moves)  # type: ignore[arg-type] # of one kind, see above
             on_failure.pop_all()
         target.note_computed(copy, num_tokens)
         return True

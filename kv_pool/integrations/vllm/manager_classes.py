@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from functools import cache
 from typing import Any
 
 from vllm.v1.core import kv_cache_manager as vllm_manager
@@ -42,16 +43,13 @@ class HybridGroupsView(GroupsView):
 
 HybridKVCacheCoordinator.register(HybridGroupsView)
 
-_VIEW_CLASSES: dict[type, type[GroupView]] = {}
 
-
+@cache
 def _view_class(manager_class: Any) -> type[GroupView]:
     """Return the class of views that are instances of the class which vLLM uses for the group."""
-    if manager_class not in _VIEW_CLASSES:
-        view_class = type(f"{manager_class.__name__}View", (GroupView,), {})
-        manager_class.register(view_class)
-        _VIEW_CLASSES[manager_class] = view_class
-    return _VIEW_CLASSES[manager_class]
+    view_class = type(f"{manager_class.__name__}View", (GroupView,), {})
+    manager_class.register(view_class)
+    return view_class
 
 
 class KVCacheManager(EngineManager):
@@ -80,17 +78,7 @@ class KVCacheManager(EngineManager):
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
         """Raise NotServedError if the options of the constructor need vLLM's own manager."""
-        check_served(
-            options["kv_cache_config"],
-            read_groups(options["kv_cache_config"]),
-            enable_caching=options["enable_caching"],
-            scheduler_block_size=options["scheduler_block_size"],
-            hash_block_size=options["hash_block_size"],
-            dcp_world_size=options["dcp_world_size"],
-            pcp_world_size=options["pcp_world_size"],
-            use_eagle=options["use_eagle"],
-            num_prefill_lookahead=options["num_prefill_lookahead"],
-        )
+        check_served(options)
 
     def __init__(
         self,

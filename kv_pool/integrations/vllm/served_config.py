@@ -34,10 +34,6 @@ class NotServedError(Exception):
     """A feature of vLLM that level `manager` does not serve; the message names it."""
 
 
-def _read_full(spec: Any) -> KVCacheSpec:
-    return FullAttentionSpec(block_size=spec.block_size)
-
-
 def _read_window(spec: Any) -> KVCacheSpec:
     return SlidingWindowSpec(
         block_size=spec.block_size,
@@ -57,23 +53,15 @@ def _read_states(spec: Any) -> KVCacheSpec:
     )
 
 
-def _read_chunked(spec: Any) -> KVCacheSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size=spec.block_size, attention_chunk_size=spec.attention_chunk_size
-    )
-
-
-def _read_cross(spec: Any) -> KVCacheSpec:
-    return CrossAttentionSpec(block_size=spec.block_size)
-
-
 # By the class that vLLM itself would use for a group: a registered class of someone else is not served.
 READERS: dict[type, Callable[[Any], KVCacheSpec]] = {
-    FullAttentionManager: _read_full,
+    FullAttentionManager: lambda spec: FullAttentionSpec(block_size=spec.block_size),
     SlidingWindowManager: _read_window,
-    ChunkedLocalAttentionManager: _read_chunked,
+    ChunkedLocalAttentionManager: lambda spec: ChunkedLocalAttentionSpec(
+        block_size=spec.block_size, attention_chunk_size=spec.attention_chunk_size
+    ),
     MambaManager: _read_states,
-    CrossAttentionManager: _read_cross,
+    CrossAttentionManager: lambda spec: CrossAttentionSpec(block_size=spec.block_size),
 }
 
 
@@ -117,34 +105,25 @@ def read_rules(
         eagle_groups=(eagle_groups or range(len(groups))) if use_eagle else (),
         num_reprefillable_tokens=max(0, num_prefill_lookahead - 1),
         junction_states=has_junction_states and (use_eagle or bool(eagle_groups)),
-        bounded_states=has_bounded_states(),
+        bounded_states=os.environ.get(STATES) == "bounded",
         lookup_groups=equal,
         details=details,
     )
 
 
-def has_bounded_states() -> bool:
-    """Return True if the environment variable `STATES` selects `PrefixRules.bounded_states`."""
-    return os.environ.get(STATES) == "bounded"
-
-
-def check_served(
-    config: Any,
-    groups: list[KVCacheSpec],
-    *,
-    enable_caching: bool,
-    scheduler_block_size: int,
-    hash_block_size: int,
-    dcp_world_size: int,
-    pcp_world_size: int,
-    use_eagle: bool,
-    num_prefill_lookahead: int,
-) -> None:
+def check_served(options: dict[str, Any]) -> None:
     """Raise NotServedError for the first option of vLLM's manager that level `manager` does not serve.
 
     Also for options that vLLM refuses: its own manager then raises its own error.
+
+    Args:
+        options: the arguments of the manager's constructor, by name.
     """
-    if dcp_world_size > 1 or pcp_world_size > 1:
+    config, scheduler_block_size = options["kv_cache_config"], options["scheduler_block_size"]
+    hash_block_size, use_eagle = options["hash_block_size"], options["use_eagle"]
+    num_prefill_lookahead = options["num_prefill_lookahead"]
+    groups = read_groups(config)
+    if options["dcp_world_size"] > 1 or options["pcp_world_size"] > 1:
         raise NotServedError("context parallelism (DCP or PCP)")
     if not groups:
         raise NotServedError("a model without KV cache groups")
@@ -164,7 +143,7 @@ def check_served(
         raise NotServedError(f"{STATES}={states}, which is neither checkpoints nor bounded")
     if states == "bounded" and interval != 0:
         raise NotServedError(f"{STATES}=bounded with a retention interval of {interval}, not 0")
-    if not enable_caching:
+    if not options["enable_caching"]:
         return
     if any(isinstance(spec, CrossAttentionSpec) for spec in groups):
         raise NotServedError("prefix caching beside cross-attention")

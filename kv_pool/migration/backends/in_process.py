@@ -79,7 +79,10 @@ class InProcessReader(BlockReader):
         step = max(1, _PIECE_BYTES // source.block_bytes)
         for start in range(0, len(sources), step):
             some = slice(start, start + step)
-            self._check(deadline, start)
+            if not self.is_usable():
+                raise TransferFailedError(f"{self._peer_name} is closed")
+            if time.monotonic() >= deadline:
+                raise TransferFailedError(f"{self._peer_name}: deadline passed after {start} blocks")
             self._peer.check_leased(transfer_id, remote_ids[some])
             try:
                 source.copy_to(target, np.stack([sources[some], targets[some]], axis=1))
@@ -100,9 +103,3 @@ class InProcessReader(BlockReader):
 
     def close(self) -> None:
         self._is_open = False
-
-    def _check(self, deadline: float, num_done: int) -> None:
-        if not self.is_usable():
-            raise TransferFailedError(f"{self._peer_name} is closed")
-        if time.monotonic() >= deadline:
-            raise TransferFailedError(f"{self._peer_name}: deadline passed after {num_done} blocks")

@@ -198,8 +198,7 @@ class NixlReader(BlockReader):
     ) -> None:
         self._backend = backend
         self._agent = backend.agent
-        self._errors = backend.nixl.errors
-        self._final_errors = backend.nixl.final_errors
+        self._nixl = backend.nixl
         self._peer_name = peer_name
         self._agent_name = agent_name
         self._there, self._here = split_alike(make_table(peer), backend.storage.segments)
@@ -258,8 +257,8 @@ class NixlReader(BlockReader):
                 list_descriptors(sources, self._there),
             )
             state = wait_for(self._agent, handle, deadline)
-        except self._errors as error:
-            if isinstance(error, self._final_errors):
+        except self._nixl.errors as error:
+            if isinstance(error, self._nixl.final_errors):
                 self._is_connected = False
                 self._backend.forget(self._agent_name)
             elif handle is not None:
@@ -268,7 +267,7 @@ class NixlReader(BlockReader):
         if state == "PROC":
             self._under_way.append(handle)
             raise TransferFailedError(f"{what}: not done in time", is_settled=False)
-        with suppress(*self._errors):
+        with suppress(*self._nixl.errors):
             handle.release()
         if state != "DONE":
             raise TransferFailedError(f"{what}: NIXL reports state {state}")
@@ -278,12 +277,12 @@ class NixlReader(BlockReader):
         try:
             if self._agent.check_xfer_state(handle) == "PROC":
                 return True
-        except self._final_errors:
+        except self._nixl.final_errors:
             pass
-        except self._errors as error:
+        except self._nixl.errors as error:
             logger.warning("cannot check an abandoned NIXL read of %s: %s", self._peer_name, error)
             return True
-        with suppress(*self._errors):
+        with suppress(*self._nixl.errors):
             handle.release()
         return False
 
@@ -291,7 +290,7 @@ class NixlReader(BlockReader):
         if not self.is_settled():
             return False
         for prepared in (self._local, self._remote):
-            with suppress(*self._errors):
+            with suppress(*self._nixl.errors):
                 prepared.release()
         return True
 

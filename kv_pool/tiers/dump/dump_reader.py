@@ -51,13 +51,6 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
     random_seed: str = ""
 
 
-def check_header(header: PoolDumpHeader) -> None:
-    """Raise ValueError if the header's numbers are impossible."""
-    counts = (header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions, header.block_bytes)
-    if min(*counts, header.next_sequence or 0) < 0 or min(header.hash_block_size, header.num_blocks) < 1:
-        raise ValueError("its header has a negative count")
-
-
 @dataclass
 class DumpedBlocks:
     """The cached blocks of a pool dump.
@@ -98,10 +91,13 @@ class DumpReader:
             raise records.make_error("it does not begin with a header")
         payload = self._take_payload()
         try:
-            self.header = msgspec.msgpack.decode(payload, type=PoolDumpHeader)
-            check_header(self.header)
+            self.header = header = msgspec.msgpack.decode(payload, type=PoolDumpHeader)
         except UNDECODABLE as error:
             raise records.make_error(str(error)) from error
+        counts = header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions
+        least = min(*counts, header.block_bytes, header.next_sequence or 0)
+        if least < 0 or min(header.hash_block_size, header.num_blocks) < 1:
+            raise records.make_error("its header has a negative count")
 
     def read_blocks(self) -> DumpedBlocks:
         """Read everything except the bytes of the blocks."""

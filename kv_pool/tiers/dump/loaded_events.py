@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hash
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import make_external_hash
 from kv_pool.events.stored_spans import slice_positions
 from kv_pool.ids import BlockHashWithGroupId, ExternalBlockHash, GroupId
 
@@ -17,11 +18,6 @@ EventKey = tuple[ExternalBlockHash, GroupId]
 """A hash in the form that events use, and its KV cache group."""
 
 _DECODER = msgspec.msgpack.Decoder(list[AllBlocksCleared | BlockStored])
-
-
-def encode_events(events: Sequence[KVCacheEvent]) -> bytes:
-    """Encode a part of a snapshot as a record."""
-    return msgspec.msgpack.encode(events)
 
 
 def decode_events(payload: bytes) -> list[BlockStored]:
@@ -83,10 +79,7 @@ def split_events(pool: BlockPoolCore, snapshot: Sequence[BlockStored]) -> dict[E
 
 def name_key(pool: BlockPoolCore, key: BlockHashWithGroupId) -> EventKey:
     """Return a key in the form that events use."""
-    block_hash = get_block_hash(key)
-    return make_external_block_hash(block_hash) if pool.use_int_block_hashes else block_hash, get_group_id(
-        key
-    )
+    return make_external_hash(pool, get_block_hash(key)), get_group_id(key)
 
 
 def _is_of(pool: BlockPoolCore, event: BlockStored) -> bool:

@@ -1,4 +1,4 @@
-"""`BlockAxes`: the axes in a block's bytes (layer, K/V, token, head, element); formats that use them."""
+"""`BlockAxes`: the axes in a block's bytes (layer, K/V, token, head, element); their elements as floats."""
 
 from __future__ import annotations
 
@@ -6,14 +6,56 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage.tensors import DTYPE_BYTES
 from kv_pool.tiers.formats.block_format import ByteArray, FloatArray, HasBlockBytes, check_rows
-from kv_pool.tiers.formats.floats import FLOATS, from_floats, to_floats
+
+FLOATS = {
+    "float16": float(np.finfo(np.float16).max),
+    "bfloat16": float(np.uint32(0x7F7F0000).view(np.float32)),
+    "float32": float(np.finfo(np.float32).max),
+}
+"""The supported element types, with the largest finite number of each."""
+
+UINT16 = npt.NDArray[np.uint16]
+
+
+def to_floats(elements: ByteArray, dtype: str) -> FloatArray:
+    """Convert (n, bytes) uint8 to (n, elements) float32; exact, a copy."""
+    if dtype == "bfloat16":
+        return widen(elements.view(np.uint16))
+    values: FloatArray = elements.view(dtype).astype(np.float32)
+    return values
+
+
+def from_floats(values: FloatArray, dtype: str) -> ByteArray:
+    """Convert (n, elements) float32 to (n, bytes) uint8: nearest, ties to even; overflow gives infinity."""
+    made: npt.NDArray[Any]
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        made = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+        made[np.isnan(values)] = 0x7FC0  # rounding may have turned a NaN into another number
+    else:
+        made = values.astype(dtype)
+    return made.view(np.uint8)
+
+
+def narrow_up(scales: FloatArray) -> UINT16:
+    """Round non-negative numbers up to bfloat16. They must be far below the largest bfloat16."""
+    narrow: UINT16 = ((scales.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+    return narrow
+
+
+def widen(bits: UINT16) -> FloatArray:
+    """Convert bfloat16 bits to float32."""
+    widened: FloatArray = (bits.astype(np.uint32) << 16).view(np.float32)
+    return widened
+
 
 LETTERS = "L2NHD"
 

@@ -9,7 +9,8 @@ from kv_pool.tiers.formats.fp8 import make_fp8_format
 from kv_pool.tiers.formats.integers import make_int4_format, make_int8_format
 from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
 
-FORMATS = ("raw", "int8", "int4", "fp8", "low_rank")
+_SCALED = {"int8": make_int8_format, "int4": make_int4_format, "fp8": make_fp8_format}
+FORMATS = ("raw", *_SCALED, "low_rank")
 
 
 def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
@@ -35,12 +36,8 @@ def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
     if kind == "raw":
         return RawFormat(blocks)
     axes = read_axes(blocks)
-    if kind == "int8":
-        return make_int8_format(axes)
-    if kind == "int4":
-        return make_int4_format(axes)
-    if kind == "fp8":
-        return make_fp8_format(axes)
+    if kind in _SCALED:
+        return _SCALED[kind](axes)
     try:
         size_ratio = float(ratio) if colon else DEFAULT_SIZE_RATIO
     except ValueError:

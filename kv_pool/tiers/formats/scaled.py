@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.tiers.formats.block_axes import BlockAxes, ChunkedFormat
+from kv_pool.tiers.formats.block_axes import FLOATS, BlockAxes, ChunkedFormat, narrow_up, widen
 from kv_pool.tiers.formats.block_format import ByteArray, FloatArray
-from kv_pool.tiers.formats.floats import FLOATS, narrow_up, widen
 
 _SCALE_BYTES = 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
@@ -61,7 +62,7 @@ class StepOrders:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.clears or self.forgotten or self.stores or self.loads)
+        return self == StepOrders()
 
 
 @dataclass
@@ -86,29 +87,16 @@ class WorkerReport:
     @property
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        return not (
-            self.stored
-            or self.lost
-            or self.reopened is not None
-            or self.partly_reopened
-            or self.has_lost_disk
-        )
+        return self == WorkerReport()
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Return one report for both ranks."""
-        stored = dict(self.stored)
-        for order_id, num_ranks in other.stored.items():
-            stored[order_id] = stored.get(order_id, 0) + num_ranks
+        stored = dict(Counter(self.stored) + Counter(other.stored))
         reopened = self.reopened
         partly = self.partly_reopened | other.partly_reopened
         if self.reopened is not None or other.reopened is not None:
             here, there = set(self.reopened or ()), set(other.reopened or ())
             reopened = [key for key in self.reopened or () if key in there]
             partly |= here ^ there
-        return WorkerReport(
-            stored,
-            self.lost | other.lost,
-            reopened,
-            partly,
-            self.has_lost_disk or other.has_lost_disk,
-        )
+        has_lost_disk = self.has_lost_disk or other.has_lost_disk
+        return WorkerReport(stored, self.lost | other.lost, reopened, partly, has_lost_disk)

@@ -56,23 +56,18 @@ class ConnectorSettings(msgspec.Struct, frozen=True):
             settings = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise InvalidTypeError(f"kv_connector_extra_config: {error}") from None
-        check_disk(settings)
+        if bool(settings.disk_bytes) != bool(settings.disk_folder):
+            raise InvalidArgumentError(
+                f"disk_bytes is {settings.disk_bytes} and disk_folder is {settings.disk_folder!r}; give both "
+                "or neither"
+            )
+        if settings.disk_bytes and not settings.host_bytes:
+            raise InvalidArgumentError(
+                "disk_bytes is given without host_bytes; blocks reach the disk through host memory"
+            )
         if not settings.lease_s > 0:
             raise InvalidArgumentError(f"lease_s is {settings.lease_s}; it must be above 0")
         return settings
-
-
-def check_disk(settings: ConnectorSettings) -> None:
-    """Raise InvalidArgumentError if the settings of the disk tier do not fit together."""
-    if bool(settings.disk_bytes) != bool(settings.disk_folder):
-        raise InvalidArgumentError(
-            f"disk_bytes is {settings.disk_bytes} and disk_folder is {settings.disk_folder!r}; give both or "
-            "neither"
-        )
-    if settings.disk_bytes and not settings.host_bytes:
-        raise InvalidArgumentError(
-            "disk_bytes is given without host_bytes; blocks reach the disk through host memory"
-        )
 
 
 def parse_bytes(name: str, value: object) -> int:

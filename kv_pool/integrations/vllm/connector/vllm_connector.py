@@ -148,7 +148,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         has_tiers = self.settings.host_bytes > 0
         if has_tiers:
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
-            self._host_blocks, self._disk_blocks = self._count_tier_blocks()
+            # The capacity of a rank's tiers, in blocks.
+            sizes = vllm_config.parallel_config.world_size, count_block_bytes(kv_cache_config)
+            self._host_blocks = count_blocks("host_bytes", self.settings.host_bytes, *sizes)
+            self._disk_blocks = 0
+            if self.settings.disk_bytes:
+                self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
         if role is KVConnectorRole.SCHEDULER:
             warn_if_unused()
             self.handler = make_request_handler(vllm_config, self.settings)
@@ -337,16 +342,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVPoolMetadata)
         return metadata.orders
-
-    def _count_tier_blocks(self) -> tuple[int, int]:
-        """Return the capacity of a rank's host tier and disk tier, in blocks."""
-        num_ranks = self._vllm_config.parallel_config.world_size
-        block_bytes = count_block_bytes(self._kv_cache_config)
-        settings = self.settings
-        host_blocks = count_blocks("host_bytes", settings.host_bytes, num_ranks, block_bytes)
-        if not settings.disk_bytes:
-            return host_blocks, 0
-        return host_blocks, count_blocks("disk_bytes", settings.disk_bytes, num_ranks, block_bytes)
 
     def _make_scheduler(self) -> TierScheduler:
         config = self._vllm_config
