@@ -1,4 +1,4 @@
-"""Draws hit rates over capacity."""
+"""Draws hit rates: those of sweeps over capacity, and the breakdowns of a replay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`run_replay`: replays a trace through a new pool and returns a report."""
+"""`run_replay`: replays a trace through a new pool; `run_instantly`: the clock with one request at a time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
 from kv_pool.replay.driver import FoundPrefix, ReplayDriver, ReplayRetention, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
-from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
+from kv_pool.replay.groups import WHOLE_PROMPTS, PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.replay.optimum_policy import find_optimum
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
@@ -186,16 +186,13 @@ def _make_swap(
     return HostSwap(manager, settings.host_blocks, settings.block_bytes, link, rule, report)
 
 
-_WHOLE_PROMPTS = PromptSteps()
-
-
 def run_instantly(
     requests: Iterable[ReplayRequest],
     driver: ReplayDriver,
     on_request: Callable[[], None],
-    steps: PromptSteps = _WHOLE_PROMPTS,
+    steps: PromptSteps = WHOLE_PROMPTS,
 ) -> ReplayReport:
-    """Replay one request at a time, without output: look up, load from tiers, allocate, free.
+    """Replay each request to its end before the next one, without output: the reference model.
 
     With full attention the hit counts equal those of any correct LRU simulator of full blocks exactly.
     """

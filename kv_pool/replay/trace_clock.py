@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kv_pool.ids import RequestId
 from kv_pool.replay.driver import ReplayDriver
-from kv_pool.replay.groups import PromptSteps
+from kv_pool.replay.groups import WHOLE_PROMPTS, PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import EngineRates
-
-_WHOLE_PROMPTS = PromptSteps()
 
 
 class TraceClock:
@@ -34,7 +32,7 @@ class TraceClock:
         self,
         driver: ReplayDriver,
         rates: EngineRates,
-        steps: PromptSteps = _WHOLE_PROMPTS,
+        steps: PromptSteps = WHOLE_PROMPTS,
     ) -> None:
         self.driver = driver
         self.report = driver.tally.report

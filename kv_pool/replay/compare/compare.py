@@ -1,4 +1,4 @@
-"""`compare_policies`: runs a comparison of cache policies on any executor."""
+"""`compare_policies`: runs a comparison of cache policies on any executor, and keeps its finished runs."""
 
 import hashlib
 import os
