@@ -5,7 +5,6 @@ from typing import NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_copy, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import refuse_interrupted
 from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PinLimitError
@@ -14,12 +13,19 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.table_listener import TableListener
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
-from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
-from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
+from kv_pool.manager.retention.claims import (
+    NO_CLAIMS,
+    NOTHING,
+    PINNED,
+    Claim,
+    ClaimRecords,
+    Record,
+    cut_by_number,
+    is_pin,
+)
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.placed_claims import PlacedClaims
-from kv_pool.manager.retention.request_directives import RequestDirectives
-from kv_pool.manager.retention.segments import cut_into_segments, find_cached
+from kv_pool.manager.retention.request_directives import RequestDirectives, cut_into_segments, find_cached
 
 
 class Session(TimedItem):
@@ -35,7 +41,7 @@ class Session(TimedItem):
     def __init__(self, session_id: str, until: float, priority: int, blocks: list[KVCacheBlock]) -> None:
         super().__init__(until)
         self.session_id: str = session_id
-        self.claim: Claim = Claim(priority, NEVER, until, True)
+        self.claim: Claim = Claim(priority, NEVER, until)
         self.blocks: list[KVCacheBlock] = blocks
 
 
@@ -139,7 +145,7 @@ class BlockRetention(TableListener):
     def num_pinned(self) -> int:
         """Number of pinned blocks that no request uses: neither in use nor free. O(these blocks)."""
         self.expire()
-        return self._placed.count_held()
+        return sum([block.ref_cnt == 1 for block in self._placed.held.blocks])
 
     @property
     def num_pins(self) -> int:
@@ -167,7 +173,7 @@ class BlockRetention(TableListener):
         """
         check_type("request_id", request_id, str)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         ranges, pins = self._directives.read(listed)
         if pins:
             self.expire()
@@ -195,7 +201,7 @@ class BlockRetention(TableListener):
         """
         get_request_id("request", request)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         self.expire()
         ranges = [
             (one.start, one.end, NOTHING if one.is_none else self._directives.make_claim(one))
@@ -248,7 +254,7 @@ class BlockRetention(TableListener):
         get_request_id("request", request)
         check_number("until", until)
         priority = as_int("priority", priority)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         now = self._clock()
         self.expire()
         if not now < until < NEVER:
@@ -285,7 +291,7 @@ class BlockRetention(TableListener):
             False if there is no such session, such as after its deadline. Nothing has changed then.
         """
         check_type("session_id", session_id, str)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         self.expire()
         if session_id not in self._sessions:
             return False
@@ -391,7 +397,7 @@ class BlockRetention(TableListener):
         Cost: O(pins).
         """
         self.expire()
-        lasting = {block for block in self._placed.pinned if _is_lasting(self._records.get_claims(block))}
+        lasting = {block for block in self._placed.pinned if _is_lasting_pin(self._records.get_claims(block))}
         for other_id, promised in self._directives.promised.items():
             tables = self._tables.get(other_id)
             if tables is None or other_id == request_id:
@@ -400,7 +406,7 @@ class BlockRetention(TableListener):
                 blocks = tables[group_id].blocks
                 if index < len(blocks) and blocks[index].key is not None:
                     for _, _, claims in self._directives.cut(other_id, group_id, index, 1):
-                        if _is_lasting(claims):
+                        if _is_lasting_pin(claims):
                             lasting.add(blocks[index])
         return lasting
 
@@ -422,7 +428,7 @@ class BlockRetention(TableListener):
 
         Free blocks stay cached, in their order. O(blocks of the pool).
         """
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         self.expire()
         self.block_pool.is_changing = True
         for session in self._sessions.values():
@@ -461,11 +467,7 @@ class BlockRetention(TableListener):
                 "raise max_pinned_blocks."
             )
 
-    def _check_whole(self) -> None:
-        if self.block_pool.is_changing:
-            refuse_interrupted()
 
-
-def _is_lasting(claims: tuple[Claim, ...]) -> bool:
+def _is_lasting_pin(claims: tuple[Claim, ...]) -> bool:
     """Return True if one of the claims is a pin without a deadline."""
     return any(claim.strength == PINNED and claim.find_end(0.0) == NEVER for claim in claims)

@@ -15,17 +15,19 @@ from kv_pool.core.eviction_order import (
 )
 from kv_pool.core.holds import Hold, HoldSpan
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.manager.retention.claim import (
+from kv_pool.manager.retention.claims import (
     EXPIRED,
     PINNED,
     Claim,
+    ClaimRecords,
+    Record,
     add_claims,
+    cut_by_number,
     find_strength,
     is_lasting,
     is_pin,
     list_live,
 )
-from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
 
 
@@ -91,10 +93,6 @@ class PlacedClaims(BandPolicy):
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that the pool no longer has."""
         self._put(blocks, None)
-
-    def count_held(self) -> int:
-        """Count the pinned blocks whose only reference is that of their pins. O(pinned free blocks)."""
-        return sum([block.ref_cnt == 1 for block in self.held.blocks])
 
     def list_spans(self) -> list[HoldSpan]:
         """Return the held blocks by the start and the end of their pins, to a tenth of a second."""
