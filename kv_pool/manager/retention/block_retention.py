@@ -20,11 +20,10 @@ from kv_pool.manager.retention.claims import (
     Claim,
     ClaimRecords,
     Record,
-    cut_by_number,
     is_pin,
 )
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.placed_claims import PlacedClaims
+from kv_pool.manager.retention.placed_claims import Change, PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives, cut_into_segments, find_cached
 
 
@@ -209,7 +208,7 @@ class BlockRetention(TableListener):
         ]
         pool = self.block_pool
         num_hashed = len(request.block_hashes) * pool.hash_block_size
-        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        changes: list[Change] = []
         changed: dict[KVCacheBlock, None] = {}  # a block may be found under several keys
         num_pinned = 0
         for group_id, block_size in enumerate(self._directives.block_sizes):
@@ -222,15 +221,11 @@ class BlockRetention(TableListener):
                 changed.update(dict.fromkeys(found))
                 if is_pin(claims):
                     num_pinned += len(found)
-                directed = NO_CLAIMS if claims is NOTHING.alone else claims
-                for stretch in cut_by_number(found):
-                    old = self._records.get_claims(stretch[0])
-                    sessions = [claim for claim in old if claim.is_session]
-                    changes.append((stretch, (*sessions, *directed) if sessions else directed))
+                changes.append((found, NO_CLAIMS if claims is NOTHING.alone else claims))
         if num_pinned:
             self._check_pins(num_pinned, sum([is_pin(self._records.get_claims(block)) for block in changed]))
         pool.is_changing = True
-        self._placed.change(changes, True)
+        self._placed.change(changes, lambda claim: claim.is_session, True)
         pool.is_changing = False
         return len(changed)
 
@@ -267,12 +262,7 @@ class BlockRetention(TableListener):
         blocks = list(dict.fromkeys(found))  # a block may be found under several keys
         session = Session(session_id, until, priority, blocks)
         self.block_pool.is_changing = True
-        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-        for stretch in cut_by_number(blocks):
-            claims = self._records.get_claims(stretch[0])
-            left = [claim for claim in claims if claim.until > now]
-            changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
-        self._placed.change(changes, False)
+        self._placed.change([(blocks, session.claim.alone)], lambda claim: claim.until > now, False)
         if session_id in self._sessions:
             self._end_session(session_id)
         elif blocks and len(self._sessions) >= self.max_sessions:
@@ -443,13 +433,7 @@ class BlockRetention(TableListener):
         """Implement `end_session`, as part of a larger call."""
         session = self._sessions.pop(session_id)
         session.changes_at = NEVER
-        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-        for stretch in cut_by_number(session.blocks, True):
-            claims = self._records.get_claims(stretch[0])
-            left = tuple([claim for claim in claims if claim is not session.claim])
-            if len(left) < len(claims):
-                changes.append((stretch, left))
-        self._placed.change(changes, False)
+        self._placed.change([(session.blocks, NO_CLAIMS)], lambda claim: claim is not session.claim, False)
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""

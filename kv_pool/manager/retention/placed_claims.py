@@ -30,6 +30,9 @@ from kv_pool.manager.retention.claims import (
 )
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
 
+Change = tuple[list[KVCacheBlock], tuple[Claim, ...]]
+"""Blocks, and the claims that they get."""
+
 
 class PlacedClaims(BandPolicy):
     """The claims on a pool's blocks, and the places of the free blocks, which follow from them.
@@ -111,18 +114,25 @@ class PlacedClaims(BandPolicy):
             spans.setdefault((round(since, 1), round(until, 1)), []).append(block)
         return [(since, until, blocks) for (since, until), blocks in spans.items()]
 
-    def change(self, changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]], restarts: bool) -> None:
-        """Replace the claims on cached blocks, which are distinct and listed head first.
+    def change(self, changes: list[Change], keeps: Callable[[Claim], bool], restarts: bool) -> None:
+        """Replace claims on the cached ones of these blocks, which are distinct and listed head first.
 
         Args:
-            changes: stretches of `cut_by_number` with their new claims.
+            changes: blocks, and the claims to add to those that they keep.
+            keeps: whether a claim on a block stays.
             restarts: whether durations of free blocks count from now; otherwise those in force continue.
         A free block keeps its place if its band stays the same; else it moves to the back of its new band.
         Free blocks that lose all claims move to the back of the default band.
         """
         now = self._clock()
-        for stretch, claims in reversed(changes):
-            old = self.records.find(stretch[0]) if self.records.get_claims(stretch[0]) else None
+        stretches = [(stretch, added) for blocks, added in changes for stretch in cut_by_number(blocks, True)]
+        for stretch, added in reversed(stretches):
+            before = self.records.get_claims(stretch[0])
+            left = [claim for claim in before if keeps(claim)]
+            if not added and len(left) == len(before):
+                continue
+            claims = (*left, *added) if left else added
+            old = self.records.find(stretch[0]) if before else None
             freed_at = now if restarts or old is None or old.is_shared else old.freed_at
             free = self._change_used(stretch[::-1], claims)
             if free:
