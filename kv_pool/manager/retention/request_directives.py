@@ -37,22 +37,12 @@ class RequestDirectives:
         self, directives: Sequence[RetentionDirective]
     ) -> tuple[list[Range], list[tuple[GroupId, int, int]]]:
         """Return the ranges of these directives, and the blocks to pin as distinct stretches of groups."""
-        ranges: list[Range] = []
-        pinned: list[RetentionDirective] = []
-        for directive in directives:
-            if directive.is_none:
-                continue
-            ranges.append((directive.start, directive.end, self.make_claim(directive)))
-            if directive.pin:
-                pinned.append(directive)
+        ranges = [(one.start, one.end, self.make_claim(one)) for one in directives if not one.is_none]
+        pinned = [(one.start, one.end) for one in directives if one.pin and one.end is not None]
         pins: list[tuple[GroupId, int, int]] = []
         for group_id, block_size in enumerate(self.block_sizes):
             if block_size and pinned:
-                stretches = [
-                    (one.start // block_size, -(-one.end // block_size))
-                    for one in pinned
-                    if one.end is not None
-                ]
+                stretches = [(start // block_size, -(-end // block_size)) for start, end in pinned]
                 pins += [(GroupId(group_id), low, high) for low, high in join_stretches(stretches)]
         return ranges, pins
 
