@@ -76,12 +76,10 @@ MANAGER = (
     "prefix_lookup",
     "requests/request_checks",
     "retention/block_retention",
-    "retention/claim",
-    "retention/claim_records",
+    "retention/claims",
     "retention/directive",
     "retention/placed_claims",
     "retention/request_directives",
-    "retention/segments",
     "step_checks",
     "table_rows",
 )
@@ -142,7 +140,6 @@ COLD = (
     "manager/requests/request_checks",
     "manager/retention/directive",
     "manager/retention/request_directives",
-    "manager/retention/segments",
 )
 # C files by the beginning of their names: modules, flags (beside `OPTIMIZATION`), number of files.
 LEVELS = {"hot": (HOT, ["-O3"], 5), "cold": (COLD, ["-Og"], 4)}

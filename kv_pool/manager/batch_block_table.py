@@ -237,9 +237,9 @@ class BatchBlockTable:
         """
         find_changed_rows(self._rows, self.max_num_blocks_per_request)
         self.block_ids[: len(self._rows)] = self.null_block_id
-        for row_number, row in enumerate(self._rows):
+        for row in self._rows:
             row.num_blocks = row.num_null_blocks = 0
-            write_row(row, self._cells, row_number * self.max_num_blocks_per_request, self._nulls)
+        self.update()
 
     def _list_used_cells(self) -> list[BlockIdArray]:
         """Return the part of each row after its null blocks that holds blocks; skip empty parts."""

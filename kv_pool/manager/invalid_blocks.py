@@ -12,6 +12,7 @@ evicted.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
@@ -93,7 +94,7 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
         host.note_invalid(spread.suspect)
     evicted: list[KVCacheBlock] = []
     for one in spread.pools:
-        blocks = [block for block in spread.suspect if block.owner is one.block_owner]
+        blocks = spread.list_suspect(one)
         evict_invalid(one, blocks)
         if one is pool:
             evicted = blocks
@@ -146,9 +147,8 @@ class _Spread:
         self._largest = max(group.block_size for group in self._groups)
         # Keys of which another block, computed by another request, may have good content.
         self._twin_keys = {block.key for block in self.suspect if not _is_copy(self._pool, block)}
-        self._lineage: Lineage | None = None
+        self._has_changed = False
         self._bad_hashes: dict[bytes, tuple[int, int]] = {}
-        self._inside: list[tuple[bytes, int, int]] = []
         self._verdicts: Verdicts | None = None
         # For each block, the requests that have written it, and the end of their part.
         self._writers: dict[KVCacheBlock, list[tuple[_Holder, int]]] = {}
@@ -158,23 +158,25 @@ class _Spread:
                     self._writers.setdefault(block, []).append((holder, (position + 1) * group.block_size))
 
     def run(self) -> None:
-        has_changed = True
-        while has_changed:
-            has_changed = self._follow_copies()
-            has_changed = self._find_requests() or has_changed
-            has_changed = self._judge_cached() or has_changed
+        self._has_changed = True
+        while self._has_changed:
+            self._has_changed = False
+            self._follow_copies()
+            self._find_requests()
+            self._judge_cached()
 
     def list_tier_keys(self) -> list[BlockHashWithGroupId]:
         """Return the keys under which tiers may have bad content."""
         tiers = self._pool.lower_tiers
-        keys = dict.fromkeys(key for pool in self.pools for key in pool.list_keys(self._list_suspect(pool)))
+        keys = dict.fromkeys(key for pool in self.pools for key in pool.list_keys(self.list_suspect(pool)))
         if tiers is not None and self._verdicts is not None:
             for key in tiers.list_parents():
                 if self._verdicts.find_first_bad(get_block_hash(key)) < ALL_TOKENS:
                     keys[key] = None
         return list(keys)
 
-    def _list_suspect(self, pool: BlockPoolCore) -> list[KVCacheBlock]:
+    def list_suspect(self, pool: BlockPoolCore) -> list[KVCacheBlock]:
+        """Return the suspect blocks of this pool."""
         return [block for block in self.suspect if block.owner is pool.block_owner]
 
     # ---- tables ----------------------------------------------------------------------------------
@@ -202,9 +204,8 @@ class _Spread:
         place = (position + 1) * group.stride - 1
         return place < len(holder.hashes) and find_own_hash(block) == holder.hashes[place]
 
-    def _find_requests(self) -> bool:
+    def _find_requests(self) -> None:
         """Find requests with suspect blocks; what they have computed from these is suspect, too."""
-        has_changed = False
         for holder in self.holders:
             num_valid = holder.num_valid
             for group, position, block, is_there, _ in self._list_entries(holder):
@@ -219,15 +220,15 @@ class _Spread:
                     and self._find_first_bad(holder, group, position) < ALL_TOKENS
                 ):
                     num_valid = min(num_valid, start)
-            has_changed = has_changed or num_valid < holder.num_valid
-            holder.num_valid = num_valid
+            if num_valid < holder.num_valid:
+                holder.num_valid = num_valid
+                self._has_changed = True
             if num_valid == ALL_TOKENS:
                 continue
             for group, position, block, is_there, _ in self._list_entries(holder):
                 start, end = position * group.block_size, (position + 1) * group.block_size
                 if is_there and group.is_cacheable and end > num_valid and not self._is_proven(block):
-                    has_changed = self._add(block, max(num_valid, start)) or has_changed
-        return has_changed
+                    self._add(block, max(num_valid, start))
 
     def _find_first_bad(self, holder: _Holder, group: BlockGroup, position: int) -> int:
         """Return the first suspect token of the prefix that ends with this block of the request."""
@@ -240,75 +241,71 @@ class _Spread:
         """Return True if a request that is good up to its end has written the block."""
         return any(holder.num_valid >= end for holder, end in self._writers.get(block, ()))
 
-    def _add(self, block: KVCacheBlock, first: int) -> bool:
-        if self.suspect.get(block, ALL_TOKENS) <= first:
-            return False
-        self.suspect[block] = first
-        return True
+    def _add(self, block: KVCacheBlock, first: int) -> None:
+        if self.suspect.get(block, ALL_TOKENS) > first:
+            self.suspect[block] = first
+            self._has_changed = True
 
     # ---- copies ----------------------------------------------------------------------------------
 
-    def _follow_copies(self) -> bool:
-        has_changed = False
+    def _follow_copies(self) -> None:
         for pool in self.pools:
             for target, (generation, source, generation_of_source) in pool.origins.copied_from.items():
                 if source is None or source not in self.suspect:
                     continue
                 if target.generation == generation and source.generation == generation_of_source:
-                    has_changed = self._add(target, self.suspect[source]) or has_changed
-        return has_changed
+                    self._add(target, self.suspect[source])
 
     # ---- the prefix cache ------------------------------------------------------------------------
 
-    def _judge_cached(self) -> bool:
+    def _judge_cached(self) -> None:
         """Add the cached blocks whose prefix contains bad content, or cannot be proven not to."""
-        bad = self._list_bad_hashes()
+        bad, inside = self._list_bad_hashes()
         if not bad or bad == self._bad_hashes:
-            return False
+            return
         self._bad_hashes = bad
-        verdicts = self._verdicts = self._open_lineage().judge(bad, self._inside)
+        self._has_changed = True
+        verdicts = self._verdicts = self._lineage.judge(bad, inside)
         for pool in self.pools:
             for block in pool.blocks:
                 if block.key is None or self._is_proven(block):
                     continue
                 firsts = [verdicts.find_first_bad(get_block_hash(key)) for key in pool.list_keys([block])]
-                if min(firsts) < ALL_TOKENS and not self._is_twin(pool, block):
+                if min(firsts) < ALL_TOKENS and not self._is_twin(pool, block, verdicts):
                     self._add(block, min(firsts))
-        return True
 
-    def _is_twin(self, pool: BlockPoolCore, block: KVCacheBlock) -> bool:
+    def _is_twin(self, pool: BlockPoolCore, block: KVCacheBlock, verdicts: Verdicts) -> bool:
         """Return True if only another block with the same key is bad, and neither is a copy."""
         return (
             pool is self._pool
             and block.key in self._twin_keys
             and not _is_copy(pool, block)
             and block not in self.suspect
-            and self._verdicts is not None
-            and self._verdicts.is_good_before(get_block_hash(block.key))
+            and verdicts.is_good_before(get_block_hash(block.key))
         )
 
-    def _list_bad_hashes(self) -> dict[bytes, tuple[int, int]]:
-        """Return the hashes of suspect content: the tokens of each prefix, and the first suspect one."""
+    def _list_bad_hashes(self) -> tuple[dict[bytes, tuple[int, int]], list[tuple[bytes, int, int]]]:
+        """Return the hashes of suspect content, and bad blocks with unknown hashes: see `Lineage.judge`."""
         bad: dict[bytes, tuple[int, int]] = {}
+        inside: list[tuple[bytes, int, int]] = []
 
         def add(block_hash: bytes, num_tokens: int, first: int) -> None:
             before = bad.get(block_hash)
             bad[block_hash] = num_tokens, first if before is None else min(first, before[1])
 
         unit = self._pool.hash_block_size
-        self._inside = []
         for pool in self.pools:
-            for block in self._list_suspect(pool):
+            for block in self.list_suspect(pool):
                 for block_hash, num_tokens, start in self._list_hashes(pool, block):
                     first = max(start, self.suspect[block])
                     add(block_hash, num_tokens, first)
                     if num_tokens - unit <= start:
                         continue
                     # Smaller blocks of other groups may end within this one.
-                    found = self._open_lineage().list_inside(block_hash, start, unit)
+                    found = self._lineage.list_inside(block_hash, start, unit)
                     if found is None:
                         before = block.parent[:-4] if block.key is not None and block.parent else b""
-                        self._inside.append((before, start, num_tokens))
+                        inside.append((before, start, num_tokens))
                     for shorter, num_shorter in found or ():
                         if num_shorter > first:
                             add(shorter, num_shorter, first)
@@ -321,7 +318,7 @@ class _Spread:
             index = holder.num_valid // unit
             if index < len(holder.hashes):
                 add(holder.hashes[index], (index + 1) * unit, holder.num_valid)
-        return bad
+        return bad, inside
 
     def _list_hashes(self, pool: BlockPoolCore, block: KVCacheBlock) -> Iterator[tuple[bytes, int, int]]:
         """Yield the hashes of a block's content, each with the tokens of its prefix with and without it."""
@@ -329,7 +326,7 @@ class _Spread:
         if block.key is None:
             own_hash = find_own_hash(block)
             if own_hash is not None:
-                num_tokens = max(unit, self._open_lineage().count_tokens(own_hash))
+                num_tokens = max(unit, self._lineage.count_tokens(own_hash))
                 yield own_hash, num_tokens, max(0, num_tokens - self._largest)
             return
         primary, *others = pool.list_keys([block])
@@ -352,25 +349,24 @@ class _Spread:
             return num_tokens  # only later tokens are computed from the state
         return (num_tokens - 1) // group.block_size * group.block_size
 
-    def _open_lineage(self) -> Lineage:
-        if self._lineage is None:
-            lineage = self._lineage = Lineage()
-            for holder in self.holders:
-                lineage.add_sequence(holder.hashes, self._pool.hash_block_size)
-            for pool in self.pools:
-                for block, (generation, copies) in pool.origins.continued_by.items():
-                    for _, hashes in copies if block.generation == generation else ():
-                        lineage.add_sequence(hashes, pool.hash_block_size)
-                for block in pool.blocks:
-                    if block.key is not None and block.num_key_tokens > 0:
-                        primary, *others = pool.list_keys([block])
-                        self._add_key(lineage, primary, block.num_key_tokens, block.parent)
-                        for key in others:
-                            self._add_key(lineage, key, block.num_key_tokens, block.parent, is_exact=False)
-            if self._pool.lower_tiers is not None:
-                for key, (parent, num_tokens) in self._pool.lower_tiers.list_parents().items():
-                    self._add_key(lineage, key, num_tokens, parent)
-        return self._lineage
+    @cached_property
+    def _lineage(self) -> Lineage:
+        """What blocks, requests and tiers know; computed when bad content may have been hit."""
+        lineage = Lineage()
+        for holder in self.holders:
+            lineage.add_sequence(holder.hashes, self._pool.hash_block_size)
+        for pool in self.pools:
+            for block, (generation, copies) in pool.origins.continued_by.items():
+                for _, hashes in copies if block.generation == generation else ():
+                    lineage.add_sequence(hashes, pool.hash_block_size)
+            for block in pool.blocks:
+                if block.key is not None:
+                    for place, key in enumerate(pool.list_keys([block])):
+                        self._add_key(lineage, key, block.num_key_tokens, block.parent, is_exact=place == 0)
+        if self._pool.lower_tiers is not None:
+            for key, (parent, num_tokens) in self._pool.lower_tiers.list_parents().items():
+                self._add_key(lineage, key, num_tokens, parent)
+        return lineage
 
     def _add_key(
         self,

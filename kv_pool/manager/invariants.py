@@ -85,11 +85,10 @@ def check_manager(
 
 def list_tables(manager: KVCacheManager) -> list[tuple[RequestId, GroupId, BlockTable]]:
     """Return the tables of all requests and groups."""
-    group_ids = [GroupId(number) for number in range(len(manager.groups))]
     return [
-        (request_id, group_id, manager.get_table(request_id, group_id))
+        (request_id, GroupId(number), manager.get_table(request_id, GroupId(number)))
         for request_id in manager.list_request_ids()
-        for group_id in group_ids
+        for number in range(len(manager.groups))
     ]
 
 

@@ -7,7 +7,7 @@ from manager.token_engine import find_first_read
 
 from kv_pool import AllocStatus, EncoderOnlyAttentionSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.manager.retention.claim import PINNED
+from kv_pool.manager.retention.claims import PINNED
 
 
 def count_blocks(spec, num_tokens):

@@ -21,7 +21,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.segments import join_stretches
+from kv_pool.manager.retention.request_directives import join_stretches
 
 
 class RequestReport(msgspec.Struct, omit_defaults=True):

@@ -9,7 +9,6 @@ from kv_pool.core.arguments import (
     check_number,
     check_type,
     refuse_copy,
-    refuse_interrupted,
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
@@ -20,12 +19,18 @@ from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
-from kv_pool.manager.retention.claim import NO_CLAIMS, NOTHING, PINNED, Claim, is_pin
-from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
+from kv_pool.manager.retention.claims import (
+    NO_CLAIMS,
+    NOTHING,
+    PINNED,
+    Claim,
+    ClaimRecords,
+    Record,
+    is_pin,
+)
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.placed_claims import PlacedClaims
-from kv_pool.manager.retention.request_directives import RequestDirectives
-from kv_pool.manager.retention.segments import cut_into_segments, find_cached
+from kv_pool.manager.retention.placed_claims import Change, PlacedClaims
+from kv_pool.manager.retention.request_directives import RequestDirectives, cut_into_segments, find_cached
 
 
 class Session(TimedItem):
@@ -41,7 +46,7 @@ class Session(TimedItem):
     def __init__(self, session_id: str, until: float, priority: int, blocks: list[KVCacheBlock]) -> None:
         super().__init__(until)
         self.session_id: str = session_id
-        self.claim: Claim = Claim(priority, NEVER, until, True)
+        self.claim: Claim = Claim(priority, NEVER, until)
         self.blocks: list[KVCacheBlock] = blocks
 
 
@@ -145,7 +150,7 @@ class BlockRetention(TableListener):
     def num_pinned(self) -> int:
         """Number of pinned blocks that no request uses: neither in use nor free. O(these blocks)."""
         self.expire()
-        return self._placed.count_held()
+        return sum([block.ref_cnt == 1 for block in self._placed.held.blocks])
 
     @property
     def num_pins(self) -> int:
@@ -173,7 +178,7 @@ class BlockRetention(TableListener):
         """
         check_type("request_id", request_id, str)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         ranges, pins = self._directives.read(listed)
         if pins:
             self.expire()
@@ -201,7 +206,7 @@ class BlockRetention(TableListener):
         """
         get_request_id("request", request)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         self.expire()
         ranges = [
             (one.start, one.end, NOTHING if one.is_none else self._directives.make_claim(one))
@@ -209,7 +214,7 @@ class BlockRetention(TableListener):
         ]
         pool = self.block_pool
         num_hashed = len(request.block_hashes) * pool.hash_block_size
-        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        changes: list[Change] = []
         changed: dict[KVCacheBlock, None] = {}  # a block may be found under several keys
         num_pinned = 0
         for group_id, block_size in enumerate(self._directives.block_sizes):
@@ -222,15 +227,11 @@ class BlockRetention(TableListener):
                 changed.update(dict.fromkeys(found))
                 if is_pin(claims):
                     num_pinned += len(found)
-                directed = NO_CLAIMS if claims is NOTHING.alone else claims
-                for stretch in cut_by_number(found):
-                    old = self._records.get_claims(stretch[0])
-                    sessions = [claim for claim in old if claim.is_session]
-                    changes.append((stretch, (*sessions, *directed) if sessions else directed))
+                changes.append((found, NO_CLAIMS if claims is NOTHING.alone else claims))
         if num_pinned:
             self._check_pins(num_pinned, sum([is_pin(self._records.get_claims(block)) for block in changed]))
         pool.is_changing = True
-        self._placed.change(changes, True)
+        self._placed.change(changes, lambda claim: claim.is_session, True)
         pool.is_changing = False
         return len(changed)
 
@@ -254,7 +255,7 @@ class BlockRetention(TableListener):
         get_request_id("request", request)
         check_number("until", until)
         priority = as_int("priority", priority)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         now = self._clock()
         self.expire()
         if not now < until < NEVER:
@@ -267,12 +268,7 @@ class BlockRetention(TableListener):
         blocks = list(dict.fromkeys(found))  # a block may be found under several keys
         session = Session(session_id, until, priority, blocks)
         self.block_pool.is_changing = True
-        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-        for stretch in cut_by_number(blocks):
-            claims = self._records.get_claims(stretch[0])
-            left = [claim for claim in claims if claim.until > now]
-            changes.append((stretch, (*left, session.claim) if left else session.claim.alone))
-        self._placed.change(changes, False)
+        self._placed.change([(blocks, session.claim.alone)], lambda claim: claim.until > now, False)
         if session_id in self._sessions:
             self._end_session(session_id)
         elif blocks and len(self._sessions) >= self.max_sessions:
@@ -291,7 +287,7 @@ class BlockRetention(TableListener):
             False if there is no such session, such as after its deadline. Nothing has changed then.
         """
         check_type("session_id", session_id, str)
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         self.expire()
         if session_id not in self._sessions:
             return False
@@ -393,7 +389,7 @@ class BlockRetention(TableListener):
         Cost: O(pins).
         """
         self.expire()
-        lasting = {block for block in self._placed.pinned if _is_lasting(self._records.get_claims(block))}
+        lasting = {block for block in self._placed.pinned if _is_lasting_pin(self._records.get_claims(block))}
         for other_id, promised in self._directives.promised.items():
             tables = self._tables.get(other_id)
             if tables is None or other_id == request_id:
@@ -402,7 +398,7 @@ class BlockRetention(TableListener):
                 blocks = tables[group_id].blocks
                 if index < len(blocks) and blocks[index].key is not None:
                     for _, _, claims in self._directives.cut(other_id, group_id, index, 1):
-                        if _is_lasting(claims):
+                        if _is_lasting_pin(claims):
                             lasting.add(blocks[index])
         return lasting
 
@@ -424,7 +420,7 @@ class BlockRetention(TableListener):
 
         Free blocks stay cached, in their order. O(blocks of the pool).
         """
-        self._check_whole()
+        self.block_pool.holds.check_whole()
         self.expire()
         self.block_pool.is_changing = True
         for session in self._sessions.values():
@@ -439,13 +435,7 @@ class BlockRetention(TableListener):
         """Implement `end_session`, as part of a larger call."""
         session = self._sessions.pop(session_id)
         session.changes_at = NEVER
-        changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-        for stretch in cut_by_number(session.blocks, True):
-            claims = self._records.get_claims(stretch[0])
-            left = tuple([claim for claim in claims if claim is not session.claim])
-            if len(left) < len(claims):
-                changes.append((stretch, left))
-        self._placed.change(changes, False)
+        self._placed.change([(session.blocks, NO_CLAIMS)], lambda claim: claim is not session.claim, False)
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""
@@ -463,11 +453,7 @@ class BlockRetention(TableListener):
                 "raise max_pinned_blocks."
             )
 
-    def _check_whole(self) -> None:
-        if self.block_pool.is_changing:
-            refuse_interrupted()
 
-
-def _is_lasting(claims: tuple[Claim, ...]) -> bool:
+def _is_lasting_pin(claims: tuple[Claim, ...]) -> bool:
     """Return True if one of the claims is a pin without a deadline."""
     return any(claim.strength == PINNED and claim.find_end(0.0) == NEVER for claim in claims)

@@ -15,18 +15,23 @@ from kv_pool.core.eviction_order import (
 )
 from kv_pool.core.holds import Hold, HoldSpan
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.manager.retention.claim import (
+from kv_pool.manager.retention.claims import (
     EXPIRED,
     PINNED,
     Claim,
+    ClaimRecords,
+    Record,
     add_claims,
+    cut_by_number,
     find_strength,
     is_lasting,
     is_pin,
     list_live,
 )
-from kv_pool.manager.retention.claim_records import ClaimRecords, Record, cut_by_number
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
+
+Change = tuple[list[KVCacheBlock], tuple[Claim, ...]]
+"""Blocks, and the claims that they get."""
 
 
 class PlacedClaims(BandPolicy):
@@ -97,10 +102,6 @@ class PlacedClaims(BandPolicy):
         """Remove the claims on blocks that the pool no longer has."""
         self._put(blocks, None)
 
-    def count_held(self) -> int:
-        """Count the pinned blocks whose only reference is that of their pins. O(pinned free blocks)."""
-        return sum([block.ref_cnt == 1 for block in self.held.blocks])
-
     def list_spans(self) -> list[HoldSpan]:
         """Return the held blocks by the start and the end of their pins, to a tenth of a second."""
         ahead = self._pool.holds.clock() - self._clock()
@@ -118,18 +119,25 @@ class PlacedClaims(BandPolicy):
             spans.setdefault((round(since, 1), round(until, 1)), []).append(block)
         return [(since, until, blocks) for (since, until), blocks in spans.items()]
 
-    def change(self, changes: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]], restarts: bool) -> None:
-        """Replace the claims on cached blocks, which are distinct and listed head first.
+    def change(self, changes: list[Change], keeps: Callable[[Claim], bool], restarts: bool) -> None:
+        """Replace claims on the cached ones of these blocks, which are distinct and listed head first.
 
         Args:
-            changes: stretches of `cut_by_number` with their new claims.
+            changes: blocks, and the claims to add to those that they keep.
+            keeps: whether a claim on a block stays.
             restarts: whether durations of free blocks count from now; otherwise those in force continue.
         A free block keeps its place if its band stays the same; else it moves to the back of its new band.
         Free blocks that lose all claims move to the back of the default band.
         """
         now = self._clock()
-        for stretch, claims in reversed(changes):
-            old = self.records.find(stretch[0]) if self.records.get_claims(stretch[0]) else None
+        stretches = [(stretch, added) for blocks, added in changes for stretch in cut_by_number(blocks, True)]
+        for stretch, added in reversed(stretches):
+            before = self.records.get_claims(stretch[0])
+            left = [claim for claim in before if keeps(claim)]
+            if not added and len(left) == len(before):
+                continue
+            claims = (*left, *added) if left else added
+            old = self.records.find(stretch[0]) if before else None
             freed_at = now if restarts or old is None or old.is_shared else old.freed_at
             free = self._change_used(stretch[::-1], claims)
             if free:

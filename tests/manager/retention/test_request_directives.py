@@ -1,15 +1,15 @@
-"""`segments`: the claims of many ranges on each block, and stretches that do not overlap."""
+"""The claims of many ranges on each block, and stretches that do not overlap."""
 
 import random
 
 import pytest
 
-from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claims
-from kv_pool.manager.retention.segments import cut_into_segments, join_stretches
+from kv_pool.manager.retention.claims import NO_CLAIMS, Claim, add_claims
+from kv_pool.manager.retention.request_directives import cut_into_segments, join_stretches
 
 
 def make_claims(rng):
-    return [Claim(rng.randrange(5), float(rng.randrange(1, 5)), float("inf"), False) for _ in range(6)]
+    return [Claim(rng.randrange(5), float(rng.randrange(1, 5))) for _ in range(6)]
 
 
 def add_claim(claims, claim):
@@ -56,7 +56,7 @@ def test_each_block_has_the_claims_of_the_ranges_one_by_one(seed):
 def test_several_claims_are_added_as_one_by_one(seed):
     rng = random.Random(seed)
     claims = make_claims(rng)
-    session = Claim(rng.randrange(5), float("inf"), 9.0, True)
+    session = Claim(rng.randrange(5), float("inf"), 9.0)
     for _ in range(50):
         before = session.alone if rng.random() < 0.3 else NO_CLAIMS
         for claim in rng.sample(claims, rng.randrange(4)):
