@@ -27,7 +27,7 @@ ROWS = (
 
 SMALL = {
     "L1": "error_names, foreign_bytes, regular_files, threads",
-    "L0": "ids, errors, environment, lazy_names, documentation, version",
+    "L0": "ids, errors, environment, closing, lazy_names, documentation, version",
 }
 """Modules that are not drawn as boxes."""
 
