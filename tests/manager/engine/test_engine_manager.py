@@ -392,7 +392,7 @@ def test_blocks_with_a_hash_are_cached_before_ones_without(groups, num_hashes):
         assert [block.block_hash for block in table] == expected + [None] * (len(table) - num_hashes)
 
 
-def test_external_blocks_after_a_hit_within_a_block_are_listed_for_zeroing():
+def test_external_blocks_after_a_partial_hit_are_zeroed():
     groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=8)]
     manager = KVCacheManager(BlockPool(60, True, 4), groups=groups, prefix_rules=PrefixRules())
     engine = EngineManager(manager, event_labels=[("full", None), ("mamba", None)], zeroed_groups=[0])
