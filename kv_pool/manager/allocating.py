@@ -49,7 +49,7 @@ def allocate_step(
             table.request = request
         if state._has_forks and step.num_computed > tables[0].num_valid_tokens:
             step.caches = False  # what it computes from invalid content
-    ends: list[int] | None = None
+    ends: list[int] | None = None  # now, since this raises for a request without the hashes
     if state.block_pool.enable_caching and step.caches:
         ends = state._caching.find_ends(request, tables, step.num_prefix, step.num_scheduled)
     if not fits_sequence(state, step, state.get_num_free_blocks()):

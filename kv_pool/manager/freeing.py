@@ -19,7 +19,7 @@ def free_tables(state: ManagerState, request_id: RequestId, tables: list[BlockTa
     state.block_pool.is_changing = True
     del state._tables[request_id]
     for group_id, table in enumerate(tables):
-        first = table.num_null_blocks
+        first = table.num_null_blocks  # a slice of its own, which is reversed; the listeners read the table
         release_blocks(state, request_id, GroupId(group_id), first, table.blocks[first:])
     for listener in state.listeners:
         listener.note_ended(request_id, tables)

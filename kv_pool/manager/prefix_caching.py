@@ -237,7 +237,8 @@ class PrefixCaching(TableListener):
         Args:
             ends: the result of `find_ends`.
             num_written: tokens after the step, including speculative ones in blocks that are not full.
-            is_written: whether the content is there already, not only after the coming step.
+            is_written: whether the content is there already, not only after the coming step. With rules, new
+                states count as unwritten nevertheless.
             num_loaded: tokens with the external ones, whose state a connector writes before the step; 0 for
                 none.
         """

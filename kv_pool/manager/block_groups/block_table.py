@@ -114,4 +114,4 @@ class TableListener:
         """
 
     def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
-        """A request has released the blocks of these tables, which still list them, and has no others."""
+        """A request ends: it has released the blocks that these tables list, or its caller is about to."""

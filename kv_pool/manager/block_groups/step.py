@@ -46,7 +46,7 @@ class Step:
     """The request of one `allocate_slots` call; all counts are tokens from the head of the sequence.
 
         |<- computed ->|<- prefix ->|<- external ->|<- new ->|<- lookahead ->|
-        |<- num_computed
+          num_computed
         |<------------- num_before --------------->|
         |<------------------ num_scheduled ----------------->|
 

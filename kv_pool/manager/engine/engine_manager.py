@@ -43,6 +43,10 @@ class EngineManager:
         zeroed: the blocks that are listed for the worker.
         empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
 
+    Requests have the attributes that vLLM's have: `request_id`, `num_tokens`, `num_prompt_tokens`,
+    `num_computed_tokens`, `num_in_flight_tokens`, `block_hashes`, `shared_prefix_boundary`, `status`,
+    `skip_reading_prefix_cache`, `sampling_params`.
+
     Unlike those of `KVCacheManager`, the calls follow vLLM in what they tolerate: an unknown request has no
     blocks, and freeing it does nothing.
     Contract: vLLM 0.33 `KVCacheManager`.
