@@ -1,8 +1,8 @@
 """`ManagerState`: the state of a `KVCacheManager`; the modules that change it import this one."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
-from typing import Any, Protocol
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -17,30 +17,12 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.host_blocks import HostBlocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
-
-
-class HostBlocks(Protocol):
-    """A pool in host memory with copies of a manager's blocks, such as that of a `BlockSwapper`."""
-
-    @property
-    def host_pool(self) -> BlockPoolCore: ...
-
-    def is_idle(self) -> bool:
-        """Return True if no request has blocks there."""
-
-    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
-        """Refuse to commit open plans that share these blocks, of either pool, whose content is invalid."""
-
-    def reset_host(self) -> None:
-        """Evict every prefix there, after the device's pool was reset."""
-
-    def repair_host(self) -> None:
-        """Make the pool there whole, after the manager's own was repaired."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
