@@ -286,7 +286,12 @@ def plan_clear_run(
     cost[~possible] = cost.max() + 1
     first = int(np.argmin(cost))
     end = first + num_blocks
-    return RunClearance(BlockId(first), _move_out(blocks, next_evicted, first, end, max_moves))
+    sources = blocks.ids(blocks.movable, first, end)
+    sources += blocks.ids(staying & blocks.retained, first, end)
+    sources += blocks.ids(staying & ~blocks.retained, first, end)
+    blocks.empty[first:end] = next_evicted[first:end] = False
+    targets = blocks.ids(blocks.empty) + blocks.ids(next_evicted)
+    return RunClearance(BlockId(first), _pair(sources[:max_moves], targets))
 
 
 def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
@@ -317,25 +322,8 @@ def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
             f"{num_room} are free below. Free a request, or drain fewer."
         )
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
-    return _move_out(blocks, next_evicted, bar, pool.num_gpu_blocks)
-
-
-def _move_out(
-    blocks: _Map, next_evicted: "NDArray[np.bool_]", first: int, end: int, max_moves: int | None = None
-) -> list[BlockMove]:
-    """Move the blocks in use, and cached ones that are not evicted, out of `[first, end)`.
-
-    With `max_moves` these move first: blocks in use, then those of higher bands. They move to empty slots,
-    then over the blocks of `next_evicted`; by ascending id, so that neighbours stay neighbours if possible.
-    """
-    staying = blocks.cached & ~next_evicted
-    sources = blocks.ids(blocks.movable, first, end)
-    sources += blocks.ids(staying & blocks.retained, first, end)
-    sources += blocks.ids(staying & ~blocks.retained, first, end)
-    sources = sources[:max_moves]
-    blocks.empty[first:end] = next_evicted[first:end] = False
-    targets = blocks.ids(blocks.empty) + blocks.ids(next_evicted)
-    return _pair(sorted(sources), sorted(targets[: len(sources)]))
+    sources = blocks.ids(blocks.movable | (blocks.cached & ~next_evicted), bar)
+    return _pair(sources, blocks.ids(blocks.empty | next_evicted, 0, bar))
 
 
 def _pair(sources: list[BlockId], targets: list[BlockId]) -> list[BlockMove]:
