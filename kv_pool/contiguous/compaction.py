@@ -111,7 +111,7 @@ def apply_moves(
     pool.holds.check_whole()
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
-    one_way, exchanges = check_moves(pool, moves)
+    one_way, exchanges, overwritten_ids = check_moves(pool, moves)
     if exchanges and not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
     # The moves whose bytes have arrived, of an exchange only that to the free block; and the cached blocks
@@ -121,8 +121,7 @@ def apply_moves(
     pool.is_changing = True
     pool.copied = done
     pool.copied_at = pool.epoch
-    targets = [pool.blocks[target] for _, target in one_way]
-    evict_invalid(pool, [block for block in targets if block.key is not None])
+    evict_invalid(pool, [pool.blocks[block_id] for block_id in overwritten_ids])
     try:
         if one_way:
             copy(one_way)
