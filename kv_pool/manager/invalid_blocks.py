@@ -71,21 +71,21 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
     pool.is_changing = True
     num_valid_tokens: dict[RequestId, int] = {}
     for holder in spread.holders:
-        if holder.num_valid < ALL_TOKENS:
-            num_valid = holder.num_valid
-            # A swap keeps the windows of the tokens that are computed now, not earlier ones.
-            is_away = state._forgets and holder.request_id not in state._tables
-            if is_away or not _can_go_on(holder.tables, state._groups, num_valid):
-                num_valid = 0
-            for table, group in zip(holder.tables, state._groups, strict=True):
-                table.num_valid_tokens = min(num_valid, table.num_valid_tokens)
-                table.num_cached_blocks = min(table.num_cached_blocks, holder.num_valid // group.block_size)
-        if holder.tables[0].num_valid_tokens < ALL_TOKENS:
-            # Also if an earlier report or eviction has found it: now the request goes back, and writes again.
-            num_valid_tokens[holder.request_id] = holder.tables[0].num_valid_tokens
-            for table in holder.tables:
-                table.is_forked = True
-            state._has_forks = True
+        # Also if an earlier report or eviction has found it: now the request goes back, and writes again. Its
+        # windows may have moved on since.
+        num_valid = min(holder.num_valid, holder.tables[0].num_valid_tokens)
+        if num_valid == ALL_TOKENS:
+            continue
+        # A swap keeps the windows of the tokens that are computed now, not earlier ones.
+        is_away = state._forgets and holder.request_id not in state._tables
+        if is_away or not _can_go_on(holder.tables, state._groups, num_valid):
+            num_valid = 0
+        for table, group in zip(holder.tables, state._groups, strict=True):
+            table.num_valid_tokens = num_valid
+            table.num_cached_blocks = min(table.num_cached_blocks, holder.num_valid // group.block_size)
+            table.is_forked = True
+        num_valid_tokens[holder.request_id] = num_valid
+        state._has_forks = True
     if pool.lower_tiers is not None:
         keys = spread.list_tier_keys()
         if keys:

@@ -517,3 +517,20 @@ def test_a_bad_block_that_left_before_it_was_cached_is_known():
     manager.report_invalid_blocks([bad.block_id])
     assert last.key is None
     assert manager.get_computed_blocks(Request("b", range(17), HASHER)).num_tokens == 8
+
+
+def test_a_window_that_has_moved_on_since_a_report_leaves_nothing_valid():
+    """The second report repeated the tokens of the first, which the next token could no longer attend to."""
+    groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=9)]
+    manager = KVCacheManager(BlockPool(40, True, 4), groups=groups)
+    request = Request("r", range(30), BlockHasher(block_size=4))
+    other = Request("other", range(100, 104), BlockHasher(block_size=4))
+    manager.allocate_slots(request, 18)
+    request.num_computed_tokens = 18
+    manager.allocate_slots(other, 4)
+    manager.evict_blocks([manager.get_block_ids("r")[4]])
+    manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 26
+    manager.allocate_slots(request, 1)
+    report = manager.report_invalid_blocks([manager.get_block_ids("other")[0]])
+    assert report.num_valid_tokens == {"r": 0, "other": 0}
