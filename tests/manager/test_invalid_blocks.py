@@ -519,7 +519,7 @@ def test_a_bad_block_that_left_before_it_was_cached_is_known():
     assert manager.get_computed_blocks(Request("b", range(17), HASHER)).num_tokens == 8
 
 
-def test_a_window_that_has_moved_on_since_a_report_leaves_nothing_valid():
+def test_a_window_that_has_moved_on_leaves_nothing_valid():
     """The second report repeated the tokens of the first, which the next token could no longer attend to."""
     groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=9)]
     manager = KVCacheManager(BlockPool(40, True, 4), groups=groups)
