@@ -1,14 +1,15 @@
 """`Closing`, `Running`: objects that a `with` block closes, or starts and stops."""
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing:
+class Closing(ABC):
     """A `with` block calls `close` at its end."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the object holds."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -17,16 +18,16 @@ class Closing:
         self.close()
 
 
-class Running:
+class Running(ABC):
     """A `with` block calls `start` before it begins, and `stop` at its end."""
 
+    @abstractmethod
     def start(self) -> None:
         """Start what runs in the background."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self) -> None:
         """Stop it, and wait for it."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self.start()

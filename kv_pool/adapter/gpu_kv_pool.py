@@ -161,8 +161,8 @@ class GPUKVPool(KVPoolProtocol):
         # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
 
-        total_blocks = as_count("total_blocks", total_blocks, 1)
-        block_size = as_count("block_size", block_size, 1)
+        total_blocks = as_int("total_blocks", total_blocks)
+        block_size = as_int("block_size", block_size)
         device_id = as_int("device_id", device_id)
         block_bytes = as_count("block_bytes", block_bytes)
         reserved_blocks = as_int("reserved_blocks", reserved_blocks)
@@ -170,6 +170,10 @@ class GPUKVPool(KVPoolProtocol):
         run_length = as_count("run_length", run_length, 1)
         if max_pinned_blocks is not None:
             max_pinned_blocks = as_count("max_pinned_blocks", max_pinned_blocks)
+        if total_blocks < 1:
+            raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool has at least 1 block")
+        if block_size < 1:
+            raise InvalidArgumentError(f"block_size is {block_size}; a block has at least 1 token")
         if not 0 <= reserved_blocks <= total_blocks:
             raise InvalidArgumentError(f"{reserved_blocks} of {total_blocks} blocks cannot be reserved")
         if not 0 <= migration_threshold <= total_blocks or (migration_threshold and migration_hook is None):

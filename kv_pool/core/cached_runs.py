@@ -1,4 +1,4 @@
-"""What cache policies order: `CachedRun`, consecutive cached blocks; `RunQueue`, a list of them; `Ghosts`."""
+"""Cache policies order runs of consecutive cached blocks: `CachedRun`, `RunQueue` and `Ghosts`."""
 
 from collections import OrderedDict
 from typing import Any, Final

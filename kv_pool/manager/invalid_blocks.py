@@ -351,7 +351,7 @@ class _Spread:
 
     @cached_property
     def _lineage(self) -> Lineage:
-        """What blocks, requests and tiers know; computed when bad content may have been hit."""
+        """The prefixes that requests, blocks and tiers know, read from them when first needed."""
         lineage = Lineage()
         for holder in self.holders:
             lineage.add_sequence(holder.hashes, self._pool.hash_block_size)

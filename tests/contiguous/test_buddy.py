@@ -91,6 +91,7 @@ def test_a_run_comes_from_the_smallest_old_chunk(picture, num_blocks, good_age, 
     ],
 )
 def test_a_single_block_comes_from_the_smallest_old_chunk(picture, max_age, found):
+    assert BuddySystem().find_single(make_ages(picture), max_age) == found
     assert BuddySystem().find_run(1, make_ages(picture), max_age, max_age) == found
 
 

@@ -76,10 +76,7 @@ def test_the_error_for_block_size_0_names_block_size():
         lambda: BlockSpaceManager(0, 4, 0),
         lambda: KVCacheAllocator(8, 0, 2, 4),
     ):
-        with pytest.raises(
-            InvalidArgumentError,
-            match=r"^block_size is 0; (a block has at least 1 token|it is a count, 1 or more)$",
-        ):
+        with pytest.raises(InvalidArgumentError, match=r"^block_size is 0; a block has at least 1 token$"):
             make()
 
 

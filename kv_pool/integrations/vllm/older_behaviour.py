@@ -1,4 +1,4 @@
-"""What earlier releases of vLLM cache and find: the rules of their managers, and their pools. No vLLM."""
+"""Rules by which earlier releases of vLLM cache and find blocks, written without importing vLLM."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says: whether the tiers serve it, the keys of its groups, its blocks' bytes."""
+"""vLLM's configuration decides whether the tiers serve an engine, its groups' keys and its blocks' sizes."""
 
 from __future__ import annotations
 
