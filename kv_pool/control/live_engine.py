@@ -92,10 +92,10 @@ class PoolEngine:
         self.pool.free_sequence(SequenceId(request.number))
 
     def on_arrived(self, request: ReplayRequest) -> None:
-        """Add a request that has arrived from another node with its blocks."""
+        """Called when a request has arrived from another node; the pool has its sequence already."""
 
     def on_departed(self, request_id: RequestId) -> None:
-        """Forget a request that has moved to another node."""
+        """Called when a request has moved to another node; the pool has forgotten its sequence already."""
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the events of cached blocks since the last call."""

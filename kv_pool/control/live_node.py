@@ -256,10 +256,9 @@ class LiveNode:
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
         """Return all known migrations, or one. Raises InvalidArgumentError if the id is unknown."""
-        found = self.migrator.list_migrations()
-        if migration_id is not None:
-            found = [self.migrator.find_migration(migration_id).get_status()]
-        return MigrationList(self.migrator.name, found)
+        if migration_id is None:
+            return MigrationList(self.migrator.name, self.migrator.list_migrations())
+        return MigrationList(self.migrator.name, [self.migrator.find_migration(migration_id).get_status()])
 
     def cancel(self, migration_id: str) -> MigrationStatus:
         """Cancel a migration, unless it is too late. Raises InvalidArgumentError if the id is unknown."""

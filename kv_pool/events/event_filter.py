@@ -1,6 +1,6 @@
 """`EventFilter`: replaces the events of a batch by the events to send."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from msgspec import Raw
@@ -165,11 +165,9 @@ class PendingRemovals:
 
 
 def add_kinds(
-    events: list[Any], labels: Sequence[tuple[str, int | None]], other_kind: str | None = None
-) -> list[Any]:
+    events: Iterable[Any], labels: Sequence[tuple[str, int | None]], other_kind: str | None = None
+) -> None:
     """Add the kind and the window of its group to each event that has a field for them and no kind yet.
-
-    Returns the events.
 
     Args:
         events: of kv_pool's or any other classes.
@@ -187,7 +185,6 @@ def add_kinds(
             event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = labels[group_id]
         else:
             event.kv_cache_spec_kind = other_kind
-    return events
 
 
 def adopt_all(events: list[Any]) -> list[Any]:

@@ -530,7 +530,9 @@ class KVCacheManager(ManagerState):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        return add_kinds(self.block_pool.take_events(), self.event_labels)
+        events = self.block_pool.take_events()
+        add_kinds(events, self.event_labels)
+        return events
 
     # ---- releasing -------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from kv_pool.threads import start_thread
 _logger = logging.getLogger(__name__)
 
 MAX_ENDED: Final = 1000
+_MAX_TICK_S: Final = 1.0
+_MAX_PAUSE_S: Final = 30.0
 
 
 class MigrationBook:
@@ -168,12 +170,6 @@ class MigrationBook:
                 self._migrations.pop(self._ended.popleft(), None)
 
 
-_logger = logging.getLogger(__name__)
-
-_MAX_TICK_S = 1.0
-_MAX_PAUSE_S = 30.0
-
-
 class Housekeeping:
     """A thread that ticks every tenth of a lease, at least every second.
 
@@ -181,7 +177,7 @@ class Housekeeping:
     |---|---|
     | end or quarantine expired leases of this site's blocks | at each tick |
     | release quarantined blocks | once their reader reports that it no longer writes |
-    | renew the lease at the source of a pull in phase READING | every third of a lease |
+    | renew the lease at the source of a pull in phase READING | at once, then every third of a lease |
     | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
 
     Args:
@@ -261,7 +257,7 @@ class Housekeeping:
             if not is_waiting or not isinstance(migration, IncomingMigration):
                 continue
             pull, pause_s = migration.pull, self._lease_s / (30 if is_in_doubt else 3)
-            planned = (phase, now if is_in_doubt else now + pause_s, pause_s)
+            planned = (phase, now, pause_s)
             known = self._due.get(migration, planned)
             _, time_s, pause_s = known if known[0] is phase else planned
             if time_s <= now:

@@ -29,7 +29,7 @@ HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""The events of a socket monitor that report a client with another secret, or another protocol."""
+"""The events of a socket monitor that report another secret or protocol at the other end."""
 
 _MAX_IDLE = 4
 _MAX_SOCKETS = 16_384

@@ -5,6 +5,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import TraceError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
@@ -69,8 +71,8 @@ class LineReader:
         Args:
             parse: called with the text of a line and its number, from 1. A decoding error or a ValueError
                 that it raises makes the line broken.
-            first_line_hint: added to the message of a decoding error in the first line, for a format of JSON
-                lines: a table of comma-separated values gets another hint.
+            first_line_hint: added to the message of a JSON decoding error in the first line; a table of
+                comma-separated values gets another hint.
         Raises:
             TraceError: a line is broken (the message has file and line number), or the file cannot be
                 decompressed.
@@ -94,12 +96,7 @@ class LineReader:
                         continue
                     found = parse(text, number)
                 except UNDECODABLE as error:
-                    if (
-                        number == 1
-                        and first_line_hint
-                        and text is not None
-                        and not isinstance(error, TraceError)
-                    ):
+                    if number == 1 and text is not None and isinstance(error, msgspec.DecodeError):
                         error = self.make_error(1, _describe_csv(text) or f"{error}{first_line_hint}")
                     self.pass_broken(number, error)
                     continue

@@ -114,7 +114,7 @@ class Tally:
             self._num_turns[request.session_id] += 1
             turn = self._num_turns[request.session_id]
         self._open[request.request_id] = RequestOutcome(
-            line=int(request.request_id),
+            line=request.number,
             outcome="done",
             session_id=request.session_id,
             arrival_ms=request.arrival_ms,

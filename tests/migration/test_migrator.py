@@ -633,6 +633,27 @@ def test_housekeeping_ends_holds(make_pair):
     pair.check()
 
 
+def test_housekeeping_renews_the_lease_of_a_late_reader(make_pair):
+    clock = HeardClock()
+    gate = Gate(MigrationPhase.READING)
+
+    def read_late(status):
+        if (status.direction, status.phase) == gate.place:
+            clock.now += 0.19
+        gate(status)
+
+    pair = make_pair(a={"clock": clock}, b={"clock": clock}, clock=clock, lease_s=0.2, on_phase=read_late)
+    pair.a.start("r", range(12))
+    migration = pair.node_a.migrate(SequenceSubject("r"), "b")
+    assert gate.reached.wait(PATIENCE_S)
+    clock.wait_for(100)  # some rounds of both nodes' housekeeping
+    clock.now += 0.19
+    clock.wait_for(100)
+    gate.opened.set()
+    assert migration.wait(PATIENCE_S) == pair.b.manager.get_block_ids("r")
+    pair.check()
+
+
 def test_a_stopping_node_releases_its_holds(make_pair, over):
     pair = make_pair(over)
     request = pair.a.start("r", range(12))

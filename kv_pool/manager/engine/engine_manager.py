@@ -382,7 +382,9 @@ class EngineManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        return add_kinds(self.block_pool.take_events(), self.kv_cache_event_metadata)
+        events = self.block_pool.take_events()
+        add_kinds(events, self.kv_cache_event_metadata)
+        return events
 
     # ---- releasing -------------------------------------------------------------------------------
 

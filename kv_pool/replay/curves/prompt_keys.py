@@ -76,7 +76,7 @@ def read_prompt_keys(settings: ReplaySettings, trace: Trace, block_size: int) ->
             request.input_length,
             request.num_output_left,
             request.arrival_ms,
-            int(request.request_id),
+            request.number,
             request.session_id,
         )
 

@@ -148,7 +148,10 @@ def _read_tokens(text: str) -> list[int]:
     end = text.find("]")
     if not text.startswith("[") or end < 0:
         raise ValueError("the token ids are not a list; the line may be cut off")
-    return msgspec.json.decode(text[: end + 1], type=list[int])
+    try:
+        return msgspec.json.decode(text[: end + 1], type=list[int])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the token ids are not a list of integers: {error}") from error
 
 
 def _read_time(text: str) -> float:

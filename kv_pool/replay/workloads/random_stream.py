@@ -1,8 +1,9 @@
 """`RandomStream`, `ZipfSampler`: reproducible random numbers, equal on every platform and Python version.
 
-The functions of `math` may differ in the last bit between C libraries, which would change a generated
-trace. The functions here use IEEE 754 additions, multiplications and divisions only, and give the same bits
-on every platform; logarithm and exponential are within 4 units in the last place of the exact result.
+Logarithms and exponentials of `math` may differ in the last bit between C libraries, which would change a
+generated trace. Everything here uses IEEE 754 additions, multiplications, divisions and square roots only,
+and gives the same bits on every platform; `portable_log` and `portable_exp` are within 4 units in the last
+place of the exact result.
 """
 
 import random

@@ -208,6 +208,22 @@ def test_input_without_requests_writes_nothing(tmp_path, name):
     assert os.listdir(tmp_path) == ["in"]
 
 
+@pytest.mark.parametrize("name", ["lmcache", "dynamo", "events", "qwen-bailian", "mooncake"])
+def test_a_csv_file_is_recognised(tmp_path, name):
+    (tmp_path / "in").write_text("timestamp,input_length\n0,24\n")
+    with pytest.raises(TraceError, match=r"in:1: this is CSV, with the columns timestamp,input_length; "):
+        run(tmp_path / "in", name, tmp_path / "out")
+    (tmp_path / "in").write_bytes(b"a,\xff\n")
+    with pytest.raises(TraceError, match=r"in:1: (?!this is CSV)"):
+        run(tmp_path / "in", name, tmp_path / "out")
+
+
+def test_a_broken_log_is_not_taken_for_csv(tmp_path):
+    (tmp_path / "in").write_text(GOOD["vllm"].replace("[1, 2]", "[1, 'x']"))
+    with pytest.raises(TraceError, match="in:1: the token ids are not a list of integers"):
+        run(tmp_path / "in", "vllm", tmp_path / "out")
+
+
 def test_every_written_format_can_be_read():
     assert set(WRITE_LOSSES) <= set(convert.READ_LOSSES)
     assert all(WRITE_LOSSES.values())
