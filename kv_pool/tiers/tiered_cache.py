@@ -122,13 +122,11 @@ class TieredCache:
         # Shared with the tiers: see `LowerTiers.list_parents`.
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_parents_to_sweep_at = 2 * num_tier_blocks + block_pool.num_gpu_blocks
-        self._disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
+        disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
         self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
-        self._prefetcher = (
-            Prefetcher(self._disk, self._max_prefetch_blocks)
-            if self._disk is not None and max_prefetch_blocks
-            else None
-        )
+        self._prefetcher: Prefetcher | None = None
+        if disk is not None and max_prefetch_blocks:
+            self._prefetcher = Prefetcher(disk, self._max_prefetch_blocks)
         self._unforgotten: TierError | None = None
         for tier in tiers:
             tier.share_parents(self._parents)
@@ -360,11 +358,10 @@ class TieredCache:
             moving = moving[: self._max_prefetch_blocks]
             self._store(moving)
             return len(moving)
-        if self._prefetcher is None or self._disk is None:
+        if self._prefetcher is None:
             return 0
-        on_disk = [
-            (key, self._disk.get_slot(key)) for key in keys if key in self._disk and self.find_tier(key) != 0
-        ]
+        disk = self._prefetcher.tier
+        on_disk = [(key, disk.get_slot(key)) for key in keys if key in disk and self.find_tier(key) != 0]
         self._prefetcher.ask(owner, on_disk)
         return self._prefetcher.count_asked(owner)
 
@@ -379,10 +376,10 @@ class TieredCache:
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is None or self._disk is None or self.storage is None:
+        if self._prefetcher is None or self.storage is None:
             return
+        disk = self._prefetcher.tier
         for batch in self._prefetcher.take_done():
-            disk = self._disk
             slot_of = dict(zip(batch.keys, batch.slots, strict=True))
             there = [key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]]
             unreadable = [key for key in batch.failed if key in there]
