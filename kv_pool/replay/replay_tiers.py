@@ -10,7 +10,7 @@ from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport, TierReport
 from kv_pool.tiers.onboard_plan import OnboardPlan
 from kv_pool.tiers.onboarder import TierOnboarder
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache

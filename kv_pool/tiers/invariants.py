@@ -22,7 +22,7 @@ from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.onboarder import TierOnboarder
-from kv_pool.tiers.swap.open_plans import PlanState
+from kv_pool.tiers.open_plans import PlanState
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 

@@ -17,7 +17,7 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.onboard_plan import OnboardPlan
-from kv_pool.tiers.swap.open_plans import OpenPlans, PlanState
+from kv_pool.tiers.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.tier_prefixes import TierHit, TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
 

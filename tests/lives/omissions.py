@@ -10,7 +10,7 @@ from typing import Any
 
 HOLDS = "kv_pool.core.holds"
 LEASES = "kv_pool.manager.leases"
-PLAN = "kv_pool.tiers.swap.plan"
+PLAN = "kv_pool.tiers.swap_plan"
 TIERS = "kv_pool.tiers.tiered_cache"
 SITE = "kv_pool.migration.pool_site"
 

@@ -14,7 +14,7 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.events.stream_state import StreamState
 from kv_pool.storage import BlockStorage
-from kv_pool.tiers.dump.records import RecordKind
+from kv_pool.tiers.dump_file import RecordKind
 from kv_pool.tiers.pool_dump import dump_pool, load_pool, read_header
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache

@@ -3,7 +3,7 @@ from tiers.swap_engine import SwapEngine
 
 from kv_pool import BlockMove, CorruptedPoolError
 from kv_pool.tiers.swap import invariants as swap_invariants
-from kv_pool.tiers.swap.open_plans import PlanState
+from kv_pool.tiers.open_plans import PlanState
 
 
 def make_engine():

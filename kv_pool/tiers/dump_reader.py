@@ -16,9 +16,9 @@ from kv_pool.ids import BlockId
 from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.tiers.dump.loaded_events import decode_events
-from kv_pool.tiers.dump.records import Frame, RecordKind, RecordReader
-from kv_pool.tiers.dump.rows import CachedRows, KeyCopies, check_rows, decode_rows
+from kv_pool.tiers.loaded_events import decode_events
+from kv_pool.tiers.dump_file import Frame, RecordKind, RecordReader
+from kv_pool.tiers.dump_rows import CachedRows, KeyCopies, check_rows, decode_rows
 
 BATCH_BYTES = 32 * 1024 * 1024
 """Size of the host buffer between storage and file."""

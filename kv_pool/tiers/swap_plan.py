@@ -28,7 +28,7 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.tiers.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
+from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
 
 
 class SwapDirection(Enum):

@@ -23,9 +23,9 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockId
 from kv_pool.manager import invariants as manager_invariants
-from kv_pool.tiers.swap.open_plans import PlanState
-from kv_pool.tiers.swap.plan import SwapDirection, SwapPlan
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.open_plans import PlanState
+from kv_pool.tiers.swap_plan import SwapDirection, SwapPlan
+from kv_pool.tiers.swapper import BlockSwapper
 
 
 def check(swapper: BlockSwapper) -> None:

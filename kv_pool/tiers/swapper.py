@@ -19,8 +19,8 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.tiers.swap.open_plans import OpenPlans, list_tail_first
-from kv_pool.tiers.swap.plan import Match, SwapDirection, SwapPlan, match_tables
+from kv_pool.tiers.open_plans import OpenPlans, list_tail_first
+from kv_pool.tiers.swap_plan import Match, SwapDirection, SwapPlan, match_tables
 
 
 class BlockSwapper:
