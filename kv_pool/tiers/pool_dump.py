@@ -23,10 +23,17 @@ from kv_pool.ids import BlockId
 from kv_pool.storage.block_layout import BlockLayout, describe_root
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.block_rows import as_block_ids
-from kv_pool.tiers.dump_reader import BATCH_BYTES, DumpedBlocks, PoolDumpHeader, open_dump
-from kv_pool.tiers.loaded_events import make_events, name_key, split_events
-from kv_pool.tiers.dump_file import RecordKind, RecordWriter, replace_file
+from kv_pool.tiers.dump_file import (
+    BATCH_BYTES,
+    DumpedBlocks,
+    PoolDumpHeader,
+    RecordKind,
+    RecordWriter,
+    open_dump,
+    replace_file,
+)
 from kv_pool.tiers.dump_rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
+from kv_pool.tiers.loaded_events import make_events, name_key, split_events
 
 
 @dataclass(frozen=True, eq=False)

@@ -225,7 +225,7 @@ def test_bytes_are_dumped_from_and_loaded_to_torch_tensors(device, tmp_path):
 
 
 def test_dump_larger_than_the_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr("kv_pool.tiers.dump_reader.BATCH_BYTES", 1000)
+    monkeypatch.setattr("kv_pool.tiers.dump_file.BATCH_BYTES", 1000)
     monkeypatch.setattr("kv_pool.tiers.pool_dump.BATCH_BYTES", 700)
     test_bytes_are_loaded_into_other_layouts_and_sizes("NHD", 6, tmp_path)
 
