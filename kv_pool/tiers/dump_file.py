@@ -28,7 +28,7 @@ from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.dump_rows import CachedRows, KeyCopies, check_rows, decode_rows
-from kv_pool.tiers.loaded_events import decode_events
+from kv_pool.tiers.pool_dump import decode_events
 
 MAGIC = b"kv_pool\x00"
 VERSION = 2
