@@ -1,4 +1,4 @@
-"""A file of records with checksums; detects damage anywhere in the file.
+"""The file of a pool dump: records with checksums, which detect damage anywhere in the file.
 
 | magic, version | frame, payload | frame, payload | ... | frame, payload of END |
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 import xxhash
 
-from kv_pool.core.kv_events import BlockStored
+from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
 from kv_pool.errors import PoolDumpError, TierError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId
@@ -28,16 +28,18 @@ from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.dump_rows import CachedRows, KeyCopies, check_rows, decode_rows
-from kv_pool.tiers.pool_dump import decode_events
 
 MAGIC = b"kv_pool\x00"
 VERSION = 2
 """2: the layout may name model and weights. Dumps of version 1 name neither, and are read without."""
 _READ_VERSIONS = (1, VERSION)
+BATCH_BYTES = 32 * 1024 * 1024
+"""Size of the host buffer between storage and file."""
 
 _START = Struct("<8sQ")
 _FRAME = Struct("<IIQQ")
 _CHECKSUM = Struct("<Q")
+_EVENTS = msgspec.msgpack.Decoder(list[AllBlocksCleared | BlockStored])
 _Payload = bytes | bytearray | memoryview
 
 
@@ -50,14 +52,6 @@ class RecordKind(IntEnum):
     EVENTS = 4
     DATA = 5
     END = 6
-
-
-class Frame(NamedTuple):
-    """The header of a record."""
-
-    kind: RecordKind
-    num_bytes: int
-    checksum: int
 
 
 class RecordWriter:
@@ -74,80 +68,6 @@ class RecordWriter:
         self._file.write(frame + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(frame)))
         self._file.write(payload)
         self._num_records += 1
-
-
-class RecordReader:
-    """A sequential reader that verifies each record.
-
-    Raises:
-        PoolDumpError: from any call, if the file is not a pool dump, has another version, or is truncated or
-            damaged.
-    """
-
-    def __init__(self, file: BinaryIO, path: str) -> None:
-        self._file = file
-        self._path = path
-        self._num_records = 0
-        self._num_left = os.fstat(file.fileno()).st_size
-        magic, version = _START.unpack(self._read(_START.size))
-        if magic != MAGIC:
-            raise PoolDumpError(f"{path} is not a pool dump: it does not begin like one")
-        if version not in _READ_VERSIONS:
-            known = ", ".join(map(str, _READ_VERSIONS))
-            raise PoolDumpError(f"{path} has format version {version}; supported versions are {known}")
-
-    def read_frame(self) -> Frame:
-        """Read the next record's frame. Read its payload before the next frame."""
-        packed = self._read(_FRAME.size)
-        (checksum,) = _CHECKSUM.unpack(self._read(_CHECKSUM.size))
-        kind, number, num_bytes, payload_checksum = _FRAME.unpack(packed)
-        if checksum != xxhash.xxh3_64_intdigest(packed) or number != self._num_records:
-            raise self.make_error(f"record {self._num_records} has a wrong checksum or number")
-        if num_bytes > self._num_left:
-            raise self.make_error("it is truncated")
-        try:
-            frame = Frame(RecordKind(kind), num_bytes, payload_checksum)
-        except ValueError:
-            raise self.make_error(f"record {number} is of kind {kind}") from None
-        self._num_records += 1
-        return frame
-
-    def read_payload(self, frame: Frame) -> bytes:
-        payload = self._read(frame.num_bytes)
-        self._check(frame, payload)
-        return payload
-
-    def read_payload_into(self, frame: Frame, buffer: memoryview) -> None:
-        """Read the payload into `buffer`, which has exactly its size."""
-        if frame.num_bytes != buffer.nbytes:
-            raise self.make_error(f"a record has {frame.num_bytes} bytes instead of {buffer.nbytes}")
-        num_read = 0
-        while num_read < buffer.nbytes:
-            num_more = self._file.readinto(buffer[num_read:])  # type: ignore[attr-defined] # a buffered file has it
-            if not num_more:
-                raise self.make_error("it is truncated")
-            num_read += num_more
-        self._num_left -= num_read
-        self._check(frame, buffer)
-
-    def check_end(self) -> None:
-        """Raise PoolDumpError if bytes follow the last record."""
-        if self._num_left:
-            raise self.make_error(f"{self._num_left} bytes follow its end")
-
-    def make_error(self, what: str) -> PoolDumpError:
-        return PoolDumpError(f"{self._path} is damaged: {what}. Nothing was loaded")
-
-    def _check(self, frame: Frame, payload: _Payload) -> None:
-        if xxhash.xxh3_64_intdigest(payload) != frame.checksum:
-            raise self.make_error(f"the content of record {self._num_records - 1} has a wrong checksum")
-
-    def _read(self, num_bytes: int) -> bytes:
-        found = self._file.read(num_bytes)
-        if len(found) < num_bytes:
-            raise self.make_error("it is truncated")
-        self._num_left -= num_bytes
-        return found
 
 
 @contextmanager
@@ -186,10 +106,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-BATCH_BYTES = 32 * 1024 * 1024
-"""Size of the host buffer between storage and file."""
 
 
 class PoolDumpHeader(msgspec.Struct, frozen=True):
@@ -240,7 +156,7 @@ def open_dump(path: str | os.PathLike[str]) -> Iterator[DumpReader]:
     name = os.fspath(path)
     try:
         with open(open_regular(path), "rb") as file:
-            yield DumpReader(RecordReader(file, name))
+            yield DumpReader(file, name)
     except OSError as error:  # only reading raises it; a storage raises CopyFailedError
         raise PoolDumpError(f"no dumped pool can be read from {name}: {error.strerror}") from error
 
@@ -249,23 +165,35 @@ class DumpReader:
     """A sequential reader: the header, then `read_blocks`, `read_bytes`, `check_end`, in this order.
 
     Raises:
-        PoolDumpError: from any call, if the file is damaged.
+        PoolDumpError: from any call, if the file is not a pool dump, has another version, or is truncated or
+            damaged.
     """
 
-    def __init__(self, records: RecordReader) -> None:
-        self._records = records
-        self._frame: Frame = records.read_frame()
-        if self._frame.kind != RecordKind.HEADER:
-            raise records.make_error("it does not begin with a header")
-        payload = self._take_payload()
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file = file
+        self._path = path
+        self._num_left = os.fstat(file.fileno()).st_size
+        magic, version = _START.unpack(self._read(_START.size))
+        if magic != MAGIC:
+            raise PoolDumpError(f"{path} is not a pool dump: it does not begin like one")
+        if version not in _READ_VERSIONS:
+            known = ", ".join(map(str, _READ_VERSIONS))
+            raise PoolDumpError(f"{path} has format version {version}; supported versions are {known}")
+        # The frame of the next record, whose payload follows.
+        self._number = -1
+        self._kind = RecordKind.HEADER
+        self._num_bytes = self._checksum = 0
+        self._read_frame()
+        if self._kind != RecordKind.HEADER:
+            raise self._make_error("it does not begin with a header")
         try:
-            self.header = header = msgspec.msgpack.decode(payload, type=PoolDumpHeader)
+            self.header = header = msgspec.msgpack.decode(self._take_payload(), type=PoolDumpHeader)
         except UNDECODABLE as error:
-            raise records.make_error(str(error)) from error
+            raise self._make_error(str(error)) from error
         counts = header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions
         least = min(*counts, header.block_bytes, header.next_sequence or 0)
         if least < 0 or min(header.hash_block_size, header.num_blocks) < 1:
-            raise records.make_error("its header has a negative count")
+            raise self._make_error("its header has a negative count")
 
     def read_blocks(self) -> DumpedBlocks:
         """Read everything except the bytes of the blocks."""
@@ -273,17 +201,18 @@ class DumpReader:
         copies: list[KeyCopies] = []
         stores: list[BlockStored] = []
         try:
-            while self._frame.kind == RecordKind.ROWS:
+            while self._kind == RecordKind.ROWS:
                 decode_rows(self._take_payload(), rows)
-            while self._frame.kind == RecordKind.COPIES:
+            while self._kind == RecordKind.COPIES:
                 copies += msgspec.msgpack.decode(self._take_payload(), type=list[KeyCopies])
             check_rows(rows, copies, self.header.num_blocks, self.header.num_cached)
-            while self._frame.kind == RecordKind.EVENTS:
-                stores += decode_events(self._take_payload())
+            while self._kind == RecordKind.EVENTS:
+                events = _EVENTS.decode(self._take_payload())
+                stores += [event for event in events if isinstance(event, BlockStored)]
         except PoolDumpError:
             raise
         except UNDECODABLE as error:
-            raise self._records.make_error(str(error)) from error
+            raise self._make_error(str(error)) from error
         return DumpedBlocks(rows, copies, stores)
 
     def read_bytes(self, storage: BlockStorage, targets: Sequence[BlockId | None]) -> None:
@@ -294,11 +223,14 @@ class DumpReader:
         for start in range(0, len(targets), step):
             moves = []
             for place, target in enumerate(targets[start : start + step]):
-                if self._frame.kind != RecordKind.DATA:
-                    raise self._records.make_error("bytes of blocks are missing")
+                if self._kind != RecordKind.DATA:
+                    raise self._make_error("bytes of blocks are missing")
+                if self._num_bytes != storage.block_bytes:
+                    raise self._make_error(
+                        f"a record has {self._num_bytes} bytes instead of {storage.block_bytes}"
+                    )
                 first = place * storage.block_bytes
-                self._records.read_payload_into(self._frame, whole[first : first + storage.block_bytes])
-                self._frame = self._records.read_frame()
+                self._take_payload_into(whole[first : first + storage.block_bytes])
                 if target is not None:
                     moves.append((BlockId(place), target))
             host.copy_to(storage, moves)
@@ -306,13 +238,56 @@ class DumpReader:
 
     def check_end(self) -> None:
         """Raise PoolDumpError unless the whole file has been read."""
-        if self._frame.kind != RecordKind.END:
-            raise self._records.make_error(f"{self._frame.kind.name} stands where its end should be")
-        self._records.read_payload(self._frame)
-        self._records.check_end()
+        if self._kind != RecordKind.END:
+            raise self._make_error(f"{self._kind.name} stands where its end should be")
+        self._check_payload(self._read(self._num_bytes))
+        if self._num_left:
+            raise self._make_error(f"{self._num_left} bytes follow its end")
+
+    def _read_frame(self) -> None:
+        """Read the next record's frame."""
+        self._number += 1
+        packed = self._read(_FRAME.size)
+        (checksum,) = _CHECKSUM.unpack(self._read(_CHECKSUM.size))
+        kind, number, self._num_bytes, self._checksum = _FRAME.unpack(packed)
+        if checksum != xxhash.xxh3_64_intdigest(packed) or number != self._number:
+            raise self._make_error(f"record {self._number} has a wrong checksum or number")
+        if self._num_bytes > self._num_left:
+            raise self._make_error("it is truncated")
+        try:
+            self._kind = RecordKind(kind)
+        except ValueError:
+            raise self._make_error(f"record {number} is of kind {kind}") from None
 
     def _take_payload(self) -> bytes:
         """Return the payload of the current record and advance to the next record."""
-        payload = self._records.read_payload(self._frame)
-        self._frame = self._records.read_frame()
+        payload = self._read(self._num_bytes)
+        self._check_payload(payload)
+        self._read_frame()
         return payload
+
+    def _take_payload_into(self, buffer: memoryview) -> None:
+        """Read the payload of the current record, of this size, into `buffer`; advance to the next record."""
+        num_read = 0
+        while num_read < buffer.nbytes:
+            num_more = self._file.readinto(buffer[num_read:])  # type: ignore[attr-defined] # a buffered file has it
+            if not num_more:
+                raise self._make_error("it is truncated")
+            num_read += num_more
+        self._num_left -= num_read
+        self._check_payload(buffer)
+        self._read_frame()
+
+    def _check_payload(self, payload: _Payload) -> None:
+        if xxhash.xxh3_64_intdigest(payload) != self._checksum:
+            raise self._make_error(f"the content of record {self._number} has a wrong checksum")
+
+    def _read(self, num_bytes: int) -> bytes:
+        found = self._file.read(num_bytes)
+        if len(found) < num_bytes:
+            raise self._make_error("it is truncated")
+        self._num_left -= num_bytes
+        return found
+
+    def _make_error(self, what: str) -> PoolDumpError:
+        return PoolDumpError(f"{self._path} is damaged: {what}. Nothing was loaded")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.freeing import release_hold
@@ -59,10 +59,6 @@ class OnboardPlan(TwoPhasePlan):
         self._allocate = allocate
         self._tables: list[BlockTable] = []
         self._targets: list[KVCacheBlock] = []
-        self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
-        # All blocks of the tables, and their generations: content that turns out invalid has other ones.
-        self._blocks: list[KVCacheBlock] = []
-        self._generations: list[int] = []
         self._on_close = on_close
 
     def open(self) -> bool:
@@ -89,20 +85,10 @@ class OnboardPlan(TwoPhasePlan):
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]
-        # The device blocks of the prefix and the keys they were hit by. A block with wrong content loses
-        # its key.
-        read_into = set(self._targets)
-        self._hits = [
-            (block, block.block_hash)
-            for table in tables
-            for block in table.blocks
-            if block.block_hash is not None and block not in read_into
-        ]
         for block in self._targets:
             if not block.is_null:
                 pool.origins.note_copy(block, None)
-        self._generations = [block.generation for table in tables for block in table.blocks]
-        self._blocks = [block for table in tables for block in table.blocks]
+        self._watch([block for table in tables for block in table.blocks])
         pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first
         self._plans.end(self, PlanState.OPEN)
         return True
@@ -172,8 +158,7 @@ class OnboardPlan(TwoPhasePlan):
             )
         if self._manager.block_pool.enable_kv_cache_events:
             check_announceable(self._request)
-        if self._manager.holds_blocks(self.request_id):
-            raise InvalidArgumentError(f"request {self.request_id!r} has blocks already; free them first")
+        self._check_absent(self._manager)
         self._plans.begin(self, PlanState.COMMITTED)
         self._attach()
         for book, hold in self._holds:
@@ -216,11 +201,7 @@ class OnboardPlan(TwoPhasePlan):
 
     def _is_void(self) -> bool:
         """Return True if the content of a block was invalidated since the hit."""
-        return (
-            not self._tiered_cache.has_all(self.keys)
-            or any(block.block_hash != key for block, key in self._hits)
-            or [block.generation for block in self._blocks] != self._generations
-        )
+        return self._is_invalid() or not self._tiered_cache.has_all(self.keys)
 
     def __repr__(self) -> str:
         return (

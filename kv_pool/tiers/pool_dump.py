@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kv_pool.core.block_hash import find_random_root
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.freeing import free_listed
-from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.core.taking import take_listed
@@ -331,13 +331,6 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
 
 EventKey = tuple[ExternalBlockHash, GroupId]
 """A hash in the form that events use, and its KV cache group."""
-
-_DECODER = msgspec.msgpack.Decoder(list[AllBlocksCleared | BlockStored])
-
-
-def decode_events(payload: bytes) -> list[BlockStored]:
-    """Return the stores of a record. Raises msgspec's errors, which are ValueErrors, if it is invalid."""
-    return [event for event in _DECODER.decode(payload) if isinstance(event, BlockStored)]
 
 
 def make_events(

@@ -11,7 +11,7 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from kv_pool.core.caching import cache_full
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.taking import take, touch_listed
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, BlockMove, GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -86,7 +86,6 @@ class SwapPlan(TwoPhasePlan):
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
-        self._is_invalid = False
 
     def commit(self) -> None:
         """Complete the swap after the copies are done: the request moves to the other side.
@@ -146,16 +145,9 @@ class SwapPlan(TwoPhasePlan):
             raise
         self.commit()
 
-    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
-        """Refuse a commit if blocks that the target side had are among these, whose content is invalid.
-
-        Invalid blocks of the source side are not cached on the target side; reports name their request.
-        """
-        if any(block in blocks for block in self._match.shared):
-            self._is_invalid = True
-
     def _check_valid(self) -> None:
-        if self._is_invalid:
+        """Invalid blocks of the source side are not cached on the target side; reports name their request."""
+        if self._is_invalid():
             raise InvalidBlockError(
                 f"blocks that the plan shares for request {self.request_id!r} were reported as invalid; "
                 "abort it and make a new one"
@@ -173,6 +165,7 @@ class SwapPlan(TwoPhasePlan):
         pool = self._target.block_pool
         source_hold = self._open_hold(self._source.block_pool)
         target_hold = self._open_hold(pool)
+        self._watch(self._match.shared)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
         touch_listed(pool, self._match.shared)
         taken = iter(take(pool, self._match.num_new))
@@ -235,13 +228,6 @@ class SwapPlan(TwoPhasePlan):
             table.num_hits = len(row)
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
-
-    def _check_absent(self, side: KVCacheManager) -> None:
-        if side.holds_blocks(self.request_id):
-            raise InvalidArgumentError(
-                f"request {self.request_id!r} was given blocks while it was being swapped "
-                f"{self.direction.value}; free them first"
-            )
 
     def _cache_copies(self) -> None:
         """Cache copies of cached blocks under the same keys: one event for each gapless part."""

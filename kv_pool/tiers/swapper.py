@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
 
 from kv_pool.core.arguments import as_count
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.repairing import forget_all
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, list_lasting_pins, plan_step
@@ -67,14 +64,13 @@ class BlockSwapper:
             raise InvalidArgumentError("the host pool is the manager's own pool; it must be another one")
         self.manager = manager
         self.host_pool = host_pool
-        manager.add_host(weakref.ref(self))
         # The host's tables are those of a manager that allocates for no request.
         self._host = KVCacheManager(host_pool, groups=manager.groups, prefix_rules=manager.prefix_rules)
+        swapper = weakref.ref(self)
+        manager.add_host(lambda: None if (one := swapper()) is None else one._host)
         self._groups: list[BlockGroup] = manager._groups
         self._swapped_out: dict[RequestId, int] = {}  # their computed tokens
         self._plans: OpenPlans[SwapPlan] = OpenPlans(device_pool, host_pool)
-        # For each reset since events were taken, the last event of the device and of the host before its end.
-        self._resets: list[tuple[KVCacheEvent, KVCacheEvent]] = []
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -212,46 +208,18 @@ class BlockSwapper:
         The events of both pools before a `reset_prefix_cache` come before all events after it: an
         `AllBlocksCleared` means that both pools are empty.
         """
-        device = self.manager.take_events()
-        host = self._host.take_events()
+        sides = [
+            split_at_resets(side.take_events(), side.block_pool.cleared_type)
+            for side in (self.manager, self._host)
+        ]
         events: list[KVCacheEvent] = []
-        for last_of_device, last_of_host in self._resets:
-            for of_pool, last in ((device, last_of_device), (host, last_of_host)):
-                num_before = count_through(of_pool, last)
-                events += of_pool[:num_before]
-                del of_pool[:num_before]
-        self._resets.clear()
-        return events + device + host
+        for num_later in range(max(map(len, sides)), 0, -1):
+            for parts in sides:
+                if num_later <= len(parts):
+                    events += parts[-num_later]
+        return events
 
     # ---- internals -------------------------------------------------------------------------------
-
-    def is_idle(self) -> bool:
-        """Return True if no request is swapped out or in an open plan."""
-        return not self._host._tables and not self._plans.by_request
-
-    def note_invalid(self, blocks: Container[KVCacheBlock]) -> None:
-        """Refuse to commit open plans that share these blocks, whose content is invalid."""
-        for plan in self.list_open_plans():
-            plan.note_invalid(blocks)
-
-    def reset_host(self) -> None:
-        """Evict every prefix on the host: the device's were evicted. Called by the manager."""
-        forget_all(self.host_pool)
-        if self.host_pool.metrics_collector is not None:
-            self.host_pool.metrics_collector.reset()
-        self._note_reset()
-
-    def repair_host(self) -> None:
-        """Make the host pool whole, after the manager's own. Called by the manager's `repair`."""
-        self._host.repair()
-        self._note_reset()
-
-    def _note_reset(self) -> None:
-        """Let the events of both pools so far come before all later ones; see `take_events`."""
-        device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
-        if device_events and host_events:
-            ends = device_events[-1], host_events[-1]
-            self._resets += [ends]
 
     def _plan(
         self,
@@ -363,6 +331,11 @@ class BlockSwapper:
         return tables
 
 
-def count_through(events: list[KVCacheEvent], last: KVCacheEvent) -> int:
-    """Return the number of events up to and including `last`, by identity; 0 if it was taken before."""
-    return next((number for number, event in enumerate(events, 1) if event is last), 0)
+def split_at_resets(events: list[KVCacheEvent], cleared: type) -> list[list[KVCacheEvent]]:
+    """Return the events up to each reset, and those after the last one."""
+    parts: list[list[KVCacheEvent]] = [[]]
+    for event in events:
+        parts[-1].append(event)
+        if isinstance(event, cleared):
+            parts.append([])
+    return parts
