@@ -9,8 +9,14 @@ import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage.tensors import DTYPE_BYTES
-from kv_pool.tiers.formats.block_axes import FLOATS, BlockAxes, ChunkedFormat, from_floats, to_floats
-from kv_pool.tiers.formats.block_format import ByteArray
+from kv_pool.tiers.formats.block_format import (
+    FLOATS,
+    BlockAxes,
+    ByteArray,
+    ChunkedFormat,
+    from_floats,
+    to_floats,
+)
 
 DEFAULT_SIZE_RATIO = 0.5
 

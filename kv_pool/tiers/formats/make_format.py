@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.tiers.formats.block_axes import read_axes
-from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat
+from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat, read_axes
 from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
 from kv_pool.tiers.formats.scaled import make_fp8_format, make_int4_format, make_int8_format
 

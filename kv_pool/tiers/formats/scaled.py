@@ -8,8 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import MissingDependencyError, describe_install
-from kv_pool.tiers.formats.block_axes import FLOATS, BlockAxes, ChunkedFormat, narrow_up, widen
-from kv_pool.tiers.formats.block_format import ByteArray, FloatArray
+from kv_pool.tiers.formats.block_format import (
+    FLOATS,
+    BlockAxes,
+    ByteArray,
+    ChunkedFormat,
+    FloatArray,
+    narrow_up,
+    widen,
+)
 
 _SCALE_BYTES = 2
 
