@@ -1,4 +1,4 @@
-"""`BlockFormat`: the interface of block encodings; `RawFormat`: the identity."""
+"""`BlockFormat`: the interface of block encodings; `RawFormat`: the identity; `BlockAxes`: a block's axes."""
 
 from __future__ import annotations
 
