@@ -120,7 +120,7 @@ def test_module_imports_have_no_cycles():
 
 
 def folder_of(module):
-    """Return the folder of a name: `kv_pool.tiers` for `kv_pool.tiers.swap_plan.SwapPlan`."""
+    """Return the folder of a name: `kv_pool.tiers` for `kv_pool.tiers.swapper.SwapPlan`."""
     while not PACKAGE.parent.joinpath(*module.split(".")).is_dir():
         module = module.rpartition(".")[0]
     return module

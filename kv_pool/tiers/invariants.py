@@ -36,8 +36,7 @@ from kv_pool.manager import invariants as manager_invariants
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.open_plans import OpenPlans, PlanState
-from kv_pool.tiers.swap_plan import SwapDirection, SwapPlan
-from kv_pool.tiers.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper, SwapDirection, SwapPlan
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 

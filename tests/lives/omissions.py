@@ -10,7 +10,7 @@ from typing import Any
 
 HOLDS = "kv_pool.core.holds"
 LEASES = "kv_pool.manager.leases"
-PLAN = "kv_pool.tiers.swap_plan"
+PLAN = "kv_pool.tiers.swapper"
 TIERS = "kv_pool.tiers.tiered_cache"
 SITE = "kv_pool.migration.pool_site"
 

@@ -10,8 +10,7 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.tiers.invariants import check_swapper
-from kv_pool.tiers.swap_plan import SwapDirection
-from kv_pool.tiers.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper, SwapDirection
 
 
 class RandomSwaps:
