@@ -1,4 +1,4 @@
-"""`BlockSwapper`: move requests' blocks between the manager's pool and a pool in host memory."""
+"""`BlockSwapper`: move requests' blocks between the manager's pool and a pool in host memory; `SwapPlan`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class SwapDirection(Enum):
 class SwapPlan(TwoPhasePlan):
     """The copies of a swap, and the change of tables that a commit makes. From `BlockSwapper`.
 
+                    commit                       open                   abort
+        OUT   request is swapped out   device blocks -> host   request holds its device blocks again
+        IN    request holds blocks     host blocks -> device   request is swapped out, as before
+
+    While a plan is open the manager does not know the request: freeing, forking or caching it there raises
+    InvalidArgumentError, and so does allocating for it if it has computed tokens. The plan references its
+    sources and targets and holds them in place, so they are neither reused nor moved to other ids.
+
         plan = swapper.swap_out(request)
         if plan is not None:
             plan.apply(lambda moves: device_storage.copy_to(host_storage, moves))
@@ -52,32 +60,29 @@ class SwapPlan(TwoPhasePlan):
         state: open, committed or aborted.
 
     Args:
-        device, host: the managers of the two sides; the rules of each for taking and freeing apply there.
         tables: the source side's tables, which the plan detaches.
         match: the blocks that the target side already has.
-        swapped_out: the computed tokens of the requests on the host.
     """
 
     def __init__(
         self,
+        swapper: BlockSwapper,
         direction: SwapDirection,
         request: SchedulableRequest,
-        device: KVCacheManager,
-        host: KVCacheManager,
         tables: list[BlockTable],
         match: Match,
-        swapped_out: dict[RequestId, int],
-        plans: OpenPlans[SwapPlan],
     ) -> None:
         purpose = f"swap request {request.request_id!r} {direction.value}"
-        super().__init__(request, request.num_computed_tokens, plans, purpose)
+        super().__init__(request, request.num_computed_tokens, swapper._plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
         self.num_shared_blocks = len(match.shared)
-        self._groups = device._groups
-        self._host = host
-        self._source, self._target = (device, host) if direction is SwapDirection.OUT else (host, device)
-        self._swapped_out = swapped_out
+        self._groups = swapper._groups
+        self._swapper = swapper
+        # The managers of the two sides; the rules of each for taking and freeing apply there.
+        self._source, self._target = swapper.manager, swapper._host
+        if direction is SwapDirection.IN:
+            self._source, self._target = self._target, self._source
         self._tables = tables
         self._match = match
         self._sources = [table.blocks for table in tables]
@@ -193,11 +198,12 @@ class SwapPlan(TwoPhasePlan):
             self._change_tables()
         if not side.holds_blocks(self.request_id):
             side.put_tables(self.request_id, self._tables)
-        if side is self._host:
-            self._swapped_out[self.request_id] = self.num_computed_tokens
+        swapper = self._swapper
+        if side is swapper._host:
+            swapper._swapped_out[self.request_id] = self.num_computed_tokens
         else:
-            self._swapped_out.pop(self.request_id, None)
-            self._host.forget_tables(self.request_id)
+            swapper._swapped_out.pop(self.request_id, None)
+            swapper._host.forget_tables(self.request_id)
 
     def _end_holds(self, leaving: KVCacheManager, staying: KVCacheManager) -> None:
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
@@ -535,9 +541,7 @@ class BlockSwapper:
         status, match = self._judge(direction, request, tables, num_more)
         if status is not AllocStatus.OK:
             return None
-        plan = SwapPlan(
-            direction, request, self.manager, self._host, tables, match, self._swapped_out, self._plans
-        )
+        plan = SwapPlan(self, direction, request, tables, match)
         plan.open()
         return plan
 
