@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
+from kv_pool.tiers.tier_prefixes import GroupKeys
 from kv_pool.integrations.vllm.connector.orders import (
     KeyedBlock,
     LoadOrder,
@@ -176,7 +176,7 @@ class TierScheduler:
         self._drops_last_block = drops_last_block
         self._lease_s = lease_s
         self._listener = listener
-        self._prefixes = TierPrefixes(self, self._groups, alignment)
+        self._prefixes = TierPrefixes(index.stack.list_indexes, self._groups, alignment)
         self._get_block_ids: Callable[[RequestId], Sequence[Sequence[BlockId]]]
         self._reads: LeasedBlocks | CountedBlocks
         self._max_reading = 0
@@ -202,10 +202,6 @@ class TierScheduler:
             self._reads = CountedBlocks(block_pool)
         # Blocks that are read cannot be reused; leave half of the pool to the requests.
         self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 2))
-
-    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """See `TierStack`; for `TierPrefixes`."""
-        return self.index.stack.list_indexes()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -256,17 +252,14 @@ class TierScheduler:
     def count_hit_tokens(self, request_id: RequestId) -> tuple[int, int]:
         """Return how many tokens of a request's load come from host memory, and how many from disk.
 
-        A token counts for host memory only if the blocks of all groups are there.
+        Tokens count for host memory only if the blocks of all groups are there.
         """
         hit = self._loading.get(request_id)
         if hit is None:
             return 0, 0
-        on_disk: set[int] = set()
-        for row, group in zip(hit.rows, self._groups, strict=True):
-            for position, key in row.items():
-                if key not in self.index.host:
-                    on_disk.update(range(position * group.block_size, (position + 1) * group.block_size))
-        return hit.num_tokens - len(on_disk), len(on_disk)
+        end = hit.start + hit.num_tokens
+        counts = self._prefixes.count_by_tier(hit.rows, hit.start, end, self.index.stack.find_tier)
+        return counts.get(0, 0), counts.get(1, 0)
 
     def end_loads(self, request_ids: Iterable[RequestId]) -> None:
         """Release what finished loads have read, successful or not."""
