@@ -70,7 +70,7 @@ class GroupKeys:
         return cast("list[BlockHashWithGroupId]", keys)
 
     def list_needed(self, start: int, end: int) -> range:
-        """Return the blocks of tokens `[start, end)`, without those to which no token from `end` on attends."""
+        """Return the blocks of tokens `[start, end)` to which a token from `end` on attends."""
         first = start if self.skip is None else max(start, self.skip(end))
         return range(first // self.block_size, end // self.block_size)
 
@@ -128,9 +128,7 @@ class TierPrefixes:
         rows: Rows = []
         for group in self._groups:
             needed = group.list_needed(start, end) if group.is_cacheable else range(0)
-            rows.append(
-                dict(zip(needed, group.list_keys(request, needed.start, needed.stop), strict=True))
-            )
+            rows.append(dict(zip(needed, group.list_keys(request, needed.start, needed.stop), strict=True)))
         return rows
 
     def count_by_tier(

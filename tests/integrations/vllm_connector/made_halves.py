@@ -8,12 +8,12 @@ import numpy as np
 
 from kv_pool import BlockPool
 from kv_pool.core.block_keys import group_suffix
-from kv_pool.tiers.tier_prefixes import GroupKeys
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.storage import BlockLayout, BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 BLOCK_SIZE = 4
 TIMEOUT_S = 60

@@ -21,12 +21,12 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId
-from kv_pool.tiers.tier_prefixes import GroupKeys
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import Segment, SegmentTable
 from kv_pool.storage.tensors import find_device
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 _FULL = {
     KVCacheSpecKind.FULL_ATTENTION,

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.tiers.tier_prefixes import GroupKeys
 from kv_pool.integrations.vllm.connector.orders import (
     KeyedBlock,
     LoadOrder,
@@ -21,7 +20,7 @@ from kv_pool.integrations.vllm.connector.orders import (
 )
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.manager.leases import BlockLeases, Lease, LeaseKind, LeaseState
-from kv_pool.tiers.tier_prefixes import Rows, TierPrefixes
+from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
 from kv_pool.tiers.tier_stack import TierListener
 
 _logger = logging.getLogger("vllm.kv_pool")
