@@ -6,7 +6,7 @@
     X4  a disk tier's headers match its index: the same keys in the same slots, and no other headers except
         those that could not be wiped
     X5  the pool notifies exactly these tiers; every pending block belongs to the pool
-    X6  no key is queued for write-through twice: it waits either for its step or for its copy
+    X6  every block that is queued for write-through belongs to the pool
     X7  every plan listed as open is open, under the id of its own request
     X8  the blocks of an open plan are referenced; targets of its copies have one reference and no key
     X9  the keys that tiers hold are the keys of the open plans, with the same counts
@@ -79,12 +79,11 @@ def check_cache(tiered_cache: TieredCache) -> None:
     if tiered_cache.block_pool.lower_tiers is not tiered_cache:
         raise CorruptedPoolError("X5: the pool notifies other tiers than these")
     blocks = tiered_cache.block_pool.blocks
-    for block in tiered_cache._pending.values():
-        if blocks[block.block_id] is not block:
-            raise CorruptedPoolError(f"X5: pending block {block.block_id} does not belong to the pool")
-    twice = tiered_cache._unwritten.keys() & tiered_cache._written.keys()
-    if any(tiered_cache._unwritten[key][0] is tiered_cache._written[key][0] for key in twice):
-        raise CorruptedPoolError(f"X6: {sorted(twice)} are queued for write-through twice")
+    queued = [block for block, _, _ in tiered_cache._through.values()]
+    for name, listed in (("X5: pending", tiered_cache._pending.values()), ("X6: queued", queued)):
+        for block in listed:
+            if blocks[block.block_id] is not block:
+                raise CorruptedPoolError(f"{name} block {block.block_id} does not belong to the pool")
 
 
 def check_plans(onboarder: TierOnboarder) -> None:
@@ -98,8 +97,8 @@ def check_plans(onboarder: TierOnboarder) -> None:
         check_targets(plan, plan._targets)
         held.update(plan.keys)
     for tier in onboarder.tiered_cache.tiers:
-        if tier._held != held:
-            raise CorruptedPoolError(f"X9: the tier for {tier.medium} holds {tier._held}, not {dict(held)}")
+        if tier.held != held:
+            raise CorruptedPoolError(f"X9: the tier for {tier.medium} holds {tier.held}, not {dict(held)}")
 
 
 def check_open(plans: OpenPlans[Any]) -> None:

@@ -65,7 +65,7 @@ class TierStack:
         self.num_dropped = 0
         self._held: dict[BlockHashWithGroupId, int] = {}
         for tier in self.tiers:
-            tier.share_holds(self._held)
+            tier.held = self._held
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -242,27 +242,27 @@ class TierStack:
 
     def forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove wrong content from every tier for good. Raises TierError after trying all tiers."""
-        failure: TierError | None = None
+        failures: list[TierError] = []
         for tier in self.tiers:
             removed = [key for key in dict.fromkeys(keys) if key in tier]
             try:
                 tier.forget(keys)
             except TierError as error:
-                failure = failure or error
+                failures.append(error)
             self.announce_removed(tier, removed)
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
 
     def clear(self) -> None:
         """Remove everything for good, without notice. Raises TierError after trying all tiers."""
-        failure: TierError | None = None
+        failures: list[TierError] = []
         for tier in self.tiers:
             try:
                 tier.clear()
             except TierError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def drop_last_tier(self) -> Tier:
         """Continue without the slowest tier. Return it."""
