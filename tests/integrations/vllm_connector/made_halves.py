@@ -170,9 +170,8 @@ class Halves:
                 assert worker.wait(TIMEOUT_S)
             for name in worker.take_loaded():
                 self.failed.setdefault(name, []).append(False)
-            for name in worker.take_failed_requests():
+            for name in worker.take_failed():
                 self.failed[name][-1] = True
-            worker.take_failed_blocks()
             reported = worker.take_report()
             if reported is not None:
                 report = reported if report is None else report.merge(reported)

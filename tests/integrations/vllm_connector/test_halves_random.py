@@ -109,7 +109,7 @@ class Life:
         assert index.num_arriving == 0
         assert index.host.list_next_evicted(1000) == index.host.list_keys()  # nothing is held
         for worker in halves.workers:
-            for tier, planned in zip(worker.stack.tiers, index.stack.tiers, strict=True):
+            for tier, planned in zip(worker.stack.tiers, index.tiers, strict=True):
                 assert set(tier.list_keys()) <= set(planned.list_keys())
 
 

@@ -50,8 +50,7 @@ class TierWorker:
         self._device_order = DeviceOrder(storage.device)
         self._mutex = threading.Lock()
         self._loaded: list[tuple[RequestId, list[BlockId]]] = []  # finished loads, and what they lack
-        self._failed_blocks: set[BlockId] = set()
-        self._failed_requests: set[RequestId] = set()
+        self._failed: dict[RequestId, list[BlockId]] = {}
         self._report = WorkerReport(reopened=None if disk is None else disk.list_keys())
         self._is_closed = False
         self._thread = OrderThread("kv_pool transfers")
@@ -80,20 +79,12 @@ class TierWorker:
             return set()
         with self._mutex:
             loaded, self._loaded = self._loaded, []
-        for request_id, failed in loaded:
-            if failed:
-                self._failed_requests.add(request_id)
-                self._failed_blocks.update(failed)
+        self._failed.update((request_id, failed) for request_id, failed in loaded if failed)
         return {request_id for request_id, _ in loaded}
 
-    def take_failed_blocks(self) -> set[BlockId]:
-        """Return the blocks that `take_loaded` found missing since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def take_failed_requests(self) -> set[RequestId]:
-        """Return the requests of these blocks, since the last call."""
-        failed, self._failed_requests = self._failed_requests, set()
+    def take_failed(self) -> dict[RequestId, list[BlockId]]:
+        """Return what `take_loaded` found missing since the last call: the blocks of each request."""
+        failed, self._failed = self._failed, {}
         return failed
 
     def take_report(self) -> WorkerReport | None:
