@@ -15,9 +15,9 @@ from kv_pool.errors import InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, TierFolder, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
+from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.tier import Tier, TierRead
 
 _logger = logging.getLogger(__name__)

@@ -26,8 +26,9 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId
 from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
-from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
+from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.dump_rows import CachedRows, KeyCopies, check_rows, decode_rows
+from kv_pool.tiers.host_tier import RowBuffer
 
 MAGIC = b"kv_pool\x00"
 VERSION = 2
@@ -217,23 +218,20 @@ class DumpReader:
 
     def read_bytes(self, storage: BlockStorage, targets: Sequence[BlockId | None]) -> None:
         """Copy the bytes of each row to its target block in the storage; skip rows with target None."""
-        step = max(1, min(len(targets), BATCH_BYTES // storage.block_bytes))
-        host = make_host_buffer(storage.block_bytes, step, storage.block_format)
-        whole = memoryview(host.segments.owners[0])
-        for start in range(0, len(targets), step):
+        buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
+        for start in range(0, len(targets), buffer.num_blocks):
             moves = []
-            for place, target in enumerate(targets[start : start + step]):
+            for place, target in enumerate(targets[start : start + buffer.num_blocks]):
                 if self._kind != RecordKind.DATA:
                     raise self._make_error("bytes of blocks are missing")
                 if self._num_bytes != storage.block_bytes:
                     raise self._make_error(
                         f"a record has {self._num_bytes} bytes instead of {storage.block_bytes}"
                     )
-                first = place * storage.block_bytes
-                self._take_payload_into(whole[first : first + storage.block_bytes])
+                self._take_payload_into(buffer.rows[place].data)
                 if target is not None:
                     moves.append((BlockId(place), target))
-            host.copy_to(storage, moves)
+            buffer.storage.copy_to(storage, moves)
         storage.synchronize()
 
     def check_end(self) -> None:

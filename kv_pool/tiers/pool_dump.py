@@ -24,8 +24,7 @@ from kv_pool.events.event_publisher import ResidentState
 from kv_pool.events.stored_spans import slice_positions
 from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
 from kv_pool.storage.block_layout import BlockLayout, describe_root
-from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.tiers.block_rows import as_block_ids
+from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.dump_file import (
     BATCH_BYTES,
     DumpedBlocks,
@@ -36,6 +35,7 @@ from kv_pool.tiers.dump_file import (
     replace_file,
 )
 from kv_pool.tiers.dump_rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
+from kv_pool.tiers.host_tier import RowBuffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,16 +250,11 @@ def _find_random_seed(layout: BlockLayout | None, rows: CachedRows) -> str:
 
 def _read_blocks(storage: BlockStorage, block_ids: list[BlockId]) -> Iterator[memoryview]:
     """Yield the bytes of these blocks, in order. Each view is valid until the next one is requested."""
-    step = max(1, min(len(block_ids), BATCH_BYTES // storage.block_bytes))
-    host = make_host_buffer(storage.block_bytes, step, storage.block_format)
-    whole = memoryview(host.segments.owners[0])
+    buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
     storage.synchronize()
-    for start in range(0, len(block_ids), step):
-        some = block_ids[start : start + step]
-        storage.copy_to(host, list(zip(some, as_block_ids(range(len(some))), strict=True)))
-        for place in range(len(some)):
-            first = place * storage.block_bytes
-            yield whole[first : first + storage.block_bytes]
+    for start in range(0, len(block_ids), buffer.num_blocks):
+        for row in buffer.gather(storage, block_ids[start : start + buffer.num_blocks]):
+            yield row.data
 
 
 def _check_fits(

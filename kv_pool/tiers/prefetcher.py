@@ -9,8 +9,8 @@ from functools import partial
 
 from kv_pool.errors import OutOfThreadsError
 from kv_pool.ids import BlockHashWithGroupId, RequestId, SlotId
-from kv_pool.tiers.block_rows import BUFFER_BYTES, ByteRows
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import BUFFER_BYTES, ByteRows
 from kv_pool.tiers.order_thread import OrderThread
 
 _logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import as_block_ids, wrap_rows
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import as_block_ids, wrap_rows
 from kv_pool.tiers.prefetcher import Prefetcher
 from kv_pool.tiers.tier import Tier, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
