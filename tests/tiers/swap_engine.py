@@ -14,7 +14,77 @@ HASH_BLOCK_SIZE = 4
 HASHER = BlockHasher("sha256", "s", HASH_BLOCK_SIZE)
 
 
-class SwapEngine:
+class ComputingEngine:
+    """Writes the KV of requests into an array, one row for each block, and reads it back.
+
+    Attributes:
+        promised: key of the prefix map -> expected content of a block with this key.
+    """
+
+    def __init__(self, manager, kv):
+        self.manager, self.kv = manager, kv
+        self.groups = manager._groups
+        self.promised = {}
+
+    def make_request(self, name, tokens):
+        return Request(name, tokens, HASHER)
+
+    def list_tables(self, request):
+        return [self.manager.get_table(request.request_id, i) for i in range(len(self.groups))]
+
+    def write(self, request, start, end):
+        values = values_of(request)
+        tables = self.list_tables(request)
+        for group_id, (spec, table) in enumerate(zip(self.manager.groups, tables, strict=True)):
+            if isinstance(spec, MambaSpec):
+                if end > start:
+                    block = table.blocks[(end - 1) // spec.block_size]
+                    assert not block.is_null
+                    self.kv[block.block_id] = 0
+                    self.kv[block.block_id, 0] = values[end - 1] + group_id
+                continue
+            for position in range(start, end):
+                block = table.blocks[position // spec.block_size]
+                if not block.is_null:
+                    self.kv[block.block_id, position % spec.block_size] = values[position] + group_id
+
+    def promise(self, request):
+        """Record the expected content of blocks with the request's keys."""
+        values = values_of(request)
+        for group_id, spec in enumerate(self.manager.groups):
+            size = spec.block_size
+            for position in range(request.num_tokens // size):
+                block_hash = request.block_hashes[(position + 1) * size // HASH_BLOCK_SIZE - 1]
+                key = make_block_hash_with_group_id(block_hash, group_id)
+                row = [value + group_id for value in values[position * size : (position + 1) * size]]
+                self.promised[key] = row[-1:] if isinstance(spec, MambaSpec) else row
+
+    def check(self, request):
+        """Check that every token which the request's next token attends to is in its device blocks."""
+        self.check_tables(request, self.list_tables(request), self.kv)
+
+    def check_tables(self, request, tables, content):
+        num_computed = request.num_computed_tokens
+        values = values_of(request)
+        for group_id, (group, spec) in enumerate(zip(self.groups, self.manager.groups, strict=True)):
+            blocks = tables[group_id].blocks
+            for position in range(group.count_skipped_tokens(num_computed), num_computed):
+                block = blocks[position // spec.block_size]
+                assert not block.is_null, (request.request_id, group_id, position)
+                slot = 0 if isinstance(spec, MambaSpec) else position % spec.block_size
+                found = int(content[block.block_id, slot])
+                assert found == values[position] + group_id, (request.request_id, group_id, position)
+
+    def check_promised(self, pool, content):
+        """Check that every cached block of a pool holds the content of its key."""
+        for block in pool.blocks:
+            if block.block_hash is not None:
+                promised = self.promised[block.block_hash]
+                found = content[block.block_id, : len(promised)].tolist()
+                assert found == promised, (pool.medium, block)
+
+
+class SwapEngine(ComputingEngine):
     """A manager, a swapper, and the bytes of both pools; computes tokens and reads back what it wrote."""
 
     def __init__(
@@ -31,17 +101,13 @@ class SwapEngine:
         pool = BlockPool(num_blocks + 1, caching, HASH_BLOCK_SIZE, events)
         host_pool = BlockPool(num_host_blocks + 1, caching, HASH_BLOCK_SIZE, events, medium="CPU")
         retention = BlockRetention(pool, lambda: 0.0) if has_retention else None
-        self.manager = KVCacheManager(pool, groups=groups, retention=retention, **options)
-        self.swapper = BlockSwapper(self.manager, host_pool)
         num_slots = max(spec.block_size for spec in groups)
-        self.device_kv = np.zeros((num_blocks + 1, num_slots), np.uint64)
+        manager = KVCacheManager(pool, groups=groups, retention=retention, **options)
+        super().__init__(manager, np.zeros((num_blocks + 1, num_slots), np.uint64))
+        self.swapper = BlockSwapper(manager, host_pool)
         self.host_kv = np.zeros((num_host_blocks + 1, num_slots), np.uint64)
-        self.device = BlockStorage.wrap_state([self.device_kv])
+        self.device = BlockStorage.wrap_state([self.kv])
         self.host = BlockStorage.wrap_state([self.host_kv])
-        self.promised = {}  # key of the prefix map -> expected content of a block with this key
-
-    def make_request(self, name, tokens):
-        return Request(name, tokens, HASHER)
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -63,69 +129,21 @@ class SwapEngine:
 
     def compute(self, request, start, end):
         self.device.apply_moves(self.manager.take_block_copies())
-        values = values_of(request)
-        for group_id, spec in enumerate(self.manager.groups):
-            blocks = self.manager.get_table(request.request_id, group_id).blocks
-            if isinstance(spec, MambaSpec):
-                if end > start:
-                    block = blocks[(end - 1) // spec.block_size]
-                    assert not block.is_null
-                    self.device_kv[block.block_id] = 0
-                    self.device_kv[block.block_id, 0] = values[end - 1] + group_id
-                continue
-            for position in range(start, end):
-                block = blocks[position // spec.block_size]
-                assert not block.is_null
-                assert block.ref_cnt == 1 or position < start, "written by one alone"
-                self.device_kv[block.block_id, position % spec.block_size] = values[position] + group_id
+        for spec, table in zip(self.manager.groups, self.list_tables(request), strict=True):
+            if not isinstance(spec, MambaSpec) and end > start:
+                written = table.blocks[start // spec.block_size : (end - 1) // spec.block_size + 1]
+                assert all(block.ref_cnt == 1 for block in written), "written by one alone"
+        self.write(request, start, end)
         request.num_computed_tokens = end
         self.promise(request)
         self.check(request)
 
-    def promise(self, request):
-        """Record the expected content of blocks with the request's keys."""
-        values = values_of(request)
-        for group_id, spec in enumerate(self.manager.groups):
-            size = spec.block_size
-            for position in range(request.num_tokens // size):
-                block_hash = request.block_hashes[(position + 1) * size // HASH_BLOCK_SIZE - 1]
-                key = make_block_hash_with_group_id(block_hash, group_id)
-                row = [value + group_id for value in values[position * size : (position + 1) * size]]
-                self.promised[key] = row[-1:] if isinstance(spec, MambaSpec) else row
-
-    # ---- reading back ----------------------------------------------------------------------------
-
-    def check(self, request):
-        """Check that every token which the request's next token attends to is in its device blocks."""
-        tables = [self.manager.get_table(request.request_id, i) for i in range(len(self.manager.groups))]
-        self.check_tables(request, tables, self.device_kv)
-
     def check_on_host(self, request):
         self.check_tables(request, self.swapper._host._tables[request.request_id], self.host_kv)
 
-    def check_tables(self, request, tables, content):
-        num_computed = request.num_computed_tokens
-        values = values_of(request)
-        for group_id, (group, spec) in enumerate(zip(self.swapper._groups, self.manager.groups, strict=True)):
-            blocks = tables[group_id].blocks
-            for position in range(group.count_skipped_tokens(num_computed), num_computed):
-                block = blocks[position // spec.block_size]
-                assert not block.is_null, (request.request_id, group_id, position)
-                slot = 0 if isinstance(spec, MambaSpec) else position % spec.block_size
-                found = int(content[block.block_id, slot])
-                assert found == values[position] + group_id, (request.request_id, group_id, position)
-
     def check_cached(self):
-        """Check that every cached block in either pool holds the content of its key."""
-        for pool, content in (
-            (self.manager.block_pool, self.device_kv),
-            (self.swapper.host_pool, self.host_kv),
-        ):
-            for block in pool.blocks:
-                if block.block_hash is not None:
-                    promised = self.promised[block.block_hash]
-                    found = content[block.block_id, : len(promised)].tolist()
-                    assert found == promised, (pool.medium, block)
+        self.check_promised(self.manager.block_pool, self.kv)
+        self.check_promised(self.swapper.host_pool, self.host_kv)
 
     # ---- copying ---------------------------------------------------------------------------------
 
@@ -144,7 +162,7 @@ class SwapEngine:
 
         def break_off(moves):
             self.copy(plan, moves[:num_done])
-            content = self.host_kv if plan.direction.value == "out" else self.device_kv
+            content = self.host_kv if plan.direction.value == "out" else self.kv
             for move in moves[num_done:]:
                 content[move.target] = 2**63
             raise CopyFailedError("broke off")

@@ -31,74 +31,6 @@ def fill(engine, num_requests=3):
     return [run_and_free(engine, f"r{number}", 100 * number, 17) for number in range(num_requests)]
 
 
-def test_blocks_move_from_device_to_host_to_disk(tmp_path):
-    engine = make_engine(tmp_path)
-    requests = fill(engine, 4)
-    assert [engine.where(request) for request in requests] == ["HSSS", "HHHH", "DDDH", "DDDD"]
-    engine.check_cached()
-    invariants.check(engine.onboarder)
-
-
-def test_request_starts_with_a_prefix_from_tiers(tmp_path):
-    engine = make_engine(tmp_path)
-    first, *_ = fill(engine, 4)
-    before = engine.where(first)
-    assert "S" in before
-    request = again(engine, first)
-    prefix = engine.manager.get_computed_blocks(request)
-    hit = engine.onboarder.find_prefix(request, prefix)
-    assert prefix.num_tokens + hit.num_tokens == 16
-    assert hit.num_tokens_by_medium == {"CPU": 4 * before.count("H"), "STORAGE": 4 * before.count("S")}
-    assert engine.compute(request) == (0, 16)
-    told = engine.onboarder.get_statistics()
-    assert told.num_tokens_by_medium == {"GPU": 0, **hit.num_tokens_by_medium}
-    assert engine.where(first) == "DDDD"
-    assert all(key in engine.cache for key in engine.keys_of(first)), "loaded blocks stay in their tier"
-    engine.check_cached()
-    invariants.check(engine.onboarder)
-
-
-def test_loaded_blocks_are_not_offloaded_again(tmp_path):
-    engine = make_engine(tmp_path, num_host_blocks=30)
-    first, *_ = fill(engine, 4)
-    engine.compute(request := again(engine, first))
-    engine.manager.free(request)
-    num_stored = engine.cache.tiers[0].get_statistics().num_stored
-    other = run_and_free(engine, "other", 700, 29)
-    gone = engine.where(first).count("H")
-    assert gone
-    del other
-    assert engine.cache.tiers[0].get_statistics().num_stored - num_stored < 7, "fewer than were reused"
-    engine.check_cached()
-
-
-def test_find_prefix_changes_nothing(tmp_path):
-    engine = make_engine(tmp_path)
-    first, *_ = fill(engine, 4)
-    order = [tier.list_keys() for tier in engine.cache.tiers]
-    request = again(engine, first)
-    hit = engine.onboarder.find_prefix(request, engine.manager.get_computed_blocks(request))
-    assert hit.num_tokens == 16
-    assert engine.onboarder.find_prefix(request, None, max_num_tokens=11).num_tokens == 8
-    assert [tier.list_keys() for tier in engine.cache.tiers] == order
-
-
-def test_blocks_reused_in_a_step_can_be_hit_in_it(tmp_path):
-    engine = make_engine(tmp_path, num_blocks=12)
-    first, *_ = fill(engine, 3)
-    other = engine.make_request("other", range(900, 909))
-    assert engine.start(other) == (0, 0)
-    pending = engine.cache.list_pending()
-    assert set(pending) & set(engine.keys_of(first))
-    request = again(engine, first)
-    num_device, num_tiers = engine.start(request)
-    assert num_device + num_tiers == 16
-    assert num_tiers > 0
-    engine.run()
-    engine.check_cached()
-    invariants.check(engine.onboarder)
-
-
 def start_fork(engine):
     """Start a fork whose private block completes a block of a prompt that the tiers have."""
     first, *_ = fill(engine, 4)
@@ -135,20 +67,6 @@ def test_aborted_plan_leaves_no_copy_into_a_free_block(tmp_path):
     plan.abort()
     assert engine.manager.take_block_copies() == []
     core_invariants.check(engine.pool)
-
-
-def test_plan_without_free_blocks_changes_nothing(tmp_path):
-    engine = make_engine(tmp_path)
-    first, *_ = fill(engine, 4)
-    engine.compute(engine.make_request("big", range(500, 525)))
-    order = [tier.list_keys() for tier in engine.cache.tiers]
-    num_free = engine.manager.get_num_free_blocks()
-    request = again(engine, first)
-    assert engine.start(request) is None
-    assert [sorted(tier.list_keys()) for tier in engine.cache.tiers] == [sorted(keys) for keys in order]
-    assert engine.manager.get_num_free_blocks() == num_free
-    assert not engine.onboarder.list_open_plans()
-    invariants.check(engine.onboarder)
 
 
 def make_plan(engine, request, num_new_tokens=1):
@@ -200,20 +118,6 @@ def test_commit_is_refused_after_invalidation(tmp_path):
     invariants.check(engine.onboarder)
 
 
-def test_open_plan_holds_its_blocks_in_tiers(tmp_path):
-    engine = make_engine(tmp_path, num_blocks=12, num_host_blocks=4, num_disk_blocks=0)
-    first = run_and_free(engine, "first", 0, 17)
-    run_and_free(engine, "second", 100, 45)
-    plan = make_plan(engine, request := again(engine, first))
-    run_and_free(engine, "third", 200, 25)
-    assert engine.cache.num_dropped > 0
-    assert plan.apply()
-    request.num_computed_tokens = plan.num_computed_tokens
-    engine.check(request)
-    engine.check_cached()
-    invariants.check(engine.onboarder)
-
-
 def damage(engine, key):
     """Flip a byte of a block on disk."""
     slot = engine.cache.tiers[1].get_slot(key)
@@ -222,21 +126,6 @@ def damage(engine, key):
         first = file.read(1)
         file.seek(slot * 4096)
         file.write(bytes([first[0] ^ 255]))
-
-
-def test_unreadable_block_shortens_the_prefix(tmp_path):
-    engine = make_engine(tmp_path, num_host_blocks=1)
-    first, *_ = fill(engine, 4)
-    damage(engine, engine.keys_of(first)[2])
-    plan = make_plan(engine, request := again(engine, first))
-    assert not plan.apply()
-    assert plan.is_unreadable
-    assert engine.pool.get_num_free_blocks() == 8
-    assert engine.compute(request) == (0, 8)
-    assert engine.onboarder.get_statistics().num_unreadable == 1
-    assert engine.cache.get_statistics()[1].num_read_errors == 1
-    engine.check_cached()
-    invariants.check(engine.onboarder)
 
 
 def test_admit_returns_tokens_by_medium(tmp_path):
@@ -435,27 +324,6 @@ def test_a_plan_is_void_though_its_content_is_stored_again(tmp_path):
     with pytest.raises(InvalidBlockError, match="abort the plan"):
         plan.commit()
     plan.abort()
-
-
-def test_prefix_cache_reset_clears_the_tiers(tmp_path):
-    engine = make_engine(tmp_path)
-    requests = fill(engine, 4)
-    assert engine.manager.reset_prefix_cache()
-    assert [len(tier) for tier in engine.cache.tiers] == [0, 0]
-    engine.restart_tiers()
-    assert [engine.compute(again(engine, request)) for request in requests[:1]] == [(0, 0)]
-
-
-def test_blocks_on_disk_are_found_after_a_restart(tmp_path):
-    engine = make_engine(tmp_path, num_host_blocks=1, num_disk_blocks=30)
-    requests = fill(engine, 4)
-    engine.cache.flush()
-    engine.cache.close()
-    other = make_engine(tmp_path, num_disk_blocks=30)
-    other.promised = engine.promised
-    assert other.cache.tiers[1].reopened.num_dropped == 0
-    assert other.compute(again(other, requests[0]))[1] >= 12
-    other.check_cached()
 
 
 @pytest.mark.parametrize("groups", [None, (FullAttentionSpec(block_size=8),)])

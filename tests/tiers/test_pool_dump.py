@@ -420,26 +420,6 @@ def test_file_that_is_not_a_dump_is_refused(tmp_path):
         read_header(tmp_path / "text")
 
 
-def test_dump_of_another_model_is_refused(tmp_path):
-    pool, _ = make_pool()
-    storage = KVStorage.allocate(10, 4, 1, 1, 8, "float16")
-    layouts = {
-        name: BlockLayout.describe(storage, 4, HASHER, model=name, weights="r1")
-        for name in ("", "one", "other")
-    }
-    dump_pool(tmp_path / "one", pool, storage=storage, layout=layouts["one"])
-    dump_pool(tmp_path / "unnamed", pool, storage=storage)
-    empty = BlockPool(10, True, 4)
-    message = "model is 'other' here and 'one' there"
-    refuse(LayoutMismatchError, tmp_path / "one", empty, message, storage=storage, layout=layouts["other"])
-    message = "model is 'one' here and '' there"
-    refuse(LayoutMismatchError, tmp_path / "unnamed", empty, message, storage=storage, layout=layouts["one"])
-    weights = msgspec.structs.replace(layouts["one"], weights="r2")
-    message = "weights is 'r2' here and 'r1' there"
-    refuse(LayoutMismatchError, tmp_path / "one", empty, message, storage=storage, layout=weights)
-    load_pool(tmp_path / "one", empty, storage=storage, layout=layouts["one"])
-
-
 def test_version_1_dump_has_no_model(tmp_path):
     """Version 1 had no model and no weights in its layout; the rest is unchanged."""
     pool, requests = make_pool()

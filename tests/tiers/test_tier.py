@@ -50,56 +50,6 @@ def handled(request, tmp_path):
     handled.tier.close()
 
 
-def test_put_blocks_are_read_unchanged(handled):
-    assert handled.put(A, B, C) == [A, B, C]
-    assert handled.read(C, A) == [C, A]
-    assert (A in handled.tier, D in handled.tier, len(handled.tier)) == (True, False, 3)
-
-
-def test_least_recently_used_keys_are_evicted_next(handled):
-    handled.put(A, B, C)
-    assert handled.tier.touch([A, D, D, E]) == [D, E]
-    assert handled.tier.list_keys() == [B, C, A]
-    assert handled.tier.list_next_evicted(2) == [B, C]
-    assert handled.tier.list_next_evicted(9) == [B, C, A]
-    assert handled.tier.list_next_evicted(0) == []
-
-
-def test_reading_does_not_mark_as_used(handled):
-    handled.put(A, B)
-    handled.read(A)
-    assert handled.tier.list_next_evicted(1) == [A]
-
-
-def test_held_keys_are_not_evicted(handled):
-    handled.put(A, B, C)
-    handled.tier.hold([A, B])
-    handled.tier.hold([A])
-    assert handled.tier.list_next_evicted(2) == [C]
-    handled.tier.release([A, B])
-    assert handled.tier.list_next_evicted(2) == [B, C]
-    handled.tier.release([A])
-    assert handled.tier.list_next_evicted(2) == [A, B]
-
-
-def test_slots_of_removed_keys_are_reused(handled):
-    handled.put(A, B, C, D)
-    assert handled.tier.remove([B, B, E]) == [B]
-    assert handled.tier.forget([D]) == [D]
-    handled.put(E)
-    assert handled.tier.list_keys() == [A, C, E]
-    assert handled.read(A, C, E) == [A, C, E]
-    invariants.check_tier(handled.tier)
-
-
-def test_clear_removes_all_keys(handled):
-    handled.put(A, B)
-    handled.tier.clear()
-    assert (len(handled.tier), handled.tier.list_keys()) == (0, [])
-    handled.put(B)
-    assert handled.read(B) == [B]
-
-
 def test_statistics_count_blocks(handled):
     handled.put(A, B, C)
     handled.read(A, B)

@@ -7,7 +7,6 @@ from tiers.made_tiers import failing_writes
 from tiers.tier_engine import TierEngine
 
 from kv_pool import (
-    AllBlocksCleared,
     BlockHasher,
     BlockPool,
     BlockRemoved,
@@ -17,7 +16,7 @@ from kv_pool import (
     KVCacheManager,
     Request,
 )
-from kv_pool.contiguous.compaction import pack, shrink
+from kv_pool.contiguous.compaction import pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
@@ -108,33 +107,6 @@ def test_move_to_the_next_tier_stores_before_it_removes():
         ("BlockRemoved", "GPU", names_of(a)),
         ("BlockRemoved", "GPU", names_of(b)),
     ]
-
-
-def test_reset_publishes_one_clear():
-    cache = make_cache(2, 4)
-    cache_request(cache, "a", range(8))
-    blocks = cache.block_pool.get_new_blocks(2)
-    cache.block_pool.free_blocks(blocks)
-    cache.block_pool.take_events()
-    assert cache.block_pool.reset_prefix_cache()
-    assert cache.block_pool.take_events() == [AllBlocksCleared()]
-    assert len(cache.tiers[0]) == 0
-
-
-def test_forget_and_close_publish_removals():
-    cache = make_cache(2, 4)
-    request = cache_request(cache, "a", range(8))
-    cache.block_pool.get_new_blocks(2)
-    cache.block_pool.take_events()
-    keys = cache.tiers[0].list_keys()
-    cache.forget(keys[:1])
-    cache.close()
-    first, second = names_of(request)
-    assert cache.block_pool.take_events() == [
-        BlockRemoved([second], "CPU", 0),
-        BlockRemoved([first], "CPU", 0),
-    ]
-    assert cache.block_pool.lower_tiers is None
 
 
 def test_blocks_of_a_reopened_folder_are_published_by_hash(tmp_path):
@@ -333,21 +305,6 @@ def check_bytes(cache, tier):
     read = tier.read(tier.list_keys())
     for key, block_id in zip(read.keys, read.block_ids, strict=True):
         assert read.storage.read_block(block_id) == key[:32]
-
-
-def test_shrinking_a_pool_offloads_removed_blocks():
-    pool = RunBlockPool(9, True, 4)
-    content, storage = make_bytes(pool)
-    cache = TieredCache(pool, storage, [HostTier(8, storage)])
-    _, blocks = cache_bytes(cache, content, "a", range(32))
-    pool.free_blocks(blocks)
-    taken = pool.get_new_blocks(8)
-    pool.free_blocks(taken)
-    shrink(pool, 4, storage.apply_moves)
-    assert cache.list_pending() == []
-    assert len(cache.tiers[0]) == 8
-    check_bytes(cache, cache.tiers[0])
-    invariants.check_cache(cache)
 
 
 @pytest.mark.parametrize("make_pool", [BlockPool, RunBlockPool])

@@ -1,12 +1,11 @@
 """A test engine with real tiers; the KV of a token is a number that depends on all tokens before it."""
 
 import numpy as np
-from tiers.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
+from tiers.swap_engine import HASH_BLOCK_SIZE, HASHER, ComputingEngine
 
-from kv_pool import BlockPool, KVCacheManager, Request
+from kv_pool import BlockPool, KVCacheManager
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec
-from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
@@ -15,7 +14,7 @@ from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
-class TierEngine:
+class TierEngine(ComputingEngine):
     """A manager, its tiers and the bytes; computes tokens in steps and verifies what it wrote.
 
     A step: `start` and `grow` some requests, then `run`, which flushes, copies and writes.
@@ -35,18 +34,13 @@ class TierEngine:
     ):
         groups = [FullAttentionSpec(block_size=HASH_BLOCK_SIZE)] if groups is None else groups
         self.pool = BlockPool(num_blocks + 1, True, HASH_BLOCK_SIZE, events)
-        self.manager = KVCacheManager(self.pool, groups=groups)
-        self.kv = np.zeros((num_blocks + 1, max(spec.block_size for spec in groups)), np.uint64)
+        kv = np.zeros((num_blocks + 1, max(spec.block_size for spec in groups)), np.uint64)
+        super().__init__(KVCacheManager(self.pool, groups=groups), kv)
         self.device = BlockStorage.wrap_state([self.kv])
         self.layout = BlockLayout.describe(self.device, HASH_BLOCK_SIZE, HASHER)
-        self.groups = [
-            make_group(spec, self.pool, group_id, self.manager.alignment)
-            for group_id, spec in enumerate(groups)
-        ]
         self.folder = folder
         self.num_host_blocks, self.num_disk_blocks = num_host_blocks, num_disk_blocks
         self.options = {"enable_events": events, **options}
-        self.promised = {}  # key of the prefix map -> expected content of its block
         self.scheduled = []
         self.open()
 
@@ -62,9 +56,6 @@ class TierEngine:
         self.cache.flush()
         self.cache.close()
         self.open()
-
-    def make_request(self, name, tokens):
-        return Request(name, tokens, HASHER)
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -107,53 +98,11 @@ class TierEngine:
         self.run()
         return found[0] if len(found) == 1 else found
 
-    def write(self, request, start, end):
-        values = values_of(request)
-        for group_id, spec in enumerate(self.manager.groups):
-            blocks = self.manager.get_table(request.request_id, group_id).blocks
-            if isinstance(spec, MambaSpec):
-                if end > start:
-                    block = blocks[(end - 1) // spec.block_size]
-                    self.kv[block.block_id] = 0
-                    self.kv[block.block_id, 0] = values[end - 1] + group_id
-                continue
-            for position in range(start, end):
-                block = blocks[position // spec.block_size]
-                if not block.is_null:
-                    self.kv[block.block_id, position % spec.block_size] = values[position] + group_id
-
-    def promise(self, request):
-        """Record the expected content of blocks with the request's keys."""
-        values = values_of(request)
-        for group_id, spec in enumerate(self.manager.groups):
-            size = spec.block_size
-            for position in range(request.num_tokens // size):
-                block_hash = request.block_hashes[(position + 1) * size // HASH_BLOCK_SIZE - 1]
-                key = make_block_hash_with_group_id(block_hash, group_id)
-                row = [value + group_id for value in values[position * size : (position + 1) * size]]
-                self.promised[key] = row[-1:] if isinstance(spec, MambaSpec) else row
-
     # ---- reading ---------------------------------------------------------------------------------
-
-    def check(self, request):
-        """Verify that the blocks hold every token that the request's next token attends to."""
-        num_computed = request.num_computed_tokens
-        values = values_of(request)
-        for group_id, (group, spec) in enumerate(zip(self.groups, self.manager.groups, strict=True)):
-            blocks = self.manager.get_table(request.request_id, group_id).blocks
-            for position in range(group.count_skipped_tokens(num_computed), num_computed):
-                block = blocks[position // spec.block_size]
-                assert not block.is_null, (request.request_id, group_id, position)
-                slot = 0 if isinstance(spec, MambaSpec) else position % spec.block_size
-                found = int(self.kv[block.block_id, slot])
-                assert found == values[position] + group_id, (request.request_id, group_id, position)
 
     def check_cached(self, damaged=()):
         """Verify the content of all cached blocks, on the device and in tiers, except damaged ones."""
-        for block in self.pool.blocks:
-            if block.block_hash is not None:
-                promised = self.promised[block.block_hash]
-                assert self.kv[block.block_id, : len(promised)].tolist() == promised, block
+        self.check_promised(self.pool, self.kv)
         for tier in self.cache.tiers:
             keys = [key for key in tier.list_keys() if key not in damaged]
             read = tier.read(keys)

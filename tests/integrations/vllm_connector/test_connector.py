@@ -34,16 +34,6 @@ def test_an_evicted_prefix_is_loaded_from_host_memory(make_engine):
     assert engine.generate("at once", PROMPT) == (40, 0)
 
 
-def test_a_prefix_comes_from_the_device_and_from_host_memory(make_engine):
-    engine = make_engine(200)
-    engine.generate("first", PROMPT)
-    engine.generate("half", [*range(500, 560)])
-    local, external = engine.generate("again", PROMPT)
-    assert local + external == 40
-    assert local > 0
-    assert external > 0
-
-
 def test_a_prefix_is_loaded_from_disk(checked, make_engine):
     engine = make_engine(24, 200)
     engine.generate("first", PROMPT)
@@ -70,26 +60,6 @@ def test_wrong_bytes_would_be_noticed(make_engine):
         read.storage.write_block(read.block_ids[0], bytes(read.storage.block_bytes))
     with pytest.raises(AssertionError, match="wrong KV"):
         engine.generate("again", PROMPT)
-
-
-def test_a_running_request_stores_its_blocks(make_engine):
-    engine = make_engine(200, num_blocks=40)
-    engine.add("long", [1, 2, 3], max_tokens=50)
-    for _ in range(30):
-        engine.step()
-    assert len(engine.connector.scheduler.index.host) >= 6
-    engine.run()
-
-
-def test_requests_share_what_they_load(make_engine):
-    engine = make_engine(200, num_blocks=60)
-    engine.generate("first", PROMPT)
-    fill(engine, OTHERS + [[9000 + number * 100 + token for token in range(40)] for number in range(5)])
-    for name in ("a", "b", "c"):
-        engine.add(name, PROMPT, 3)
-    engine.run()
-    assert engine.counts["external"] == 120
-    assert engine.outputs["a"] == engine.outputs["b"] == engine.outputs["c"]
 
 
 def test_skipping_the_prefix_cache_loads_nothing(make_engine):
@@ -147,21 +117,6 @@ def test_a_damaged_block_on_disk_is_computed(make_engine, tmp_path):
     assert tiers_of(engine)[1].get_statistics().num_read_errors > 0
 
 
-def test_a_failed_store_is_not_found(make_engine, monkeypatch):
-    engine = make_engine(200)
-
-    def fail(order):
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(engine.ranks[0].connector.worker, "_copy_down", fail)
-    engine.generate("first", PROMPT)
-    fill(engine)
-    assert engine.generate("again", PROMPT) == (0, 0)
-    scheduler = engine.connector.scheduler
-    assert len(scheduler.index.host) == 0
-    assert not scheduler.has_work()
-
-
 @pytest.mark.parametrize("ends", ["aborted", "preempted"])
 def test_blocks_are_not_reused_while_a_store_reads_them(make_engine, monkeypatch, ends):
     engine = make_engine(200)
@@ -192,19 +147,6 @@ def test_blocks_are_not_reused_while_a_store_reads_them(make_engine, monkeypatch
     assert engine.generate("again", PROMPT) == (0, 40)
 
 
-def test_an_aborted_request_is_loaded_to_the_end(make_engine):
-    engine = make_engine(200)
-    num_free = engine.count_free()
-    engine.generate("first", PROMPT)
-    fill(engine)
-    engine.add("aborted", PROMPT)
-    engine.step(waits=False)
-    engine.abort("aborted")
-    engine.run()
-    assert engine.count_free() == num_free
-    assert not engine.connector.scheduler._loading
-
-
 # ---- resets and restarts -------------------------------------------------------------------------
 
 
@@ -216,16 +158,6 @@ def test_a_reset_clears_all_tiers(make_engine):
     engine.run()
     assert len(tiers_of(engine)[0]) == len(tiers_of(engine)[1]) == 0
     assert engine.generate("again", PROMPT) == (0, 0)
-
-
-def test_a_reset_waits_for_loads(make_engine):
-    engine = make_engine(200)
-    engine.generate("first", PROMPT)
-    fill(engine)
-    engine.add("again", PROMPT)
-    engine.scheduler.schedule()
-    assert engine.connector.reset_cache() is False
-    assert len(engine.connector.scheduler.index.host) > 0
 
 
 def test_a_restarted_engine_finds_its_blocks_on_disk(make_engine):
@@ -424,16 +356,6 @@ def test_without_host_memory_there_are_no_tiers(make_engine):
 def test_mamba_states_are_refused(make_engine):
     with pytest.raises(InvalidArgumentError, match=r"group 1 is of the kind mamba\. Remove host_bytes"):
         make_engine(20, kinds=("full", "mamba"))
-
-
-def test_unknown_settings_are_refused(make_engine):
-    with pytest.raises(InvalidArgumentError, match="unknown keys cpu_bytes"):
-        make_engine(20, extra={"cpu_bytes": 1})
-
-
-def test_too_little_memory_is_refused(make_engine):
-    with pytest.raises(InvalidArgumentError, match="give at least 64"):
-        make_engine(0, extra={"host_bytes": 63})
 
 
 def test_random_hashes_are_refused_on_disk(checked, make_engine, monkeypatch):

@@ -60,14 +60,6 @@ def host_of(halves, rank=0):
     return halves.workers[rank].stack.tiers[0]
 
 
-def test_a_block_is_stored_and_loaded(make_halves):
-    halves = make_halves()
-    assert run(halves, "a", 5) == 0
-    assert len(halves.index.host) == 5
-    assert run(halves, "again", 5, "a") == 20
-    assert halves.scheduler.take_counts()["stored blocks"] == 5
-
-
 def test_a_store_leases_its_blocks(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, host=20)
     gate = Gate(monkeypatch, halves.workers[0])
@@ -154,17 +146,6 @@ def test_held_blocks_are_not_evicted_before_a_load(make_halves):
     halves.finish(again)
     for number in range(4, 8):
         run(halves, f"other {number}", 3)
-    assert halves.scheduler.find_hit(again, 0) == 0
-
-
-def test_a_hit_ends_with_its_request(make_halves):
-    halves = make_halves(num_blocks=60, host=4, disk=0)
-    run(halves, "a", 2)
-    again = halves.make_request("again", hashes("a", 2))
-    assert halves.scheduler.find_hit(again, 0) == 8
-    halves.scheduler.finish_request(again, [[]])
-    run(halves, "b", 4)
-    run(halves, "c", 4)
     assert halves.scheduler.find_hit(again, 0) == 0
 
 

@@ -23,10 +23,8 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.events import PrefixMirror
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.kv_cache_spec import (
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    MambaSpec,
     SlidingWindowSpec,
 )
 from kv_pool.tiers.invariants import check_swapper
@@ -80,16 +78,6 @@ def test_a_swapped_out_request_stays_cached_on_the_device():
     check_swapper(engine.swapper)
 
 
-def test_blocks_of_an_open_plan_are_not_reused():
-    engine = SwapEngine(4, 4)
-    request = started(engine, "a", range(10))
-    plan = engine.swapper.swap_out(request)
-    assert state(engine.manager.block_pool) == "free: 4 | in use: 1* 2* 3"
-    assert engine.manager.allocate_slots(engine.make_request("b", range(90, 98)), 8) is None
-    check_swapper(engine.swapper)
-    engine.run(plan)
-
-
 def test_a_failed_copy_leaves_the_request_running_in_its_blocks():
     engine = SwapEngine(8, 8, events=True)
     request = started(engine, "a", range(10))
@@ -122,29 +110,6 @@ def test_after_an_interrupted_copy_the_plan_is_still_open():
     plan.abort()
     engine.check(request)
     check_swapper(engine.swapper)
-
-
-def test_blocks_that_the_host_has_are_shared_and_not_copied():
-    engine = SwapEngine(8, 8)
-    swapped(engine, "a", range(10))
-    second = started(engine, "b", [*range(8), 70, 71])
-    plan = engine.swapper.swap_out(second)
-    assert (moves(plan), plan.num_shared_blocks) == ([(3, 4)], 2)
-    engine.run(plan)
-    assert state(engine.swapper.host_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
-    engine.check_on_host(second)
-
-
-def test_a_free_host_block_is_shared_before_blocks_are_taken():
-    engine = SwapEngine(8, 3)
-    engine.swapper.drop(swapped(engine, "a", range(8)))
-    assert state(engine.swapper.host_pool) == "free: 3 2* 1*"
-    second = started(engine, "b", range(12))
-    assert engine.swapper.can_swap_out(second) is AllocStatus.OK
-    plan = engine.swapper.swap_out(second)
-    assert moves(plan) == [(3, 3)]
-    engine.run(plan)
-    engine.check_on_host(second)
 
 
 def test_an_invalid_block_cannot_be_hit_on_the_host():
@@ -195,23 +160,6 @@ def test_a_partly_hashed_block_is_not_shared_as_a_full_one():
     assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 | in use: 1 2"
 
 
-def test_a_fork_stays_when_its_parent_is_swapped_out():
-    engine = SwapEngine(8, 8)
-    parent = started(engine, "p", range(10))
-    child = engine.make_request("c", range(10))
-    child.num_computed_tokens = 10
-    engine.manager.fork(parent, child)
-    engine.run(engine.swapper.swap_out(parent))
-    assert state(engine.manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
-    child.append_output_token_ids([50])
-    assert engine.grow(child, 1)
-    engine.run(engine.swapper.swap_in(parent))
-    assert engine.manager.get_block_ids("p") == [1, 2, 4]
-    parent.append_output_token_ids([60])
-    assert engine.grow(parent, 1)
-    engine.check(child)
-
-
 def test_blocks_with_pending_copies_are_not_swapped():
     engine = SwapEngine(8, 8)
     parent = started(engine, "p", range(10))
@@ -225,23 +173,6 @@ def test_blocks_with_pending_copies_are_not_swapped():
         with pytest.raises(InvalidArgumentError, match="take_block_copies"):
             call(child)
     assert picture(engine) == before
-
-
-def test_can_swap_out_returns_ok_later_or_never():
-    engine = SwapEngine(8, 4)
-    first, second = started(engine, "a", range(10)), started(engine, "b", range(50, 60))
-    assert engine.swapper.can_swap_out(first) is AllocStatus.OK
-    engine.run(engine.swapper.swap_out(first))
-    before = picture(engine)
-    assert engine.swapper.can_swap_out(second) is AllocStatus.LATER
-    assert engine.swapper.swap_out(second) is None
-    assert picture(engine) == before
-    engine.run(engine.swapper.swap_in(first))
-    assert engine.swapper.can_swap_out(second) is AllocStatus.OK
-    engine.manager.free(first)
-    third = started(engine, "c", range(70, 90))
-    assert engine.swapper.can_swap_out(third) is AllocStatus.NEVER
-    assert engine.swapper.swap_out(third) is None
 
 
 # ---- in ------------------------------------------------------------------------------------------
@@ -286,25 +217,6 @@ def test_a_failed_copy_leaves_the_request_swapped_out():
         engine.check_cached()
     engine.run(engine.swapper.swap_in(request))
     engine.check(request)
-
-
-def test_swap_in_needs_free_blocks_for_the_next_step():
-    engine = SwapEngine(4, 8)
-    request = swapped(engine, "a", range(8))
-    other = started(engine, "b", range(50, 54))
-    request.append_output_token_ids([1, 2])
-    assert engine.swapper.can_swap_in(request) is AllocStatus.OK
-    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=2) is AllocStatus.OK
-    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=3) is AllocStatus.LATER
-    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=7) is AllocStatus.NEVER
-    assert engine.swapper.can_swap_in(request, 7, num_new_tokens=0) is AllocStatus.LATER
-    assert engine.swapper.can_swap_in(request, 4, num_new_tokens=0) is AllocStatus.OK
-    before = picture(engine)
-    assert engine.swapper.swap_in(request, num_lookahead_tokens=3) is None
-    assert picture(engine) == before
-    engine.run(engine.swapper.swap_in(request, num_lookahead_tokens=2))
-    assert engine.manager.allocate_slots(request, 2, num_lookahead_tokens=2) is not None
-    engine.manager.free(other)
 
 
 def test_the_watermark_applies_while_others_hold_blocks():
@@ -352,66 +264,20 @@ def test_a_dropped_request_leaves_its_prefix_on_the_host():
 # ---- several groups ------------------------------------------------------------------------------
 
 
-def test_only_blocks_in_the_window_are_swapped_out():
-    engine = SwapEngine(12, 12, FULL_AND_WINDOW)
-    request = started(engine, "a", range(18))
-    assert engine.manager.get_block_ids("a", 1) == [6, 7, 8, 9, 10]
-    plan = engine.swapper.swap_out(request)
-    assert moves(plan) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (9, 6), (10, 7)]
-    engine.run(plan)
-    assert engine.swapper.get_host_block_ids("a", 1) == [0, 0, 0, 6, 7]
-    engine.check_on_host(request)
-    assert engine.manager.get_num_free_blocks() == 12
-    engine.manager.free(started(engine, "b", range(50, 74)))
-    engine.run(engine.swapper.swap_in(request))
-    assert engine.manager.get_table("a", 1).num_null_blocks == 3
-    engine.check(request)
-    engine.check_cached()
-    request.append_output_token_ids([1, 2, 3, 4, 5, 6, 7])
-    assert engine.grow(request, 7)
-    check_swapper(engine.swapper)
-    engine.manager.free(request)
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        (FullAttentionSpec(block_size=8), ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)),
-        (FullAttentionSpec(block_size=4), MambaSpec(block_size=8)),
-        (SlidingWindowSpec(block_size=4, sliding_window=4),),
-    ],
-)
-def test_groups_of_every_kind_are_swapped_out_and_in(groups):
-    engine = SwapEngine(16, 16, groups)
-    request = started(engine, "a", range(16))
-    for token in range(100, 110):
-        engine.run(engine.swapper.swap_out(request))
-        engine.check_on_host(request)
-        engine.manager.free(started(engine, "filler", range(50, 66)))
-        engine.run(engine.swapper.swap_in(request))
-        request.append_output_token_ids([token])
-        assert engine.grow(request, 1)
-        check_swapper(engine.swapper)
-        engine.check_cached()
-    engine.manager.free(request)
-    assert engine.manager.get_num_free_blocks() == 16
-    assert engine.swapper.host_pool.get_num_free_blocks() == 16
-
-
 def test_encoder_blocks_are_swapped_too():
     groups = (FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4))
     engine = SwapEngine(16, 16, groups)
     request = engine.make_request("a", range(6))
     engine.manager.allocate_slots(request, 6, num_encoder_tokens=10)
     request.num_computed_tokens = 6
-    engine.device_kv[3:6] = [[1] * 4, [2] * 4, [3] * 4]
+    engine.kv[3:6] = [[1] * 4, [2] * 4, [3] * 4]
     engine.run(engine.swapper.swap_out(request))
-    engine.device_kv[:] = 0
+    engine.kv[:] = 0
     # 3 of 16 blocks are the encoder's, however many tokens are decoded.
     assert engine.swapper.can_swap_in(request, num_lookahead_tokens=46) is AllocStatus.OK
     assert engine.swapper.can_swap_in(request, num_lookahead_tokens=47) is AllocStatus.NEVER
     engine.run(engine.swapper.swap_in(request))
-    assert engine.device_kv[engine.manager.get_block_ids("a", 1)].tolist() == [[1] * 4, [2] * 4, [3] * 4]
+    assert engine.kv[engine.manager.get_block_ids("a", 1)].tolist() == [[1] * 4, [2] * 4, [3] * 4]
 
 
 # ---- retention -----------------------------------------------------------------------------------
@@ -574,21 +440,6 @@ def test_a_request_in_an_open_plan_is_refused_elsewhere(direction):
     assert picture(engine)[4] == []
 
 
-def test_swaps_in_the_wrong_direction_are_refused():
-    engine = SwapEngine()
-    request = started(engine, "a", range(10))
-    before = picture(engine)
-    with pytest.raises(InvalidArgumentError, match="not swapped out"):
-        engine.swapper.swap_in(request)
-    with pytest.raises(InvalidArgumentError, match="no blocks"):
-        engine.swapper.swap_out(engine.make_request("b", range(10)))
-    assert picture(engine) == before
-    engine.run(engine.swapper.swap_out(request))
-    with pytest.raises(InvalidArgumentError, match="is swapped out"):
-        engine.swapper.swap_out(request)
-    assert engine.swapper.is_swapped_out("a")
-
-
 def test_a_commit_without_valid_event_keys_changes_nothing():
     engine = SwapEngine(events=True)
     request = started(engine, "a", range(10))
@@ -607,16 +458,6 @@ def test_incompatible_pools_are_refused():
     for host_pool in (BlockPool(9, True, 8), BlockPool(9, False, 4), manager.block_pool):
         with pytest.raises(InvalidArgumentError, match="host pool"):
             BlockSwapper(manager, host_pool)
-
-
-def test_no_prefix_is_reset_while_a_request_holds_blocks():
-    engine = SwapEngine()
-    request = swapped(engine, "a", range(8))
-    before = picture(engine)
-    assert not engine.swapper.reset_prefix_cache()
-    assert picture(engine) == before
-    engine.swapper.drop(request)
-    assert engine.swapper.reset_prefix_cache()
 
 
 def test_without_caching_everything_is_copied_both_ways():
