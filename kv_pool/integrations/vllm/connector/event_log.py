@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.tiers.tier_prefixes import GroupKeys
 
 
@@ -26,15 +27,16 @@ class TierEventLog:
 
     Args:
         kv_cache_config: the engine's configuration, for the kinds of its groups.
+        index: what the tiers hold.
     """
 
-    def __init__(self, kv_cache_config: Any) -> None:
+    def __init__(self, kv_cache_config: Any, index: TierIndex) -> None:
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._index = index
+        self._num_to_sweep_at = 2 * sum(tier.capacity for tier in index.tiers)
         self._events: list[Any] = []
-        # The events' fields about the block's content, and the number of tiers that have it.
+        # The events' fields about the block's content.
         self._labels: dict[BlockHashWithGroupId, dict[str, Any]] = {}
-        self._planned: dict[BlockHashWithGroupId, dict[str, Any]] = {}
-        self._num_tiers: dict[BlockHashWithGroupId, int] = {}
 
     def take_events(self) -> list[Any]:
         """Return the events since the last call."""
@@ -43,12 +45,14 @@ class TierEventLog:
 
     def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
         """See `StoreListener`."""
+        if len(self._labels) > self._num_to_sweep_at:
+            self._labels = {key: label for key, label in self._labels.items() if self._index.knows(key)}
         start = position * group.block_size
         end = start + group.block_size
         parent = group.list_keys(request, position - 1, position)[0] if position else None
         adapter = request.lora_request
         extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
-        self._planned[key] = {
+        self._labels[key] = {
             "parent_block_hash": None if parent is None else maybe_convert_block_hash(get_block_hash(parent)),
             "token_ids": list(request.all_token_ids[start:end]),
             "block_size": group.block_size,
@@ -60,11 +64,8 @@ class TierEventLog:
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """See `TierListener`."""
         for key in keys:
-            self._num_tiers[key] = self._num_tiers.get(key, 0) + 1
             group_id = get_group_id(key)
             spec = self._specs[group_id]
-            if medium == MEDIUM_CPU and key in self._planned:
-                self._labels[key] = self._planned[key]
             label = self._labels.get(key) or {
                 "parent_block_hash": None,
                 "token_ids": [],
@@ -83,20 +84,9 @@ class TierEventLog:
                 )
             )
 
-    def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """See `StoreListener`."""
-        for key in keys:
-            self._planned.pop(key, None)
-
     def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """See `TierListener`."""
         for key in keys:
-            num_tiers = self._num_tiers.get(key, 0) - 1
-            if num_tiers > 0:
-                self._num_tiers[key] = num_tiers
-            else:
-                self._num_tiers.pop(key, None)
-                self._labels.pop(key, None)
             self._events.append(
                 BlockRemoved(
                     block_hashes=[maybe_convert_block_hash(get_block_hash(key))],

@@ -55,6 +55,10 @@ class TierIndex(TierStack):
         host, arriving = self.host.index, self._arriving
         return [place for place, key in enumerate(keys) if key not in host and key not in arriving]
 
+    def knows(self, key: BlockHashWithGroupId) -> bool:
+        """Return True if a tier has the key, or a store of it is planned."""
+        return key in self._arriving or key in self
+
     # ---- storing ---------------------------------------------------------------------------------
 
     def plan_store(self, blocks: Sequence[KeyedBlock], max_blocks: int) -> StoreOrder | None:

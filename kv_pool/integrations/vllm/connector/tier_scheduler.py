@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kv_pool.core.holds import Hold
@@ -69,14 +69,28 @@ class HeldHit:
         return [row[position] for row in self.rows for position in sorted(row, reverse=True)]
 
 
+@dataclass
+class RunningStore:
+    """A store that is ordered and not finished.
+
+    Attributes:
+        order: the order.
+        hold: what keeps its blocks from being reused.
+        num_ranks: the ranks that have finished it.
+        used_after: keys to mark as used once it has ended: then its blocks are in their places in the order.
+    """
+
+    order: StoreOrder
+    hold: Any
+    num_ranks: int = 0
+    used_after: list[BlockHashWithGroupId] = field(default_factory=list)
+
+
 class StoreListener(TierListener, Protocol):
     """Learns also which stores are planned, for the events of their keys."""
 
     def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
         """A store of a request's block is planned; `position` is that in the block table."""
-
-    def on_store_ended(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """A planned store has ended; those of its keys that can be found were announced."""
 
 
 class TierScheduler:
@@ -125,10 +139,7 @@ class TierScheduler:
         self._followed: dict[RequestId, FollowedRequest] = {}
         self._hits: dict[RequestId, HeldHit] = {}
         self._loading: dict[RequestId, HeldHit] = {}
-        self._storing: dict[int, tuple[StoreOrder, Any]] = {}
-        self._num_stored_ranks: dict[int, int] = {}
-        # Keys to mark as used once a store has ended, so that its blocks are in their places in the order.
-        self._used_after: dict[int, list[list[BlockHashWithGroupId]]] = {}
+        self._storing: dict[int, RunningStore] = {}  # by order, oldest first
         self._num_reading = 0
         self._orders = StepOrders()
 
@@ -241,7 +252,7 @@ class TierScheduler:
             keys = group.list_keys(request, 0, group.count_blocks(request, num_tokens))
             keys.reverse()
             if self._storing:
-                self._used_after.setdefault(next(reversed(self._storing)), []).append(keys)
+                next(reversed(self._storing.values())).used_after += keys
             else:
                 self.index.touch(keys)
 
@@ -257,12 +268,9 @@ class TierScheduler:
                 _logger.info("kv_pool found %d blocks on disk", num_found)
         self._forget([*report.lost, *report.partly_reopened])
         for order_id, num_ranks in report.stored.items():
-            num_finished = self._num_stored_ranks.get(order_id, 0) + num_ranks
-            if num_finished < self._num_ranks:
-                self._num_stored_ranks[order_id] = num_finished
-            else:
-                self._num_stored_ranks.pop(order_id, None)
-                self._end_store(order_id)
+            self._storing[order_id].num_ranks += num_ranks
+            if self._storing[order_id].num_ranks == self._num_ranks:
+                self._end_store(self._storing.pop(order_id))
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names in `COUNTS`; 0 is left out."""
@@ -278,8 +286,8 @@ class TierScheduler:
         blocks = self.block_pool.blocks
         return any(
             blocks[block_id].ref_cnt == 1
-            for order, _ in self._storing.values()
-            for _, block_id in order.blocks
+            for store in self._storing.values()
+            for _, block_id in store.order.blocks
         )
 
     def reset(self) -> bool:
@@ -369,7 +377,7 @@ class TierScheduler:
             return 0
         num_taken = len(order.blocks)
         taken = [block for _, block in found[:num_taken]]
-        self._storing[order.order_id] = (order, self._hold(taken, order.order_id))
+        self._storing[order.order_id] = RunningStore(order, self._hold(taken, order.order_id))
         self._num_reading += num_taken
         self._orders.stores.append(order)
         self._counts["demoted blocks"] += len(order.list_demoted())
@@ -401,16 +409,13 @@ class TierScheduler:
             hold.release()
         return True
 
-    def _end_store(self, order_id: int) -> None:
-        order, hold = self._storing.pop(order_id)
+    def _end_store(self, store: RunningStore) -> None:
+        order = store.order
         self._num_reading -= len(order.blocks)
-        is_valid = self._release(hold)
+        is_valid = self._release(store.hold)
         keys = self.index.finish_store(order, is_valid)
         self._counts["stored blocks"] += len(keys)
-        for used in self._used_after.pop(order_id, ()):
-            self.index.touch(used)
-        if self._listener is not None:
-            self._listener.on_store_ended([key for key, _ in order.blocks])
+        self.index.touch(store.used_after)
         if not is_valid:
             _logger.warning(
                 "kv_pool drops %d stored blocks: the store took longer than lease_s, %s seconds",

@@ -341,9 +341,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_scheduler(self) -> TierScheduler:
         config = self._vllm_config
+        index = TierIndex(self._host_blocks, self._disk_blocks)
         events = config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
-            self._event_log = TierEventLog(self._kv_cache_config)
+            self._event_log = TierEventLog(self._kv_cache_config, index)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kv_load_failure_policy is %r: a request fails if one of its blocks cannot be read from a "
@@ -352,7 +353,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         speculative = config.speculative_config
         scheduler = TierScheduler(
-            TierIndex(self._host_blocks, self._disk_blocks),
+            index,
             self._groups,
             self._alignment,
             num_ranks=config.parallel_config.world_size,
