@@ -17,7 +17,7 @@ from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, TierFolder, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
-from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
+from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows, wrap_rows
 from kv_pool.tiers.tier import Tier, TierRead
 
 _logger = logging.getLogger(__name__)
@@ -175,21 +175,22 @@ class DiskTier(Tier):
         """Return the slot of a block that the tier has."""
         return self._slots.slot_of[key]
 
-    def read_apart(
-        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId]
-    ) -> tuple[list[BlockHashWithGroupId], ByteRows, list[BlockHashWithGroupId]]:
+    def read_apart(self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId]) -> TierRead:
         """Read blocks into newly allocated memory. Safe to call from any thread while the tier is in use.
 
         Args:
             slots: the slots where the blocks were; a block may have left its slot since.
         Returns:
-            The keys that were read and verified; their bytes, (n, block_bytes) uint8, in the same order; and
-            the remaining keys. Changes neither the tier nor its counts.
+            The blocks that were read and verified, in the same order, and the remaining keys; valid for good.
+            Changes neither the tier nor its counts.
         """
         rows = np.empty((len(keys), self._encoded_bytes), np.uint8)
         found, failed = self._read_rows(keys, slots, rows)
         rows = rows[: len(found)]
-        return found, rows if self._format is None else self._format.decode(rows), failed
+        if self._format is not None:
+            rows = self._format.decode(rows)
+        storage = wrap_rows(rows, self.layout.block_format) if found else None
+        return TierRead(found, storage, as_block_ids(range(len(found))), failed)
 
     def note_read(self, num_blocks: int) -> None:
         """Count blocks that `read_apart` has read."""

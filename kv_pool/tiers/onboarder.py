@@ -10,7 +10,6 @@ import msgspec
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, RequestId
@@ -158,9 +157,7 @@ class OnboardPlan(TwoPhasePlan):
                 f"the blocks for request {self.request_id!r} are not all loaded, or were invalidated since; "
                 "abort the plan and call find_prefix() again"
             )
-        if self._manager.block_pool.enable_kv_cache_events:
-            check_announceable(self._request)
-        self._check_absent(self._manager)
+        self._check_target(self._manager)
         self._plans.begin(self, PlanState.COMMITTED)
         self._attach()
         for book, hold in self._holds:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PlanClosedError
@@ -72,6 +73,12 @@ class TwoPhasePlan(ABC):
                 f"request {self.request_id!r} was given blocks during a plan to {self._purpose}; free "
                 "them first"
             )
+
+    def _check_target(self, manager: KVCacheManager) -> None:
+        """Raise unless a commit can give the blocks to the request, and publish them."""
+        self._check_absent(manager)
+        if manager.block_pool.enable_kv_cache_events:
+            check_announceable(self._request)
 
     def _watch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let `_is_invalid` notice if content of one of these blocks turns out to be wrong from now on."""

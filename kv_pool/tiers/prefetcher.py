@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kv_pool.errors import OutOfThreadsError
 from kv_pool.ids import BlockHashWithGroupId, RequestId, SlotId
 from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.host_tier import BUFFER_BYTES, ByteRows
+from kv_pool.tiers.host_tier import BUFFER_BYTES
 from kv_pool.tiers.order_thread import OrderThread
+from kv_pool.tiers.tier import TierRead
 
 _logger = logging.getLogger(__name__)
 
@@ -25,9 +26,7 @@ class PrefetchBatch:
         keys, slots: the blocks' keys, and their slots in the disk tier at the time of the call.
         is_void: the batch has been cancelled.
         is_done: the batch has been read; set last, by the thread.
-        found: the keys that were read.
-        rows: their bytes, (len(found), block_bytes) uint8.
-        failed: the keys that could not be read.
+        read: the result; None after an error.
     """
 
     owner: RequestId
@@ -35,9 +34,7 @@ class PrefetchBatch:
     slots: list[SlotId]
     is_void: bool = False
     is_done: bool = False
-    found: list[BlockHashWithGroupId] = field(default_factory=list)
-    rows: ByteRows | None = None
-    failed: list[BlockHashWithGroupId] = field(default_factory=list)
+    read: TierRead | None = None
 
 
 class Prefetcher:
@@ -107,6 +104,6 @@ class Prefetcher:
     def _read(self, batch: PrefetchBatch) -> None:
         try:
             if not batch.is_void:
-                batch.found, batch.rows, batch.failed = self.tier.read_apart(batch.keys, batch.slots)
+                batch.read = self.tier.read_apart(batch.keys, batch.slots)
         finally:  # after an error, such as MemoryError, the blocks are read when they are needed
             batch.is_done = True

@@ -16,7 +16,6 @@ from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.host_tier import as_block_ids, wrap_rows
 from kv_pool.tiers.prefetcher import Prefetcher
 from kv_pool.tiers.tier import Tier, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
@@ -374,21 +373,20 @@ class TieredCache:
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is None or self.storage is None:
+        if self._prefetcher is None:
             return
         disk = self._prefetcher.tier
         for batch in self._prefetcher.take_done():
-            slot_of = dict(zip(batch.keys, batch.slots, strict=True))
-            there = [key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]]
-            unreadable = [key for key in batch.failed if key in there]
-            disk.drop_unreadable(unreadable)
-            self._stack.announce_removed(disk, unreadable)
-            good = set(there)
-            rows = {key: row for row, key in enumerate(batch.found) if key in good}
-            if rows and batch.rows is not None:
-                disk.note_read(len(rows))
-                read = wrap_rows(batch.rows, self.storage.block_format)
-                self._store(list(rows), read, as_block_ids(list(rows.values())))
+            if batch.read is not None:
+                slot_of = dict(zip(batch.keys, batch.slots, strict=True))
+                there = {key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]}
+                unreadable = [key for key in batch.read.failed if key in there]
+                disk.drop_unreadable(unreadable)
+                self._stack.announce_removed(disk, unreadable)
+                id_of = dict(zip(batch.read.keys, batch.read.block_ids, strict=True))
+                good = [key for key in batch.read.keys if key in there]
+                disk.note_read(len(good))
+                self._store(good, batch.read.storage, [id_of[key] for key in good])
 
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction in all tiers until `release`, and mark them as used now."""

@@ -266,7 +266,7 @@ class Life:
 
     def is_damaged(self, key):
         tier = self.engine.cache.tiers[1]
-        return not tier.read_apart([key], [tier.get_slot(key)])[0]
+        return not tier.read_apart([key], [tier.get_slot(key)]).keys
 
     def check_events(self):
         engine = self.engine
