@@ -13,12 +13,11 @@
 
     W1  a request is in at most one of: the manager, the swapped-out requests, the open plans (unless its
         scheduler allocates for it meanwhile, such as for one without computed tokens)
-    W2  a device block has at least one reference for each of the manager's tables and holds with it
-    W3  the manager's tables contain its pool's own blocks only; an open plan, those of the pool of each side
-    W4  a swapped-out table counts at most the computed blocks as cached
-    W5  an open plan's moves go from distinct blocks to distinct blocks
+    W2  an open plan has blocks of the pool of each side
+    W3  a swapped-out table counts at most the computed blocks as cached
+    W4  an open plan's moves go from distinct blocks to distinct blocks
 
-The tables of swapped-out requests are those of a manager: T1 to T4 hold for them, see
+Running and swapped-out requests have the tables of managers: T1 to T4 hold for them, see
 `manager/invariants.py`. All are true whenever no method is running. `check(onboarder)` and
 `check_swapper(swapper)` raise CorruptedPoolError naming the first one that fails.
 """
@@ -29,10 +28,10 @@ from typing import Any
 
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
+from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.manager import invariants as manager_invariants
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.open_plans import OpenPlans, PlanState
@@ -119,13 +118,14 @@ def check_targets(plan: object, targets: Iterable[KVCacheBlock]) -> None:
 
 
 def check_swapper(swapper: BlockSwapper) -> None:
-    """Verify W1 to W5, X7, X8 and both pools' invariants. O(blocks). Raises CorruptedPoolError."""
+    """Verify W1 to W4, X7, X8 and both pools' invariants. O(blocks). Raises CorruptedPoolError."""
     invariants.check(swapper.manager.block_pool)  # type: ignore[arg-type]
     invariants.check(swapper.host_pool)  # type: ignore[arg-type]
     check_open(swapper._plans)
     check_places(swapper)
-    manager_invariants.check_references(swapper._host)
-    check_references(swapper)
+    for side in (swapper.manager, swapper._host):
+        manager_invariants.check_references(side)
+        check_owners(swapper, side)
     check_tables(swapper)
     for plan in swapper.list_open_plans():
         check_moves(swapper, plan)
@@ -141,29 +141,16 @@ def check_places(swapper: BlockSwapper) -> None:
             raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
 
 
-def check_references(swapper: BlockSwapper) -> None:
-    """Verify W2 and W3."""
-    manager = swapper.manager
-    on_device = _count(
-        manager.block_pool,
-        (block for _, _, table in manager_invariants.list_tables(manager) for block in table.blocks),
-    )
+def check_owners(swapper: BlockSwapper, side: KVCacheManager) -> None:
+    """Verify W2."""
     for plan in swapper.list_open_plans():
-        _count(swapper.host_pool, plan.list_blocks(swapper._host))
-        _count(manager.block_pool, plan.list_blocks(manager))
-    for block, num_holds in manager.block_pool.holds.count_references().items():
-        on_device[block.block_id] += num_holds
-    for block in manager.block_pool.blocks[1:]:
-        num_found = on_device[block.block_id]  # other holders may have it, too
-        if block.ref_cnt < num_found:
-            raise CorruptedPoolError(
-                f"W2: device block {block.block_id} has ref_cnt {block.ref_cnt}, but {num_found} tables and "
-                "holds have it"
-            )
+        for block in plan.list_blocks(side):
+            if side.block_pool.blocks[block.block_id] is not block:
+                raise CorruptedPoolError(f"W2: block {block.block_id} of {plan!r} is of another pool")
 
 
 def check_tables(swapper: BlockSwapper) -> None:
-    """Verify W4; also T3 and T4 of the tables on the host."""
+    """Verify W3; also T3 and T4 of the tables on the host."""
     for request_id, tables in swapper._host._tables.items():
         num_computed = swapper._swapped_out[request_id]
         for spec, table in zip(swapper.manager.groups, tables, strict=True):
@@ -172,27 +159,16 @@ def check_tables(swapper: BlockSwapper) -> None:
             )
             if table.num_cached_blocks > num_computed // spec.block_size:
                 raise CorruptedPoolError(
-                    f"W4: {table.num_cached_blocks} blocks of request {request_id!r} count as cached, but "
+                    f"W3: {table.num_cached_blocks} blocks of request {request_id!r} count as cached, but "
                     f"{num_computed} tokens are computed"
                 )
 
 
 def check_moves(swapper: BlockSwapper, plan: SwapPlan) -> None:
-    """Verify W5 and X8."""
+    """Verify W4 and X8."""
     sources = [move.source for move in plan.moves]
     targets = [move.target for move in plan.moves]
     if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
-        raise CorruptedPoolError(f"W5: a block occurs twice in {plan.moves}")
+        raise CorruptedPoolError(f"W4: a block occurs twice in {plan.moves}")
     pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
     check_targets(plan, [pool.blocks[block_id] for block_id in targets])
-
-
-def _count(pool: BlockPoolCore, blocks: Iterable[KVCacheBlock]) -> Counter[BlockId]:
-    """Count the occurrences of each id, without the null block. Raise for another pool's blocks."""
-    named: Counter[BlockId] = Counter()
-    for block in blocks:
-        if pool.blocks[block.block_id] is not block:
-            raise CorruptedPoolError(f"W3: block {block.block_id} does not belong to the pool of its table")
-        if not block.is_null:
-            named[block.block_id] += 1
-    return named

@@ -63,6 +63,11 @@ def copy_into_a_cached_block(engine):
     plan.moves[0] = BlockMove(plan.moves[0].source, engine.manager.get_block_ids("running")[0])
 
 
+def name_a_host_block_in_a_plan(engine):
+    (plan,) = engine.swapper.list_open_plans()
+    plan._targets[0][0] = engine.swapper.host_pool.blocks[1]
+
+
 def list_a_closed_plan(engine):
     engine.swapper.list_open_plans()[0].state = PlanState.ABORTED
 
@@ -73,12 +78,13 @@ def list_a_closed_plan(engine):
         (be_in_two_places, "W1"),
         (lose_a_host_reference, "T1"),
         (keep_a_host_reference, "T2"),
-        (lose_a_device_reference, "W2"),
+        (lose_a_device_reference, "T1"),
         (name_a_block_of_the_other_pool, "T1"),
-        (name_a_host_block_on_the_device, "W3"),
+        (name_a_host_block_on_the_device, "T1"),
+        (name_a_host_block_in_a_plan, "W2"),
         (count_a_block_as_null, "T4"),
-        (count_a_block_as_cached, "W4"),
-        (copy_twice_into_one, "W5"),
+        (count_a_block_as_cached, "W3"),
+        (copy_twice_into_one, "W4"),
         (copy_into_a_cached_block, "X8"),
         (list_a_closed_plan, "X7"),
     ],
