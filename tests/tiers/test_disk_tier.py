@@ -93,20 +93,6 @@ def test_flipped_bytes_are_detected_on_open_or_read(tmp_path, device, verifies):
     invariants.check_tier(tier)
 
 
-@pytest.mark.parametrize("byte", [0, 5, 17, 26, 40, HEADER_BYTES - 1])
-def test_header_with_flipped_byte_is_dropped(tmp_path, device, byte):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
-    tier.close()
-    headers = bytearray((tmp_path / "headers").read_bytes())
-    headers[HEADER_BYTES + byte] ^= 4
-    (tmp_path / "headers").write_bytes(headers)
-    tier = DiskTier(tmp_path, 8, device.layout)
-    assert tier.reopened == (2, 1)
-    assert tier.list_keys() == [KEYS[0], KEYS[2]]
-    invariants.check_tier(tier)
-
-
 @pytest.mark.parametrize("name", ["blocks", "headers"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.99])
 def test_truncated_file_keeps_blocks_before_the_cut(tmp_path, device, name, share):

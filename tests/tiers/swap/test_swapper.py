@@ -14,7 +14,6 @@ from kv_pool import (
     InvalidArgumentError,
     InvalidTypeError,
     KVCacheManager,
-    PlanClosedError,
     Request,
     RetentionDirective,
 )
@@ -203,22 +202,6 @@ def test_swap_in_copies_reused_blocks_and_shares_the_rest():
     check_swapper(engine.swapper)
 
 
-def test_a_failed_copy_leaves_the_request_swapped_out():
-    engine = SwapEngine(4, 8, events=True)
-    request = swapped(engine, "a", range(10))
-    engine.manager.free(started(engine, "b", range(50, 66)))
-    engine.swapper.take_events()
-    before = picture(engine)
-    for num_done in range(3):
-        with pytest.raises(CopyFailedError):
-            engine.fail(engine.swapper.swap_in(request), num_done)
-        assert picture(engine)[1:] == before[1:]
-        engine.check_on_host(request)
-        engine.check_cached()
-    engine.run(engine.swapper.swap_in(request))
-    engine.check(request)
-
-
 def test_the_watermark_applies_while_others_hold_blocks():
     engine = SwapEngine(9, 8, watermark=0.3)  # 3 blocks
     request = swapped(engine, "a", range(19))
@@ -362,49 +345,7 @@ def test_events_of_the_device_precede_those_of_the_host():
     assert engine.swapper.take_events() == []
 
 
-def test_blocks_shared_on_the_host_publish_no_store():
-    engine = SwapEngine(8, 8, events=True)
-    swapped(engine, "a", range(8))
-    request = started(engine, "b", range(16))
-    engine.swapper.take_events()
-    engine.run(engine.swapper.swap_out(request))
-    (event,) = engine.swapper.take_events()
-    assert (event.medium, event.token_ids) == ("CPU", list(range(8, 16)))
-    assert event.parent_block_hash is not None
-
-
-def test_the_host_publishes_removals_on_reuse():
-    engine = SwapEngine(8, 2, events=True)
-    engine.swapper.drop(swapped(engine, "a", range(8)))
-    engine.swapper.take_events()
-    swapped(engine, "b", range(50, 58))
-    told = [(type(e), e.medium) for e in engine.swapper.take_events()]
-    assert told == [
-        (BlockStored, "GPU"),
-        (BlockRemoved, "CPU"),
-        (BlockRemoved, "CPU"),
-        (BlockStored, "CPU"),
-    ]
-
-
 # ---- refused calls -------------------------------------------------------------------------------
-
-
-def test_a_plan_is_closed_once():
-    engine = SwapEngine()
-    request = started(engine, "a", range(10))
-    plan = engine.swapper.swap_out(request)
-    engine.run(plan)
-    before = picture(engine)
-    for call in (plan.commit, plan.abort, lambda: plan.apply(lambda moves: pytest.fail("copied"))):
-        with pytest.raises(PlanClosedError, match="already committed"):
-            call()
-    plan = engine.swapper.swap_in(request)
-    plan.abort()
-    for call in (plan.commit, plan.abort):
-        with pytest.raises(PlanClosedError, match="already aborted"):
-            call()
-    assert picture(engine)[1:] == before[1:]
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
