@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 from kv_pool.adapter.allocation import Allocation, as_request, check_priority
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
@@ -51,9 +49,8 @@ from kv_pool.protocol import (
     KVPoolProtocol,
     MigrationResult,
 )
-from kv_pool.reports.layout import PoolLayout, read_layout
-from kv_pool.reports.sequences import SequenceList, SequenceReport
-from kv_pool.reports.statistics import PoolStatistics, read_statistics
+from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.sequences import SequenceReport
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -69,7 +66,7 @@ if TYPE_CHECKING:
     from kv_pool.tiers.pool_dump import LoadedPool
 
 
-class GPUKVPool(KVPoolProtocol):
+class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     """A pool of the blocks of one device; callers allocate blocks by id, for sequences.
 
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
@@ -219,7 +216,6 @@ class GPUKVPool(KVPoolProtocol):
         self._routes: MigrationRoutes | None = None
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
-        self._num_moved_blocks = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -704,67 +700,33 @@ class GPUKVPool(KVPoolProtocol):
         num_free = self.block_pool.free_block_queue.num_free_blocks
         return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
-    def get_fragmentation_rate(self) -> float:
-        """Return the share of possible free runs that is lost to fragmentation, 0 to 1. O(number of blocks).
+    def list_rows(self) -> dict[SequenceId, list[Collection[KVCacheBlock]]]:
+        """Return the blocks of each sequence in one row, the least recently accessed sequence first."""
+        return {holder.sequence_id: [holder.blocks] for holder in self.holdings.holders.values()}
 
-        The free blocks could form a certain number of runs of `run_length` if they were contiguous; the rate
-        is the share of these that they do not form. With fewer free blocks than `run_length`, the largest
-        power of two that fits takes its place. An unfragmented pool has rate 0, however full it is. For
-        another run length k, U(k), see `block_pool.get_unusable_share(k)`.
-        """
-        with self.lock:
-            return self.block_pool.get_fragmentation_rate(self.run_length)
+    def report_sequence(self, sequence_id: SequenceId, num_blocks: int, num_immovable: int) -> SequenceReport:
+        holder = self.holdings.holders[sequence_id]
+        return SequenceReport(
+            sequence_id,
+            num_blocks,
+            holder.priority,
+            self._clock() - holder.last_access_time,
+            sequence_id in self.holdings.frozen,
+            num_immovable_blocks=num_immovable,
+        )
 
-    def get_statistics(self) -> PoolStatistics:
-        """Return counts, shares and times: use of the pool, fragmentation, latency of its calls.
-
-        The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
-        """
-        with self.lock:
-            self._expire_claims()
-            known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
-            return msgspec.structs.replace(
-                known,
-                pinned_blocks=len(self.holdings.pins),
-                reserved_blocks=self.reserved_blocks,
-                moved_blocks=self._num_moved_blocks,
-                num_sequences=len(self.holdings.holders),
-                evicted_sequences=self._victims.num_evicted,
-                looked_up_blocks=self._num_looked_up_blocks,
-                hit_blocks=self._num_hit_blocks,
-                allocation=self._allocation_latency.summarize(),
-                freeing=self._freeing_latency.summarize(),
-            )
-
-    def get_layout(self) -> PoolLayout:
-        """Return a snapshot of each block's state and each sequence's runs. O(number of blocks)."""
-        with self.lock:
-            return read_layout(
-                self.block_pool,
-                [sequence.blocks for sequence in self.holdings.holders.values()],
-                block_size=self.block_size,
-                run_length=self.run_length,
-                device_id=self.device_id,
-            )
-
-    def describe_sequences(self) -> SequenceList:
-        """Return a report on each sequence that holds blocks, the least recent first. O(held blocks)."""
-        with self.lock:
-            now = self._clock()
-            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
-            return SequenceList(
-                [
-                    SequenceReport(
-                        holder.sequence_id,
-                        len(holder.blocks),
-                        holder.priority,
-                        now - holder.last_access_time,
-                        holder.sequence_id in self.holdings.frozen,
-                        num_immovable_blocks=sum(block.block_id in immovable_ids for block in holder.blocks),
-                    )
-                    for holder in self.holdings.holders.values()
-                ]
-            )
+    def count_more(self) -> dict[str, Any]:
+        self._expire_claims()
+        return {
+            "pinned_blocks": len(self.holdings.pins),
+            "reserved_blocks": self.reserved_blocks,
+            "num_sequences": len(self.holdings.holders),
+            "evicted_sequences": self._victims.num_evicted,
+            "looked_up_blocks": self._num_looked_up_blocks,
+            "hit_blocks": self._num_hit_blocks,
+            "allocation": self._allocation_latency.summarize(),
+            "freeing": self._freeing_latency.summarize(),
+        }
 
     def get_time(self) -> float:
         """Return the time of the pool's clock in seconds."""
@@ -1072,7 +1034,7 @@ class GPUKVPool(KVPoolProtocol):
             self.storage.apply_moves(moves)
 
     def _note_moved(self, relocation: Relocation) -> None:
-        self._num_moved_blocks += len(relocation.moves)
+        self.num_moved_blocks += len(relocation.moves)
         self.holdings.evictions.note_moved(relocation.moves)
         if self._on_moved is not None:
             self._on_moved(relocation)
