@@ -1,6 +1,5 @@
 """`EventFilter`: replaces the events of a batch by the events to send."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from msgspec import Raw
@@ -162,29 +161,6 @@ class PendingRemovals:
         if gone == self.first.block_hashes:
             return [self.first]
         return [BlockRemoved(gone[first:end], *self.place) for first, end in find_distinct(gone)]
-
-
-def add_kinds(
-    events: Iterable[Any], labels: Sequence[tuple[str, int | None]], other_kind: str | None = None
-) -> None:
-    """Add the kind and the window of its group to each event that has a field for them and no kind yet.
-
-    Args:
-        events: of kv_pool's or any other classes.
-        labels: kind and window by group id.
-        other_kind: the kind of other groups.
-    """
-    removed: Any = BlockRemoved
-    for event in events:
-        if type(event) is removed:
-            continue
-        group_id = getattr(event, "group_idx", None)
-        if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
-            continue
-        if 0 <= group_id < len(labels):
-            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = labels[group_id]
-        else:
-            event.kv_cache_spec_kind = other_kind
 
 
 def adopt_all(events: list[Any]) -> list[Any]:

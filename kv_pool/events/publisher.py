@@ -11,11 +11,11 @@ from typing import Any
 
 from kv_pool.closing import Closing
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
+from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
-from kv_pool.events.event_filter import add_kinds
 from kv_pool.events.event_publisher import PublisherStatistics, ResidentState
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer
