@@ -74,7 +74,6 @@ MANAGER = (
     "manager_state",
     "prefix_caching",
     "prefix_lookup",
-    "requests/request_checks",
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
@@ -118,7 +117,6 @@ COLD = (
     "core/holds",
     "core/id_swap",
     "core/live_curve",
-    "core/observer",
     "core/policy_names",
     "core/pool_size",
     "core/pool_state",
@@ -137,7 +135,6 @@ COLD = (
     "manager/checkpoint_choice",
     "manager/engine/zeroed_blocks",
     "manager/forking",
-    "manager/requests/request_checks",
     "manager/retention/directive",
     "manager/retention/request_directives",
 )

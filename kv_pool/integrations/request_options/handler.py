@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.core.arguments import as_count, check_type, refuse_type
+from kv_pool.core.arguments import as_count, check_type, get_request_id, refuse_type
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import InvalidArgumentError, KVPoolError, PinLimitError
 from kv_pool.ids import RequestId
@@ -18,7 +18,6 @@ from kv_pool.integrations.request_options.options import (
 )
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.request_directives import join_stretches

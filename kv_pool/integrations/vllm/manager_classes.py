@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_part import BlockObserver
 from kv_pool.ids import GroupId
 from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
 from kv_pool.integrations.vllm.pool_classes import BlockPool

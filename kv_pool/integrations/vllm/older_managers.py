@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_part import BlockObserver
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.integrations.vllm import manager_classes, older_pools
 from kv_pool.integrations.vllm.older_behaviour import RULES_0_30, RULES_0_31, RULES_0_32

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockStored
 
 from kv_pool.core.kv_events import MEDIUM_GPU
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_part import BlockObserver
 from kv_pool.integrations.vllm import pool_classes
 from kv_pool.integrations.vllm.older_behaviour import LastFeatureOnly, PartialBlocksOnly
 
