@@ -700,11 +700,13 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         num_free = self.block_pool.free_block_queue.num_free_blocks
         return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
-    def list_rows(self) -> dict[SequenceId, list[Collection[KVCacheBlock]]]:
+    def _list_rows(self) -> dict[SequenceId, list[Collection[KVCacheBlock]]]:
         """Return the blocks of each sequence in one row, the least recently accessed sequence first."""
         return {holder.sequence_id: [holder.blocks] for holder in self.holdings.holders.values()}
 
-    def report_sequence(self, sequence_id: SequenceId, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def _report_sequence(
+        self, sequence_id: SequenceId, num_blocks: int, num_immovable: int
+    ) -> SequenceReport:
         holder = self.holdings.holders[sequence_id]
         return SequenceReport(
             sequence_id,
@@ -715,7 +717,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_immovable_blocks=num_immovable,
         )
 
-    def count_more(self) -> dict[str, Any]:
+    def _count_more(self) -> dict[str, Any]:
         self._expire_claims()
         return {
             "pinned_blocks": len(self.holdings.pins),

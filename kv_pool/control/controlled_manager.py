@@ -93,12 +93,12 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
 
     # ---- reports ---------------------------------------------------------------------------------
 
-    def list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
+    def _list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
         """Return the rows of each request, in the order of admission; those without tables come last."""
         rows = list_rows(self.manager)
         return rows | {one: [] for one in self.manager.detached_requests if one not in rows}
 
-    def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         request = self._requests.get(sequence_id)
         return SequenceReport(
             sequence_id,
@@ -110,7 +110,7 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
             num_immovable,
         )
 
-    def count_more(self) -> dict[str, Any]:
+    def _count_more(self) -> dict[str, Any]:
         return count_use(self.manager)
 
     def get_free_blocks(self) -> int:

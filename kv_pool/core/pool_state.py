@@ -25,7 +25,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 _UNCHECKED_BLOCKS: Final = 10_000_000
-"""A pool of up to so many blocks takes 1 to 2 GB, and is not compared with this machine's memory."""
+"""A pool of at most this size takes 1 to 2 GB, and is not compared with this machine's memory."""
 
 
 class ReuseWatcher(NamedTuple):

@@ -41,14 +41,14 @@ class ControlledPool(ABC, Generic[Pool]):
     num_moved_blocks: int = 0
 
     @abstractmethod
-    def list_rows(self) -> Mapping[Any, Collection[Collection[KVCacheBlock]]]:
+    def _list_rows(self) -> Mapping[Any, Collection[Collection[KVCacheBlock]]]:
         """Return the blocks of each sequence or request, one row per group. Called with the lock held."""
 
     @abstractmethod
-    def report_sequence(self, sequence_id: Any, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def _report_sequence(self, sequence_id: Any, num_blocks: int, num_immovable: int) -> SequenceReport:
         """Return the report of a sequence with this many blocks. Called with the lock held."""
 
-    def count_more(self) -> dict[str, Any]:
+    def _count_more(self) -> dict[str, Any]:
         """Return the fields of `PoolStatistics` that only this pool knows. Called with the lock held."""
         return {}
 
@@ -64,7 +64,7 @@ class ControlledPool(ABC, Generic[Pool]):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
-            more = self.count_more()
+            more = self._count_more()
             known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
             return msgspec.structs.replace(known, moved_blocks=self.num_moved_blocks, **more)
 
@@ -73,7 +73,7 @@ class ControlledPool(ABC, Generic[Pool]):
         with self.lock:
             return read_layout(
                 self.block_pool,
-                list(chain.from_iterable(self.list_rows().values())),
+                list(chain.from_iterable(self._list_rows().values())),
                 block_size=self.block_size,
                 run_length=self.run_length,
                 device_id=self.device_id,
@@ -84,10 +84,10 @@ class ControlledPool(ABC, Generic[Pool]):
         with self.lock:
             immovable_ids = set(self.block_pool.holds.list_immovable_ids())
             reports = []
-            for sequence_id, rows in self.list_rows().items():
+            for sequence_id, rows in self._list_rows().items():
                 ids = [block.block_id for row in rows for block in row if not block.is_null]
                 num_immovable = sum(block_id in immovable_ids for block_id in ids)
-                reports.append(self.report_sequence(sequence_id, len(ids), num_immovable))
+                reports.append(self._report_sequence(sequence_id, len(ids), num_immovable))
             return SequenceList(reports)
 
     def get_fragmentation_rate(self) -> float:

@@ -70,15 +70,15 @@ class PoolControl(ControlledPool[BlockPool]):
     def block_size(self) -> int:  # type: ignore[override]  # of the engine's pool
         return self.block_pool.hash_block_size
 
-    def list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
+    def _list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
         """Return the rows of each request, in the order of admission; {} if vLLM's own manager has them."""
         manager = self._get_manager()
         return {} if manager is None else list_rows(manager.manager)
 
-    def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
-    def count_more(self) -> dict[str, Any]:
+    def _count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
         own = {
             "taken_events": dict(self._num_taken_events),
