@@ -25,7 +25,7 @@ class UntimedPool(GPUKVPool):
     def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
         request = as_request(request)
         with self.lock:
-            return [block.block_id for block in self._append(request)]
+            return [block.block_id for block in self._allocation.append(request)]
 
     def free(self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None = None) -> None:
         with self.lock:

@@ -21,7 +21,6 @@ from kv_pool.core.arguments import (
     as_list_of,
     check_type,
     refuse_copy,
-    refuse_interrupted,
 )
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
@@ -34,7 +33,6 @@ from kv_pool.errors import (
     KVPoolError,
     PoolExhaustedError,
     PoolInterruptedError,
-    UnknownDeviceError,
 )
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
@@ -207,7 +205,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self.holdings = Holdings(self.block_pool, max_pinned_blocks, clock, device_id)
         self._victims = Victims(self.holdings, eviction_policy, on_evicted)
         self._allocation = Allocation(
-            self.block_pool,
+            self.holdings,
             self._victims,
             self.count_available,
             self._copy_moves,
@@ -288,7 +286,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             if self._migration_hook is not None:
                 return self._allocate_with_hook([request])[0]
             with self.lock:
-                return [block.block_id for block in self._append(request)]
+                return [block.block_id for block in self._allocation.append(request)]
         finally:
             if started_ns:
                 self._allocation_latency.note(perf_counter_ns() - started_ns)
@@ -341,7 +339,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         if self._migration_hook is not None and requests:
             return self._allocate_with_hook(requests)
         with self.lock:
-            return self._append_all(requests, [])
+            return self._allocation.append_all(requests, [])
 
     def fork(
         self, parent_id: SequenceId, child_id: SequenceId, num_blocks: int | None = None
@@ -906,7 +904,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     # ---- internals, called with the lock held unless stated otherwise ------------------------------
 
     def _allocate_with_hook(self, requests: list[BlockAllocationRequest]) -> list[list[BlockId]]:
-        """Like `_append_all`, with the migration hook: before too few blocks would be left, and on refusal.
+        """Call the migration hook before too few blocks would be left, and when the request is refused.
 
         The pool is not locked: the hook may wait for another pool, whose hook may wait for this one.
         """
@@ -922,7 +920,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         done: list[list[KVCacheBlock]] = []
         try:
             with self.lock:
-                return self._append_all(requests, done)
+                return self._allocation.append_all(requests, done)
         except PoolExhaustedError:
             if hook is None:
                 raise
@@ -930,73 +928,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_missing = num_blocks - self.count_available(refused.priority)
         hook(refused, max(0, num_missing))
         with self.lock:
-            return self._append_all(requests, [], ["the migration hook"])
-
-    def _append_all(
-        self,
-        requests: Sequence[BlockAllocationRequest],
-        done: list[list[KVCacheBlock]],
-        tried: Sequence[str] = (),
-    ) -> list[list[BlockId]]:
-        """Allocate the blocks of all requests, or of none.
-
-        Args:
-            done: empty; receives the blocks of each served request, even if a later request fails.
-        """
-        together = {request.sequence_id for request in requests}
-        try:
-            for request in requests:
-                done.append(self._append(request, together, tried))
-        except Exception:
-            for request, blocks in reversed(list(zip(requests, done, strict=False))):
-                self.block_pool.holds.check_whole()
-                if request.pinned:
-                    self.holdings.pins.unpin(blocks)
-                self.holdings.drop(blocks, {self.holdings.holders[request.sequence_id]: blocks})
-            raise
-        # Read the ids last: a later request may have moved the blocks of an earlier one.
-        return [[block.block_id for block in blocks] for blocks in done]
-
-    def _append(
-        self,
-        request: BlockAllocationRequest,
-        together: Collection[SequenceId] = (),
-        tried: Sequence[str] = (),
-    ) -> list[KVCacheBlock]:
-        """Take the blocks of a checked request, and append them to its sequence. See `Allocation.take`."""
-        holdings = self.holdings
-        sequence_id = request.sequence_id
-        if holdings.frozen:
-            holdings.check_usable(sequence_id)
-        device_id = request.device_id
-        if device_id is not None and device_id != self.device_id:
-            raise UnknownDeviceError(
-                f"this pool is on device {self.device_id}; ask the pool of device {device_id!r}, or migrate"
-            )
-        if request.pinned:
-            holdings.pins.check_room(request.num_blocks)
-        pool = self.block_pool
-        if pool.is_changing:
-            refuse_interrupted()
-        sequence = holdings.holders.get(sequence_id)
-        if sequence is None:
-            after = None
-            if holdings.evictions:
-                holdings.evictions.begin(sequence_id)
-        else:
-            after = next(reversed(sequence.blocks))
-        if holdings.retention is not None:
-            holdings.retention.expire()
-        taken = self._allocation.take(request, after, together, tried)
-        if sequence is None:
-            sequence = Holder(sequence_id, request.priority, self._clock())
-        else:
-            sequence.priority = max(sequence.priority, request.priority)
-        holdings.hold(sequence, taken)
-        if request.pinned:
-            holdings.pins.pin(taken)
-        pool.is_changing = False
-        return taken
+            return self._allocation.append_all(requests, [], ["the migration hook"])
 
     def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
         """Raise unless a new sequence may have this id, as far as it was not evicted."""

@@ -197,8 +197,8 @@ class Holdings:
     ) -> None:
         self.block_pool = block_pool
         self.retention: BlockRetention | None = None
-        self._clock = clock
-        self._device_id = device_id
+        self.clock = clock
+        self.device_id = device_id
         self.pins = Pins(block_pool, max_pinned_blocks)
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[SequenceId, Holder] = {}
@@ -226,7 +226,7 @@ class Holdings:
 
     def note_access(self, holder: Holder) -> None:
         """Mark the sequence as the most recently used: move it to the end of `holders`."""
-        now = self._clock()
+        now = self.clock()
         holders = self.holders
         if holder.sequence_id in holders:  # no call until it is in again, so no interrupt in between
             del holders[holder.sequence_id]
@@ -311,7 +311,7 @@ class Holdings:
         if self.retention is None:
             from kv_pool.manager.retention.block_retention import BlockRetention
 
-            self.retention = BlockRetention(self.block_pool, self._clock, self.pins.max_pinned_blocks)
+            self.retention = BlockRetention(self.block_pool, self.clock, self.pins.max_pinned_blocks)
         return self.retention
 
     def will_pin(self, holder: Holder, position: int, block: KVCacheBlock) -> bool:
@@ -364,7 +364,7 @@ class Holdings:
             if sequence_id in self.evictions:
                 raise self.evictions.make_error(sequence_id)
             raise UnknownSequenceError(
-                f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Was it freed twice, "
+                f"sequence {sequence_id!r} holds no blocks on device {self.device_id}. Was it freed twice, "
                 f"or migrated to another device?"
             )
         return holder
