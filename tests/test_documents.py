@@ -25,7 +25,7 @@ NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and
 SHOWN = [
     "kv_pool.adapter.device_pools",
     "kv_pool.adapter.gpu_kv_pool",
-    "kv_pool.adapter.migration_hook",
+    "kv_pool.adapter.migration_manager",
     "kv_pool.reports.allocation_monitor",
     "kv_pool.reports.layout",
     "kv_pool.contiguous.run_pool",

@@ -4,8 +4,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from kv_pool.adapter.holdings import Holder, Holdings, as_new_id
-from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
@@ -14,6 +12,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
+from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id
+from kv_pool.manager.sequences.victims import Victims
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
 
 _NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"

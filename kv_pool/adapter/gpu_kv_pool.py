@@ -7,9 +7,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 from kv_pool.adapter.allocation import Allocation, as_request, check_priority
-from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
 from kv_pool.adapter.pool_lock import PoolLock
-from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
@@ -35,6 +33,8 @@ from kv_pool.errors import (
     PoolInterruptedError,
 )
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
+from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
+from kv_pool.manager.sequences.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -53,7 +53,7 @@ from kv_pool.reports.sequences import SequenceReport
 if TYPE_CHECKING:
     from os import PathLike
 
-    from kv_pool.adapter.pool_sequences import MigrationRoutes
+    from kv_pool.adapter.migration_routes import MigrationRoutes
     from kv_pool.core.cache_policy import CachePolicy
     from kv_pool.events.event_publisher import ResidentState
     from kv_pool.manager.retention.block_retention import BlockRetention
@@ -950,7 +950,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     def _open_routes(self) -> "MigrationRoutes":
         """Return the ways to other pools and nodes. The first call creates them, locked or not."""
         if self._routes is None:
-            from kv_pool.adapter.pool_sequences import MigrationRoutes
+            from kv_pool.adapter.migration_routes import MigrationRoutes
 
             with self.lock:
                 if self._routes is None:

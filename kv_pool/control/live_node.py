@@ -13,8 +13,6 @@ from secrets import token_hex
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.migration_hook import MigrationHook
-from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.messages import MigrationList, PeerList, PeerReport
 from kv_pool.control.serve_settings import ServeSettings
@@ -30,8 +28,10 @@ from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
+from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.secret import load_secret, write_secret_file

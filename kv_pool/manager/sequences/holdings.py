@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from kv_pool.adapter.evictions import Evictions
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -21,6 +20,7 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockId, GroupId, RequestId, SequenceId
+from kv_pool.manager.sequences.evictions import Evictions
 from kv_pool.protocol import HIGH, NORMAL, URGENT
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from functools import partial
 from heapq import merge
 from typing import Protocol
 
-from kv_pool.adapter.holdings import Holder, Holdings
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId, SequenceId
+from kv_pool.manager.sequences.holdings import Holder, Holdings
 from kv_pool.protocol import NO_SEQUENCE, Eviction
 
 _NUM_PRIORITIES = 3
