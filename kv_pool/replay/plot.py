@@ -1,4 +1,4 @@
-"""Draws reports: hit rates over capacity, of sweeps, curves, plans and comparisons; breakdowns of a replay."""
+"""Draws reports: hit rates over capacity of sweeps, curves, plans and comparisons; breakdowns of replays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -270,6 +270,11 @@ def draw_curves(report: CurveReport, path: str) -> None:
     capacities = [point.num_blocks * per_block for point in report.points]
     marker = _choose_marker(capacities)
     bounds = {"token": report.optimum_tokens, "block": report.optimum_blocks}
+    title = (
+        f"{name_trace(report.provenance)}\n{report.requests:,} requests one at a time, {report.convention}"
+    )
+    if report.sample is not None:
+        title += f", {report.sample.rate:.2%} sampled by {report.sample.unit}"
     with new_figure(path) as (_, (axes,)):
         for kind, line in (("token", "-"), ("block", "--")):
             for policy, colour in (("LRU", "tab:blue"), ("optimum", "tab:orange")):
@@ -287,11 +292,6 @@ def draw_curves(report: CurveReport, path: str) -> None:
         axes.axhline(ceiling, color="tab:green", linestyle=":", label="infinite cache, of prompt tokens")
         if report.knee is not None:
             axes.axvline(report.knee * per_block, color="0.5", linewidth=0.8, label="knee of LRU")
-        sampled = (
-            "" if report.sample is None else f", {report.sample.rate:.2%} sampled by {report.sample.unit}"
-        )
-        title = f"{report.requests:,} requests one at a time, {report.convention}{sampled}"
-        title = f"{name_trace(report.provenance)}\n{title}"
         format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", title)
         axes.legend(loc="lower right", fontsize="small")
 
@@ -313,6 +313,8 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
     per_block, unit = choose_unit(plan.block_bytes, plan.block_size)
     sizes = [(point.num_blocks + 1) * per_block for point in plan.points]
     rates = [point.token_hit_rate for point in plan.points]
+    checks = [check for check in plan.checks if check.block_size == plan.block_size]
+    places = [(check.num_blocks + 1 + check.host_blocks + check.disk_blocks) * per_block for check in checks]
     with new_figure(path) as (_, (axes,)):
         axes.plot(sizes, rates, "-" + _choose_marker(sizes), label="predicted, pool alone")
         axes.axhline(plan.ceiling, color="tab:green", linestyle=":", label="without evictions")
@@ -322,10 +324,6 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
             axes.axvline(
                 (plan.knee + 1) * per_block, color="0.5", linewidth=0.8, linestyle="--", label="knee"
             )
-        checks = [check for check in plan.checks if check.block_size == plan.block_size]
-        places = [
-            (check.num_blocks + 1 + check.host_blocks + check.disk_blocks) * per_block for check in checks
-        ]
         axes.plot(places, [check.predicted for check in checks], "x", color="black", label="predicted")
         axes.plot(
             places,
