@@ -18,7 +18,7 @@ from kv_pool.replay.formats.lmcache import LMCacheReader
 from kv_pool.replay.formats.mooncake import MooncakeReader
 from kv_pool.replay.formats.qwen_bailian import QwenBailianReader
 from kv_pool.replay.formats.vllm_log import VLLMLogReader
-from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.option import Option, describe_options, setting
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_parts, open_trace_writer
@@ -55,39 +55,34 @@ class ConvertSettings:
 
     source: Annotated[str, Option("The file or folder to read.", metavar="INPUT", is_argument=True)]
     source_format: Annotated[
-        str,
-        Option(f"Format of the input: {', '.join(READ_LOSSES)}.", name="source_format", flags=("--from",)),
+        str, Option(f"Format of the input: {', '.join(READ_LOSSES)}.", flags=("--from",))
     ]
-    target_format: Annotated[
-        str,
-        Option(f"Format of the output: {', '.join(WRITE_LOSSES)}.", name="target_format", flags=("--to",)),
-    ] = "mooncake"
-    trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
-    block_size: Annotated[
-        int | None,
-        Option(
-            "Tokens per block, to turn token ids and lengths into hash ids. Default: token ids stay token "
-            f"ids where the output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
-            min=1,
-        ),
-    ] = None
-    session_gap_s: Annotated[
-        float,
-        Option(
-            "Seconds between the starts of two sessions, for --from kv-cache-tester.",
-            name="session_gap",
-            metavar="SECONDS",
-            min=0.0,
-        ),
-    ] = 0.0
-    timestamp_unit: Annotated[
-        str | None,
-        Option(
-            f"Unit of the input's times: {', '.join(MS_PER_UNIT)}. Default: the format's.",
-            flags=TIME_UNIT.flags,
-        ),
-    ] = None
-    skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
+    target_format: str = setting(
+        f"Format of the output: {', '.join(WRITE_LOSSES)}.",
+        default="mooncake",
+        name="target_format",
+        flags=("--to",),
+    )
+    trace_block_size: int | None = setting(TRACE_BLOCK_SIZE, default=None)
+    block_size: int | None = setting(
+        "Tokens per block, to turn token ids and lengths into hash ids. Default: token ids stay token "
+        f"ids where the output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
+        default=None,
+        min=1,
+    )
+    session_gap_s: float = setting(
+        "Seconds between the starts of two sessions, for --from kv-cache-tester.",
+        default=0.0,
+        name="session_gap",
+        metavar="SECONDS",
+        min=0.0,
+    )
+    timestamp_unit: str | None = setting(
+        f"Unit of the input's times: {', '.join(MS_PER_UNIT)}. Default: the format's.",
+        default=None,
+        flags=TIME_UNIT.flags,
+    )
+    skip_broken: bool = setting("Skip broken lines and count them, instead of stopping.", default=False)
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a format or unit is unknown, or cannot be written or given."""
