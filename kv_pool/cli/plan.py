@@ -14,9 +14,15 @@ from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
-from kv_pool.replay.plan.goals import PRICE_FORMAT, PlanGoal, parse_prices, parse_share
 from kv_pool.replay.plan.make_plan import plan_capacity
-from kv_pool.replay.plan.plan_report import CapacityPlan, PlanPoint
+from kv_pool.replay.plan.plan_report import (
+    PRICE_FORMAT,
+    CapacityPlan,
+    PlanGoal,
+    PlanPoint,
+    parse_prices,
+    parse_share,
+)
 from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
 from kv_pool.replay.plot import draw_plan
 from kv_pool.replay.settings import CLOCKS, TIERS_PANEL, ReplaySettings

@@ -8,8 +8,8 @@ from kv_pool.replay.sweep import run_sweep as run_sweep
 from kv_pool.replay.curves.measure import measure_curves as measure_curves
 from kv_pool.replay.curves.curve_report import CurveReport as CurveReport
 from kv_pool.replay.plan.make_plan import plan_capacity as plan_capacity
-from kv_pool.replay.plan.goals import PlanGoal as PlanGoal
-from kv_pool.replay.plan.goals import Prices as Prices
+from kv_pool.replay.plan.plan_report import PlanGoal as PlanGoal
+from kv_pool.replay.plan.plan_report import Prices as Prices
 from kv_pool.replay.plan.plan_report import CapacityPlan as CapacityPlan
 from kv_pool.replay.plan.plan_words import describe_plan as describe_plan
 from kv_pool.replay.compare.compare import compare_policies as compare_policies

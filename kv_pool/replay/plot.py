@@ -8,7 +8,6 @@ import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.breakdown import BreakdownRow
 from kv_pool.replay.compare.comparison import CEILING, LRU, Comparison, TraceComparison
 from kv_pool.replay.curves.curve_report import CurveReport
 from kv_pool.replay.figure import (
@@ -21,6 +20,7 @@ from kv_pool.replay.figure import (
 )
 from kv_pool.replay.plan.plan_report import CapacityPlan
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.request_outcomes import BreakdownRow
 from kv_pool.replay.settings import OPTIMUM
 
 _MARKERS = "osD^vP*X"

@@ -8,11 +8,11 @@ from typing import Annotated
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.policy_names import find_policy
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.breakdown import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.groups import FORMAT, STATES
 from kv_pool.replay.option import Option, check_options, describe_options, setting
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
+from kv_pool.replay.request_outcomes import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.trace import BUNDLED_TRACES, MS_PER_UNIT, Trace
 
 CLOCKS = ("instant", "trace")

@@ -26,8 +26,8 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK
-from kv_pool.replay.decompression import decompress
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
+from kv_pool.replay.line_reader import decompress
 from kv_pool.replay.trace import check_blocks
 
 MAX_FILE_BYTES = 1 << 30

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
-from kv_pool.replay.plan.goals import PlanGoal
 from kv_pool.replay.plan.plan_curve import PlanCurve, grow, shrink
 from kv_pool.replay.plan.plan_report import (
     CapacityPlan,
     PlanBlockSize,
     PlanCheck,
     PlanDemand,
+    PlanGoal,
     PlanTier,
 )
 from kv_pool.replay.report import ReplayReport, make_provenance

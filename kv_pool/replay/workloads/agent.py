@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kv_pool.replay.option import describe_options, setting
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.workloads.distributions import Distribution, RandomStream
 from kv_pool.replay.workloads.workload import (
     GeneratedRequest,
     SystemPrompts,

@@ -10,8 +10,7 @@ import xxhash
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.option import describe_options, setting
 from kv_pool.replay.workloads.chat import ChatSettings, Conversation
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import RandomStream, ZipfSampler
+from kv_pool.replay.workloads.distributions import Distribution, RandomStream, ZipfSampler
 from kv_pool.replay.workloads.workload import (
     MAX_TOKENS,
     GeneratedRequest,

@@ -9,8 +9,8 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.option import Option, check_options, describe_options, setting
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import (
+from kv_pool.replay.workloads.distributions import (
+    Distribution,
     RandomStream,
     ZipfSampler,
     portable_exp,

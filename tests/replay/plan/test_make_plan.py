@@ -13,8 +13,8 @@ from replay.test_schemas import validator
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.capacity import ModelCompute
 from kv_pool.replay.plan import plan_report
-from kv_pool.replay.plan.goals import PlanGoal, Prices
 from kv_pool.replay.plan.make_plan import TOLERANCE, plan_capacity
+from kv_pool.replay.plan.plan_report import PlanGoal, Prices
 from kv_pool.replay.report import Provenance, write_json
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.simulator import run_replay
