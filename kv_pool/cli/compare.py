@@ -34,7 +34,7 @@ from kv_pool.replay.compare.comparison import (
 )
 from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.curves.curve_report import describe_bound
-from kv_pool.replay.plot import draw_comparison
+from kv_pool.replay.pictures.hit_rates import draw_comparison
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
 

@@ -15,7 +15,7 @@ from kv_pool.cli.setting_options import takes
 from kv_pool.replay.capacity import RANGE_FORMAT
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
 from kv_pool.replay.curves.measure import CurveProgress, measure_curves
-from kv_pool.replay.plot import draw_curves
+from kv_pool.replay.pictures.hit_rates import draw_curves
 from kv_pool.replay.settings import ReplaySettings
 
 _MAX_ROWS = 14

@@ -14,6 +14,7 @@ from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
+from kv_pool.replay.pictures.hit_rates import draw_plan
 from kv_pool.replay.plan.make_plan import plan_capacity
 from kv_pool.replay.plan.plan_report import (
     PRICE_FORMAT,
@@ -24,7 +25,6 @@ from kv_pool.replay.plan.plan_report import (
     parse_share,
 )
 from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
-from kv_pool.replay.plot import draw_plan
 from kv_pool.replay.settings import CLOCKS, TIERS_PANEL, ReplaySettings
 
 _GOAL_PANEL = "Goal; the knee of the curve without one"

@@ -37,11 +37,11 @@ from kv_pool.replay.formats.convert import convert_trace as convert_trace
 from kv_pool.replay.settings import EngineRates as EngineRates
 from kv_pool.replay.capacity import ModelKV as ModelKV
 from kv_pool.replay.capacity import find_model as find_model
-from kv_pool.replay.plot import draw_hit_rates as draw_hit_rates
-from kv_pool.replay.plot import draw_breakdowns as draw_breakdowns
-from kv_pool.replay.plot import draw_curves as draw_curves
-from kv_pool.replay.plot import draw_plan as draw_plan
-from kv_pool.replay.plot import draw_comparison as draw_comparison
+from kv_pool.replay.pictures.hit_rates import draw_hit_rates as draw_hit_rates
+from kv_pool.replay.pictures.hit_rates import draw_breakdowns as draw_breakdowns
+from kv_pool.replay.pictures.hit_rates import draw_curves as draw_curves
+from kv_pool.replay.pictures.hit_rates import draw_plan as draw_plan
+from kv_pool.replay.pictures.hit_rates import draw_comparison as draw_comparison
 from kv_pool.replay.report import read_reports as read_reports
 from kv_pool.replay.report import write_json as write_json
 from kv_pool.errors import TraceError as TraceError

@@ -1,4 +1,4 @@
-"""`RequestOutcome`: the result of one request in a replay. `Breakdown`: hit rates by session, turn and so on."""
+"""`RequestOutcome`: one request of a replay. `Breakdown`: hit rates by session, turn, minute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`PromptKeys`: the blocks of a prompt. `Reuse`: which request used each of them last; all that a curve needs.
+"""`PromptKeys`: the blocks of a prompt. `Reuse`: which request used each of them last, for curves.
 
 The prompts of a trace share prefixes only, so the blocks that a request used and that no later request has
 used since are one interval of its prompt. A prompt is therefore a few consecutive pieces, head first, each

@@ -1,4 +1,4 @@
-"""`Distribution`, `RandomStream`: random lengths, counts and times, equal on every platform and Python version.
+"""`Distribution`, `RandomStream`: random lengths, counts and times, equal on every platform and Python.
 
 Logarithms and exponentials of `math` may differ in the last bit between C libraries, which would change a
 generated trace. Everything here uses IEEE 754 additions, multiplications, divisions and square roots only,

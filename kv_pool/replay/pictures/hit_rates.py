@@ -10,7 +10,7 @@ from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.comparison import CEILING, LRU, Comparison, TraceComparison
 from kv_pool.replay.curves.curve_report import CurveReport
-from kv_pool.replay.figure import (
+from kv_pool.replay.pictures.figure import (
     choose_unit,
     format_capacity_axes,
     make_printable,
