@@ -12,8 +12,8 @@ from typing import Any
 from measuring import describe_run, write_results
 
 import kv_pool
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.plot import draw_hit_rates
+from kv_pool.replay.pictures.figure import check_can_draw
+from kv_pool.replay.pictures.hit_rates import draw_hit_rates
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay

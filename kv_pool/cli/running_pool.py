@@ -23,7 +23,7 @@ from kv_pool.control.layout_text import print_layout
 from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
 from kv_pool.metrics.latency import CallLatency
-from kv_pool.replay.figure import check_can_draw
+from kv_pool.replay.pictures.figure import check_can_draw
 from kv_pool.reports import (
     HoldList,
     HoldSummary,

@@ -18,7 +18,7 @@ from kv_pool.control.layout_cells import (
     make_legend,
 )
 from kv_pool.errors import DrawingError
-from kv_pool.replay.figure import check_can_draw
+from kv_pool.replay.pictures.figure import check_can_draw
 from kv_pool.reports import PoolLayout
 
 if TYPE_CHECKING:

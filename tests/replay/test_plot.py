@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kv_pool import InvalidArgumentError, TraceError
-from kv_pool.replay.plot import count_capacity, draw_hit_rates
+from kv_pool.replay.pictures.hit_rates import count_capacity, draw_hit_rates
 from kv_pool.replay.report import InfiniteCache, Provenance, ReplayReport, TierReport
 
 REPORTS = [

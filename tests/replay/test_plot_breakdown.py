@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 import pytest
 
 from kv_pool import InvalidArgumentError, TraceError
-from kv_pool.replay.breakdown import BREAKDOWNS, BreakdownRow
-from kv_pool.replay.plot import draw_breakdowns
+from kv_pool.replay.pictures.hit_rates import draw_breakdowns
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.request_outcomes import BREAKDOWNS, BreakdownRow
 
 
 def make_report(*kinds, num_rows=4):

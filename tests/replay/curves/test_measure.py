@@ -12,11 +12,11 @@ from replay.test_schemas import validator
 
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.curves import curve_report
-from kv_pool.replay.curves.curve_plot import draw_curves
 from kv_pool.replay.curves.curve_report import locate_knee, write_csv
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
+from kv_pool.replay.pictures.hit_rates import draw_curves
 from kv_pool.replay.report import InfiniteCache, Provenance, write_json
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay

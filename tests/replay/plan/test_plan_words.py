@@ -8,9 +8,9 @@ from replay.plan.made_plan import MODEL, make_settings
 from replay.plan.test_make_plan import TURNS, make_conversations
 
 from kv_pool import TraceError
-from kv_pool.replay.plan.goals import PlanGoal, Prices
+from kv_pool.replay.pictures.hit_rates import draw_plan
 from kv_pool.replay.plan.make_plan import plan_capacity
-from kv_pool.replay.plan.plan_plot import draw_plan
+from kv_pool.replay.plan.plan_report import PlanGoal, Prices
 from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
 from kv_pool.replay.settings import EngineRates
 

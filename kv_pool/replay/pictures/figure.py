@@ -1,6 +1,8 @@
-"""Parts that all pictures of the replay share: the check before, the axes of hit rates, the file."""
+"""Parts that all pictures of the replay share: the check before, the file, the axes of hit rates."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +31,39 @@ def _find_obstacle(path: str) -> str | None:
     return find_obstacle(path)
 
 
-def open_pyplot(path: str) -> Any:
-    """Return matplotlib's pyplot, which draws without a display.
+@contextmanager
+def new_figure(
+    path: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.2, 4.4)
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a matplotlib figure and its axes, row by row. At the end, write it to an image file and close it.
 
+    Args:
+        size: width and height in inches.
     Raises:
-        TraceError: matplotlib is not installed, or `path` cannot be written.
+        TraceError: matplotlib is not installed, or the file cannot be written.
     """
     check_can_draw(path)
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
-    return pyplot
+    figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    try:
+        yield figure, list(grid.flat)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
+                figure.savefig(path, dpi=150)
+        except (OSError, ValueError) as error:
+            raise TraceError(f"{path}: cannot write the picture: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def choose_unit(block_bytes: float, block_size: int) -> tuple[float, str]:
+    """Return the size of a block on an axis of capacities, and the unit: GiB if its bytes are known."""
+    return (block_bytes / 2**30, "GiB") if block_bytes else (1.0, f"blocks of {block_size} tokens")
 
 
 def format_capacity_axes(axes: Any, capacity: str, rate: str, title: str) -> None:
@@ -73,21 +95,3 @@ def name_trace(provenance: Provenance | None) -> str:
 def make_printable(text: str) -> str:
     """Replace control characters, which XML pictures cannot contain; names come from files."""
     return "".join(one if one.isprintable() else "?" for one in text)
-
-
-def save_figure(figure: Any, path: str) -> None:
-    """Write a figure to an image file, and close it.
-
-    Raises:
-        TraceError: the file cannot be written.
-    """
-    from matplotlib import pyplot
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-            figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot write the picture: {error}") from error
-    finally:
-        pyplot.close(figure)
