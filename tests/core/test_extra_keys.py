@@ -21,26 +21,6 @@ IMAGE = MultiModalFeature("img", PlaceholderRange(offset=6, length=4))
 CLIP = MultiModalFeature("clip", PlaceholderRange(offset=10, length=3))
 
 
-def test_a_plain_request_has_no_extra_keys():
-    assert find_extra_keys(make_request([]), 0, 4) is None
-    assert untag_extra_keys(None) is None
-
-
-@pytest.mark.parametrize(
-    ("start", "expected"),
-    [
-        (0, None),
-        (4, (("mm", "img", 2),)),
-        (8, (("mm", "img", -2), ("mm", "clip", 2))),
-        (12, (("mm", "clip", -2),)),
-        (16, None),
-    ],
-)
-def test_an_input_is_a_key_of_every_block_it_overlaps(start, expected):
-    request = make_request([], mm_features=[IMAGE, CLIP])
-    assert find_extra_keys(request, start, start + 4) == expected
-
-
 class CountedFeature:
     """A multimodal input that counts how often its position is read."""
 
@@ -125,12 +105,6 @@ def test_a_walk_agrees_with_a_search_of_all_inputs(seed):
         expected = find_slowly(features, start, end) or None
         assert walk.find(start, end) == expected
         assert find_extra_keys(request, start, end) == expected
-
-
-def test_the_salt_is_a_key_of_the_first_block_only():
-    request = make_request([], cache_salt="s")
-    assert find_extra_keys(request, 0, 4) == (("cache_salt", "s"),)
-    assert find_extra_keys(request, 4, 8) is None
 
 
 def test_the_order_is_adapter_inputs_salt():

@@ -150,19 +150,6 @@ def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     assert run(manager, "d", range(13)) == 3
 
 
-def test_blocks_in_use_are_passed_over_and_keep_their_place():
-    manager = make_manager(6, Noting)
-    first, _, _ = start(manager, "a", range(8))
-    run(manager, "b", range(100, 108))
-    manager.free(first)
-    request, num_hits, _ = start(manager, "c", range(8))
-    assert num_hits == 1  # the last token has to be computed
-    run(manager, "d", range(200, 216))
-    manager.free(request)
-    invariants.check(manager.block_pool)
-    assert run(manager, "e", range(9)) == 2
-
-
 def test_flat_mode_makes_each_block_an_object_of_its_own():
     manager = make_manager(10, Noting)
     pool = BlockPool(5, True, BLOCK_SIZE, policy="flat:lru")
@@ -174,29 +161,6 @@ def test_flat_mode_makes_each_block_an_object_of_its_own():
     assert not look_up_alone(pool, b"key")
     assert look_up_alone(pool, b"key")
     invariants.check(pool)
-
-
-def test_evicted_and_taken_blocks_leave_their_runs():
-    manager = make_manager(6, LRU)
-    pool = manager.block_pool
-    run(manager, "a", range(20))
-    pool.evict_blocks([3])
-    invariants.check(pool)
-    pool.take_blocks([pool.blocks[2]])
-    invariants.check(pool)
-    assert len(pool.get_new_blocks(5)) == 5
-    invariants.check(pool)
-
-
-def test_a_reset_starts_the_policy_again():
-    manager = make_manager(6, Noting)
-    run(manager, "a", range(20))
-    pool = manager.block_pool
-    assert pool.reset_prefix_cache()
-    invariants.check(pool)
-    assert pool.policy_host.num_ordered == 0
-    assert take_notes(manager) == []
-    assert run(manager, "a", range(20)) == 0
 
 
 def test_resizing_tells_the_policy_the_capacity():

@@ -295,29 +295,6 @@ def test_a_request_that_fits_alone_can_be_completed(
         request.num_computed_tokens += num_new
 
 
-def test_a_request_larger_than_the_pool_does_not_fit_alone():
-    manager = KVCacheManager(BlockPool(5, True, BLOCK_SIZE))
-    assert manager.fits_alone(8)
-    assert not manager.fits_alone(9)
-
-
-def test_fits_alone_refuses_a_negative_number_of_tokens():
-    manager = KVCacheManager(BlockPool(10, True, 4))
-    with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
-        manager.fits_alone(-1)
-    with pytest.raises(InvalidArgumentError, match="num_encoder_tokens is -1"):
-        manager.fits_alone(1, num_encoder_tokens=-1)
-
-
-def test_hashes_of_another_size_are_refused_at_once():
-    manager = KVCacheManager(BlockPool(10, True, 16))
-    for block_size in (4, 8, 32):
-        request = Request("a", range(40), BlockHasher(block_size=block_size))
-        with pytest.raises(InvalidArgumentError, match="another block size"):
-            manager.allocate_slots(request, 8)
-    assert manager.list_request_ids() == []
-
-
 def test_hashes_finer_than_the_pools_are_refused_with_a_prefix():
     manager = KVCacheManager(BlockPool(20, True, 4))
     request = Request("a", range(30), BlockHasher(block_size=8))

@@ -79,28 +79,6 @@ def count_states(manager):
     )
 
 
-def test_a_new_prompt_keeps_its_middle_and_its_end():
-    manager = make_manager()
-    assert run(manager, "new", range(42)) == 0
-    assert list_states(manager, range(42)) == [20, 40]
-
-
-def test_the_end_is_what_the_same_prompt_can_hit():
-    manager = make_manager()
-    run(manager, "first", range(40))
-    assert list_states(manager, range(40)) == [16, 36]
-    assert run(manager, "again", range(40)) == 36
-
-
-def test_the_second_prompt_of_a_prefix_hits_the_middle():
-    manager = make_manager()
-    shared = list(range(32))
-    run(manager, "first", [*shared, *range(100, 110)])
-    assert run(manager, "second", [*shared, *range(200, 210)]) == 20
-    assert list_states(manager, shared) == [20, 32]
-    assert run(manager, "third", [*shared, *range(300, 310)]) == 32
-
-
 def test_output_keeps_no_state():
     manager = make_manager()
     run(manager, "first", range(42), num_output=20)
@@ -125,26 +103,6 @@ def test_two_requests_that_continue_an_answer_make_a_junction():
     assert run(manager, "third", [*history, *range(200, 210)]) == 40
     assert 52 in list_states(manager, history)
     assert run(manager, "fourth", [*history, *range(300, 310)]) == 52
-
-
-def test_a_conversation_keeps_its_last_two_ends():
-    manager = make_manager()
-    tokens = list(range(42))
-    run(manager, "turn 0", tokens)
-    for turn in range(1, 6):
-        tokens = [*tokens, *range(1000 * turn, 1000 * turn + 10)]
-        assert run(manager, f"turn {turn}", tokens) == (len(tokens) - 11) // BLOCK * BLOCK
-    assert list_states(manager, tokens) == [20, 80, 88]
-
-
-def test_a_turn_generated_again_keeps_the_state_before_it():
-    manager = make_manager()
-    tokens = list(range(42))
-    run(manager, "turn 0", tokens)
-    run(manager, "turn 1", [*tokens, *range(100, 110)])
-    run(manager, "turn 1 again", [*tokens, *range(200, 210)])
-    run(manager, "turn 2", [*tokens, *range(200, 210), *range(300, 310)])
-    assert 40 in list_states(manager, tokens)
 
 
 def test_a_released_state_is_reused_at_once():

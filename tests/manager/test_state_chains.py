@@ -13,14 +13,6 @@ def cache(block_id, key):
     return KVCacheBlock(block_id, _block_hash=key)
 
 
-def take_turn(chains, number, source, is_end=True):
-    """Keep a state under its number in a new block; return the block and what was released."""
-    block = cache(number, bytes([number]))
-    resumed = None if source is None else chains.note_resumed(source)
-    chains.note_kept(block, resumed, is_end)
-    return block, take_released(chains)
-
-
 def take_released(chains):
     """Return the block to release, if any, and note that it was released."""
     released = [state.block for state in chains.superseded if state.is_cached]
@@ -29,55 +21,6 @@ def take_released(chains):
     for block in released:
         block.key = None
     return released[0] if released else None
-
-
-def test_the_third_turn_releases_the_end_of_the_first():
-    chains = StateChains()
-    first, released = take_turn(chains, 1, None)
-    assert released is None
-    second, released = take_turn(chains, 2, first)
-    assert released is None
-    third, released = take_turn(chains, 3, second)
-    assert released is first
-    _, released = take_turn(chains, 4, third)
-    assert released is second
-
-
-def test_a_state_that_two_requests_resumed_from_stays():
-    chains = StateChains()
-    first, _ = take_turn(chains, 1, None)
-    second, _ = take_turn(chains, 2, first)
-    take_turn(chains, 5, first)
-    assert take_turn(chains, 3, second)[1] is None
-
-
-def test_junctions_and_middles_stay():
-    chains = StateChains()
-    first, _ = take_turn(chains, 1, None, is_end=False)
-    second, _ = take_turn(chains, 2, first)
-    assert take_turn(chains, 3, second)[1] is None
-
-
-def test_a_middle_releases_nothing():
-    chains = StateChains()
-    first, _ = take_turn(chains, 1, None)
-    second, _ = take_turn(chains, 2, first)
-    assert take_turn(chains, 3, second, is_end=False)[1] is None
-
-
-def test_a_reused_block_is_unknown():
-    chains = StateChains()
-    first, _ = take_turn(chains, 1, None)
-    second, _ = take_turn(chains, 2, first)
-    first.key = b"another"
-    assert take_turn(chains, 3, second)[1] is None
-    assert chains.note_resumed(first) is None
-
-
-def test_a_block_without_a_key_holds_no_state():
-    chains = StateChains()
-    chains.note_kept(cache(1, None), None, True)
-    assert len(chains) == 0
 
 
 @dataclass
