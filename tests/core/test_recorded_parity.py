@@ -89,6 +89,11 @@ def replay(run, classes):
     assert not differences, "\n".join(differences)
 
 
+def replay_all(classes, release):
+    for run in RUNS[release]:
+        replay(run, classes)
+
+
 def plain(value):
     return json.loads(json.dumps(value))
 
@@ -127,7 +132,5 @@ def test_recorded_calls_have_the_results_of_vllm(release, run):
 )
 def test_the_pool_of_the_next_release_is_detected(release, pool_class):
     """The older releases differ from the next ones in what the recordings show."""
-    classes = with_pool(pool_class, release)
     with pytest.raises(AssertionError, match="pool seed"):
-        for run in RUNS[release]:
-            replay(run, classes)
+        replay_all(with_pool(pool_class, release), release)

@@ -6,7 +6,7 @@ PYTHONPATH=tests:. python tests/core/data/record_parity.py tests/core/data/parit
 First line: where the recording comes from. Then one line a run, with the operations that a random schedule
 decided, and what vLLM's classes answered to each: the result, the digest of everything observable after it
 (`plain_operations.digest`), and at the end the picture itself. The last argument is the number of runs. The
-same command makes the same runs. (The recordings have runs of a queue and a map, too, which are not replayed.)
+same command makes the same runs. The recordings also have runs of a queue and a map, which are not replayed.
 """
 
 import datetime
