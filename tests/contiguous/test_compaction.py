@@ -29,14 +29,6 @@ def make_engine(picture=PICTURE, **options):
     return pool, engine
 
 
-def test_one_look_up_remaps_a_table_of_ids():
-    pool, engine = make_engine()
-    relocation = apply_moves(pool, moves((4, 2), (7, 8)), engine.copy)
-    remap = relocation.make_remap()
-    assert remap[[1, 4, 5, 7]].tolist() == [1, 2, 5, 8]
-    assert (str(remap.dtype), remap.shape) == ("int32", (9,))
-
-
 # ---- C1 to C3: invalid moves -----------------------------------------------------------------------
 
 
@@ -77,19 +69,6 @@ def test_an_invalid_move_changes_nothing(pairs, error, broken):
 
 
 # ---- C4 to C10: each broken once ---------------------------------------------------------------------
-
-
-def test_c4_a_copy_to_another_slot_is_detected():
-    pool, engine = make_engine()
-    slots = dict(engine.slots)
-
-    def copy_too_much(planned):
-        engine.copy(planned)
-        engine.slots[7] = "spilled"
-
-    apply_moves(pool, moves((4, 2)), copy_too_much)
-    with pytest.raises(AssertionError, match="C4: slot 7"):
-        invariants.check_bytes(slots, engine.slots, moves((4, 2)))
 
 
 def change_a_reference(pool):
@@ -200,17 +179,6 @@ def test_c10_a_failed_copy_moves_nothing(fail_after):
     assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
 
 
-def test_c10_ids_exchanged_before_the_copy_are_detected():
-    pool, engine = make_engine()
-    before = invariants.Snapshot(pool)
-    engine.fail_after = 0
-    pool.swap_block_ids([(4, 2)])
-    with pytest.raises(CopyFailedError):
-        engine.copy(moves((4, 2)))
-    with pytest.raises(AssertionError, match=r"^C10: "):
-        invariants.check_nothing_moved(before, pool)
-
-
 # ---- exchanges -----------------------------------------------------------------------------------------
 
 
@@ -307,17 +275,6 @@ def test_a_metrics_collector_follows_a_block_to_its_new_id():
 
 
 # ---- packing, taking a run, shrinking ----------------------------------------------------------------
-
-
-def test_pack_removes_fragmentation_and_reports_rounds():
-    pool, engine = make_engine("free: 1* 3 5 7* 9 | in use: 2 4 6 8 10")
-    told = []
-    relocations = pack(pool, engine.copy, on_moved=told.append)
-    assert told == relocations
-    assert [relocation.epoch for relocation in relocations] == list(range(1, len(relocations) + 1))
-    assert pool.list_free_runs() == [5]
-    assert pool.get_cached_block(hash_of(1), [0]) is not None
-    assert pool.get_cached_block(hash_of(7), [0]) is not None
 
 
 def test_gather_stops_at_the_goal_and_reports_moves():

@@ -52,11 +52,6 @@ def test_pack_moves_the_highest_blocks_to_the_lowest_slots():
     assert plan_pack(pool) == [(6, 1), (7, 3)]
 
 
-def test_neighbours_stay_neighbours():
-    pool = make_run_pool("free: 1 2 4 5 6 | in use: 3 7 8 9 10")
-    assert plan_pack(pool) == [(7, 1), (8, 2), (9, 4), (10, 5)]
-
-
 def test_blocks_without_an_empty_slot_are_exchanged():
     pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
     assert plan_pack(pool) == [(1, 5), (4, 2), (2, 4)]
@@ -136,14 +131,6 @@ def test_gather_clears_no_more_windows_than_needed():
     assert len(plan_gather(pool, 4, goal=0.0)) == 2
     assert len(plan_gather(pool, 4, goal=0.6)) == 1
     assert plan_gather(pool, 4, goal=1.0) == []
-
-
-def test_a_window_with_a_held_block_stays():
-    pool = make_run_pool("free: 5 6 7 9 10 11 | in use: 1 2 3 4 8")
-    (to_fullest,) = plan_gather(pool, 4)
-    assert to_fullest.source == 4
-    pool.hold(blocks(pool, 4), "held by a test")
-    assert [move.source for move in plan_gather(pool, 4)] == [8]
 
 
 def test_gather_overwrites_the_oldest_content_up_to_a_limit():
@@ -268,11 +255,6 @@ def test_after_its_moves_a_cleared_window_is_free(seed):
 def test_blocks_in_use_move_below_the_bar():
     pool = make_run_pool("free: 1 3 6 | in use: 2 4 5")
     assert plan_drain(pool, 3) == [(4, 1), (5, 3)]
-
-
-def test_cached_blocks_move_unless_they_are_evicted_next():
-    pool = make_run_pool("free: 1 2 5* 6* | in use: 3 4")
-    assert plan_drain(pool, 3) == [(4, 1), (6, 2)]
 
 
 def test_drain_overwrites_the_next_blocks_of_a_full_cache():

@@ -20,25 +20,6 @@ def test_aligned_slots_come_first_among_equally_old_ones():
         assert ids(pool.get_new_run(num_blocks))[0] % slot == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_failed_search_does_not_affect_the_next_one(seed):
-    pools = []
-    for _ in range(2):
-        rng = random.Random(seed)
-        pool = RunBlockPool(120, True, 4, placement="oldest")
-        pool.free_blocks([block for block in pool.get_new_blocks(119) if rng.random() < 0.6])
-        for _ in range(rng.randrange(8)):  # where the next search begins
-            pool.get_new_run(2)
-        pools.append(pool)
-    longest = max(pools[0].list_free_runs())
-    assert pools[0].get_new_run(longest + 1) is None
-    for _ in range(3):
-        first, second = (pool.get_new_run(2) for pool in pools)
-        assert first is not None
-        assert second is not None
-        assert ids(first) == ids(second)
-
-
 def list_places(ages, length, hand):
     """Yield possible places of a run in search order: each free run's aligned slots, then its ends."""
     slot = 1 << (length - 1).bit_length()
@@ -98,11 +79,6 @@ def test_a_large_pool_is_searched_in_parts():
 
 
 # ---- runs preferred ------------------------------------------------------------------------------
-
-
-def test_old_blocks_are_taken_in_runs():
-    pool = make_run_pool("free: 5 9 3 4 1 7 | in use: 2 6 8")
-    assert ids(pool.get_new_blocks(3)) == [3, 4, 5]
 
 
 def test_a_young_block_is_not_evicted_for_a_run():

@@ -7,7 +7,6 @@ from drawing import GROUP, blocks, cache, hash_of, make_pool, make_request, stat
 
 from kv_pool import (
     BlockPool,
-    BlockRemoved,
     CorruptedPoolError,
     FreeKVCacheBlockQueue,
     InvalidArgumentError,
@@ -44,12 +43,6 @@ def test_a_pool_without_blocks_is_refused(num_blocks):
 def test_a_hash_block_size_below_one_is_refused():
     with pytest.raises(InvalidArgumentError, match="hash_block_size is 0"):
         BlockPool(4, True, 0)
-
-
-def test_pools_compare_by_identity_and_can_be_keys():
-    one, twin = BlockPool(2, True, 16), BlockPool(2, True, 16)
-    assert one != twin
-    assert {one: "one", twin: "twin"}[one] == "one"
 
 
 def test_a_dropped_pool_is_freed_at_once_without_the_cyclic_gc():
@@ -133,17 +126,6 @@ def test_a_failed_touch_restores_queue_positions(order):
     invariants.check(pool)
     pool.touch(blocks(pool, *order))
     invariants.check(pool)
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_touching_a_block_of_another_pool_changes_nothing(position):
-    pool = make_pool("free: 1 2* | in use: 3")
-    stranger = make_pool("free: 1 2").blocks[1]
-    listed = blocks(pool, 2, 3)
-    listed.insert(position, stranger)
-    with pytest.raises(InvalidBlockError, match="block 1 belongs to another pool"):
-        pool.touch(listed)
-    assert state(pool) == "free: 1 2* | in use: 3"
 
 
 def test_a_bare_block_can_only_be_touched_while_it_is_referenced():
@@ -346,17 +328,6 @@ def test_a_reset_is_refused_while_a_block_is_in_use(caplog):
 # ---- particular blocks, other ids, other sizes
 
 
-def test_given_blocks_are_taken_from_any_queue_position():
-    pool = make_pool("free: 1 2* 3 4* 5 | in use: 6", enable_kv_cache_events=True)
-    pool.take_blocks(blocks(pool, 4, 1))
-    assert state(pool) == "free: 2* 3 5 | in use: 1 4 6"
-    assert [type(event) for event in pool.take_events()] == [BlockRemoved]
-    pool.take_blocks(iter(blocks(pool, 5)))
-    pool.take_blocks([])
-    assert state(pool) == "free: 2* 3 | in use: 1 4 5 6"
-    invariants.check(pool)
-
-
 def other_block(pool):
     return make_pool("free: 1").blocks[1]
 
@@ -412,18 +383,6 @@ def test_taking_given_blocks_notifies_watchers_and_observer():
     assert state(pool) == "free: 2* | in use: 1 3"
 
 
-def test_a_raising_watcher_aborts_taking_given_blocks():
-    def refuse(block):
-        raise KeyError(block.block_id)
-
-    pool = make_pool("free: 1 | in use: 2* 3")
-    pool.unpin_blocks(blocks(pool, 2), refuse)
-    with pytest.raises(KeyError):
-        pool.take_blocks(blocks(pool, 2, 1))
-    assert state(pool) == "free: 2* 1 | in use: 3"
-    invariants.check(pool)
-
-
 def test_an_id_swap_keeps_copies_and_secondary_keys_in_order():
     pool = make_pool("free: 1 2 | in use: 3 4 5")
     for block in blocks(pool, 5, 3):
@@ -441,16 +400,6 @@ def test_an_id_swap_keeps_copies_and_secondary_keys_in_order():
     invariants.check(pool)
 
 
-def test_the_longest_prefix_is_found_after_an_id_swap():
-    pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4")
-    hashes = [hash_of(number) for number in range(4)]
-    pool.cache_full_blocks(make_request(hashes), blocks(pool, 1, 2, 3, 4), 0, 4, 4, 0)
-    table = blocks(pool, 1, 2, 3, 4)
-    pool.swap_block_ids([(2, 7), (4, 5)])
-    assert pool.find_cached_prefix(hashes, 4) == table
-    assert [block._next_cached_id for block in table[:3]] == [7, 3, 5]
-
-
 @pytest.mark.parametrize("pairs", [[(1, 1)], [(1, 2), (2, 3)], [(0, 1)], [(1, 6)], [(-1, 2)]])
 def test_ids_that_cannot_be_swapped_change_nothing(pairs):
     picture = "free: 1 2* 3 | in use: 4*x2 5"
@@ -458,20 +407,4 @@ def test_ids_that_cannot_be_swapped_change_nothing(pairs):
     with pytest.raises(InvalidBlockError, match=r"distinct ids of 1\.\.5"):
         pool.swap_block_ids(pairs)
     assert state(pool) == picture
-    invariants.check(pool)
-
-
-def test_blocks_are_added_at_the_front_and_removed_from_the_top():
-    pool = make_pool("free: 1* | in use: 2")
-    pool.add_blocks(2)
-    assert state(pool) == "free: 3 4 1* | in use: 2"
-    assert pool.get_usage() == 0.25
-    invariants.check(pool)
-    pool.remove_last_blocks(1)
-    assert state(pool) == "free: 3 1* | in use: 2"
-    with pytest.raises(InvalidBlockError, match="block 2 is in use"):
-        pool.remove_last_blocks(2)
-    with pytest.raises(InvalidBlockError, match="block 0 is null"):
-        pool.remove_last_blocks(4)
-    assert state(pool) == "free: 3 1* | in use: 2"
     invariants.check(pool)

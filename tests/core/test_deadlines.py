@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from interrupting import interrupt_everywhere
 
 from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 
@@ -31,15 +30,6 @@ def end_all(deadlines, now):
         ended.append(ending)
         ending.changes_at = NEVER
     return ended
-
-
-def test_a_restored_time_is_valid_without_a_new_push():
-    deadlines, ending = Deadlines(), TimedItem(4.0)
-    deadlines.push(ending)
-    ending.changes_at = 8.0
-    deadlines.push(ending)
-    ending.changes_at = 4.0
-    assert end_all(deadlines, 4.0) == [ending]
 
 
 def test_a_pushed_time_takes_effect_once_it_is_set():
@@ -106,26 +96,3 @@ def test_random_timers_expire_as_in_a_slow_model(seed):
                 assert end_all(deadlines, now) == due
                 for ending in due:
                     del live[ending]
-
-
-def test_an_interrupted_push_keeps_the_previous_timers():
-    def make():
-        deadlines = Deadlines()
-        endings = [Named(f"ending {number}", float(number)) for number in range(65)]
-        push(deadlines, *endings)
-        for ending in endings[::2]:
-            ending.changes_at = NEVER
-        return deadlines, endings
-
-    def move_one(subject):
-        deadlines, endings = subject
-        deadlines.push_at(endings[1], 100.0)
-        endings[1].changes_at = 100.0
-
-    def check(subject):
-        deadlines, endings = subject
-        due = [ending for ending in endings if ending.changes_at != NEVER]
-        assert end_all(deadlines, 1_000.0) == sorted(due, key=lambda ending: ending.changes_at)
-
-    _, broken = interrupt_everywhere(make, move_one, check)
-    assert not broken

@@ -41,19 +41,6 @@ def test_a_pool_has_no_bands_by_default():
 # ---- the order -----------------------------------------------------------------------------------
 
 
-def test_lower_bands_are_reused_first_each_in_order():
-    pool = make_ordered()
-    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3], 7: [5]}
-    assert ids(pool.get_new_blocks(3)) == [9, 2, 4]
-    assert ids(pool.get_new_blocks(2)) == [1, 3]
-    assert pool.get_num_free_blocks() == 1
-    assert pool.eviction_order.has_retained
-    with pytest.raises(OutOfBlocksError, match="asked for 2 blocks, 1 are free"):
-        pool.get_new_blocks(2)
-    assert ids(pool.get_new_blocks(1)) == [5]
-    check(pool)
-
-
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
 def test_a_refused_move_changes_nothing(pool_type):
     pool, other = make_ordered(pool_type), make_banded()
@@ -116,17 +103,6 @@ def test_the_queue_neither_returns_nor_counts_markers():
         queue.popleft()
     with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but fewer blocks are linked"):
         pool.get_new_blocks(1)
-
-
-def test_a_queue_that_counts_too_many_is_found_and_repaired():
-    pool = make_ordered()
-    before = ids(pool.free_block_queue.get_all_free_blocks())
-    pool.free_block_queue.num_free_blocks += 1
-    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 7 but fewer blocks are linked"):
-        pool.get_new_blocks(7)
-    pool.repair(block for block in pool.blocks if block.ref_cnt)
-    assert sorted(list_bands(pool)[EMPTY_BAND]) == sorted(before)
-    check(pool)
 
 
 # ---- the pool's other methods --------------------------------------------------------------------

@@ -28,14 +28,6 @@ def is_unlinked(block):
     return block.prev_free_block is None and block.next_free_block is None
 
 
-def test_a_queue_has_the_given_order():
-    made, queue = make_queue(3)
-    assert order(queue) == [0, 1, 2]
-    assert queue.num_free_blocks == 3
-    assert queue.fake_free_list_head.next_free_block is made[0]
-    assert queue.fake_free_list_tail.prev_free_block is made[2]
-
-
 def test_popleft_of_an_empty_queue_raises():
     with pytest.raises(OutOfBlocksError, match="No free blocks available"):
         FreeKVCacheBlockQueue([]).popleft()
@@ -189,21 +181,6 @@ def test_an_element_that_is_not_a_block_links_nothing(call, position, wrong):
     assert order(queue) == [0, 1]
     assert queue.num_free_blocks == 2
     assert all(is_unlinked(block) for block in fresh)
-
-
-@pytest.mark.parametrize("wrong", [None, 7, "block"])
-def test_appending_a_non_block_changes_nothing(wrong):
-    _, queue = make_queue(2)
-    with pytest.raises((TypeError, AttributeError)):
-        queue.append(wrong)
-    assert order(queue) == [0, 1]
-
-
-def test_any_iterable_of_blocks_can_be_appended():
-    _, queue = make_queue(1)
-    queue.append_n(KVCacheBlock(block_id) for block_id in (5, 6))
-    queue.prepend_n(iter([KVCacheBlock(7)]))
-    assert order(queue) == [7, 0, 5, 6]
 
 
 def test_a_queue_whose_constructor_failed_can_be_dropped():

@@ -64,17 +64,6 @@ def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     assert state(pool) == "free: 4 1* | in use: 2* 3 5"
 
 
-def test_a_watched_block_keeps_its_id_until_it_is_reused():
-    pool = make_pool(PICTURE)
-    pool.unpin_blocks(blocks(pool, 4), print)
-    assert pool.holds.list_immovable_ids() == [4]
-    with pytest.raises(InvalidBlockError, match="C3: block 4 is watched until its reuse"):
-        pool.swap_block_ids([(4, 3)])
-    pool.unpin_blocks(blocks(pool, 5), lambda block: None)
-    pool.get_new_blocks(4)
-    assert pool.holds.list_immovable_ids() == []
-
-
 def test_a_hold_prevents_reset_and_shrinking():
     pool = make_pool("free: 3 1* | in use: 2", RunBlockPool)
     hold = pool.hold(blocks(pool, 1), "sent")
@@ -129,13 +118,6 @@ def test_a_hold_can_be_released_only_once():
         ended.remove(blocks(pool, 4))
         assert list_states(pool) == before
     assert pool.holds.list_holds() == []
-
-
-def test_a_hold_is_released_when_its_with_body_raises():
-    pool = make_pool(PICTURE)
-    with pytest.raises(ZeroDivisionError), pool.hold(blocks(pool, 4), "copied"):
-        raise ZeroDivisionError
-    assert state(pool) == PICTURE
 
 
 def test_a_deadline_that_has_passed_is_refused():

@@ -80,15 +80,6 @@ def test_a_policy_sees_runs_and_not_blocks():
     ]
 
 
-def test_a_run_grows_while_its_request_computes():
-    manager = make_manager(10, Noting)
-    request, _, _ = start(manager, "a", range(8))
-    request.append_output_token_ids(list(range(20, 28)))
-    manager.allocate_slots(request, 8)
-    manager.free(request)
-    assert take_notes(manager) == ["missed", ("cached", 0, 2, "a"), ("freed", 0, 4, "a")]
-
-
 def test_a_run_tells_its_last_request():
     manager = make_manager(10, Noting)
     first, _, _ = start(manager, "a", range(8))
@@ -116,19 +107,6 @@ def test_a_run_tells_the_hints_of_its_last_request():
     assert [(one.hints, one.session_id) for one in host.table.list_runs()] == [(request.kv_hints, "s")] * 2
     run(manager, "c", [*range(8), *range(50, 54)])
     assert [one.hints for one in host.table.list_runs()] == [None, request.kv_hints, None]
-
-
-def test_no_policy_evicts_a_parent_before_its_children():
-    manager = make_manager(8, Noting)
-    run(manager, "a", range(16))
-    run(manager, "b", [*range(16), *range(20, 28)])
-    take_notes(manager)
-    run(manager, "c", range(50, 70))  # 5 blocks: two are empty, and the oldest run has a child
-    assert [note for note in take_notes(manager) if note[0] == "evicted"] == [
-        ("evicted", 4, 2, 2),
-        ("evicted", 0, 4, 1),
-    ]
-    assert run(manager, "d", range(16)) == 3
 
 
 @pytest.mark.parametrize("policy", [LRU, None])
@@ -193,20 +171,6 @@ def test_a_pool_has_a_policy_or_a_retention():
         other.open_policy("lru")
     with pytest.raises(InvalidArgumentError, match="enable_caching"):
         BlockPool(5, False, 4, policy="lru")
-
-
-def test_a_policy_takes_over_a_cache_that_is_in_use():
-    manager = make_manager(8, None)
-    pool = manager.block_pool
-    run(manager, "a", range(12))
-    request, _, _ = start(manager, "b", range(50, 58))
-    pool.open_policy("fifo")
-    invariants.check(pool)
-    assert run(manager, "c", range(13)) == 3
-    manager.free(request)
-    invariants.check(pool)
-    run(manager, "d", range(100, 132))
-    invariants.check(pool)
 
 
 BROKEN = [

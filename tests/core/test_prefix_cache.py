@@ -1,6 +1,5 @@
 """Several keys on one block: partial entries, promotion, copies, and their events."""
 
-import msgspec
 import pytest
 from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
 
@@ -21,7 +20,7 @@ from kv_pool.core.block_keys import (
     make_external_block_hash,
     make_external_block_hashes,
 )
-from kv_pool.core.kv_events import BlockReported, KVEventTypes
+from kv_pool.core.kv_events import KVEventTypes
 from kv_pool.core.pool_part import PoolPart
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
@@ -82,24 +81,6 @@ def test_with_lookahead_events_carry_the_next_tokens():
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 8, 0)
     (event,) = pool.take_events()
     assert event.lookahead_token_ids == [[8, 9, 10], []]
-
-
-def test_a_request_that_events_cannot_report_caches_nothing():
-    pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
-    request = make_request([hash_of(11)])
-    del request.cache_salt
-    with pytest.raises(AttributeError):
-        pool.cache_full_blocks(request, blocks(pool, 2), 0, 1, 4, 0)
-    assert state(pool) == "free: 3 | in use: 1* 2"
-    assert pool.take_events() == []
-
-
-def test_a_hash_that_is_not_bytes_caches_nothing():
-    pool = make_pool("free: 3 | in use: 1 2")
-    request = make_request([hash_of(11), "text"])
-    with pytest.raises(TypeError):
-        pool.cache_full_blocks(request, blocks(pool, 1, 2), 0, 2, 4, 0)
-    assert state(pool) == "free: 3 | in use: 1 2"
 
 
 # ---- blocks that stay readable until they are reused
@@ -173,13 +154,6 @@ def test_a_free_block_is_not_cached_partially():
     with pytest.raises(InvalidBlockError, match="block 1 is free"):
         cache_partially(pool, 1, 8)
     assert state(pool) == "free: 1 2"
-
-
-def test_on_reuse_must_be_callable():
-    pool = make_pool("free: 2 | in use: 1")
-    with pytest.raises(TypeError):
-        pool.unpin_blocks(blocks(pool, 1), 5)
-    assert state(pool) == "free: 2 | in use: 1"
 
 
 def test_a_reset_changes_nothing_if_a_watcher_raises():
@@ -261,16 +235,6 @@ def test_a_key_replaced_by_hand_does_not_prevent_reuse():
     assert list(entries) == [b"other"]
 
 
-def test_secondary_keys_are_evicted_without_a_primary_one():
-    pool = make_pool("free: 2 | in use: 1")
-    pool._insert_block_hash(b"a" + GROUP, pool.blocks[1], 4)
-    pool._insert_block_hash(b"b" + GROUP, pool.blocks[1], None)
-    pool.blocks[1].reset_hash()
-    pool.free_blocks(blocks(pool, 1))
-    pool.get_new_blocks(2)
-    assert pool.cached_block_hashes_by_block == {}
-
-
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 32])
 @pytest.mark.parametrize("number", [1, 63, 64, 65, 200])
 def test_batched_external_hashes_equal_single_ones(size, number):
@@ -326,11 +290,6 @@ def number_of(external_hash):
     return None if external_hash is None else int(external_hash.to_bytes(8, "big")[-4:].decode())
 
 
-def test_an_event_spans_the_tokens_of_skipped_blocks_as_in_vllm():
-    assert announce(None) == [(11, [12, 13, 15, 16], list(range(4, 24)))]
-    assert announce([False] * 5) == [(11, [], list(range(4, 24)))]
-
-
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
@@ -357,15 +316,6 @@ def test_dense_events_join_the_removals_of_one_call():
     pool.get_new_blocks(7)
     removals = [(event.group_idx, len(event.block_hashes)) for event in pool.take_events()]
     assert removals == [(0, 3), (0, 1), (1, 2)]
-
-
-def test_reported_hits_differ_from_stores_only_in_class():
-    pool = make_chain(enable_kv_cache_events=True)
-    pool.emit_cached_block_events(REQUEST, 2, 4, 0)
-    (reported,) = pool.take_events()
-    assert type(reported) is BlockReported
-    stored = BlockStored(**{name: getattr(reported, name) for name in reported.__struct_fields__})
-    assert msgspec.msgpack.encode(reported) == msgspec.msgpack.encode(stored)
 
 
 def test_without_a_reported_class_hits_use_the_stored_class():

@@ -54,19 +54,6 @@ def test_lookahead_tokens_of_a_region_make_a_block_private():
     assert made[2][1] != made[3][1]
 
 
-def test_without_regions_the_form_is_that_of_vllm():
-    request = make_request(
-        [],
-        cache_salt="s",
-        lora_request=LoRARequest(1, "n", "p"),
-        mm_features=[MultiModalFeature("i", PlaceholderRange(1, 2))],
-    )
-    expected = (("lora", "n", "p"), ("mm", "i", 1), ("cache_salt", "s"))
-    for regions in (None, (), []):
-        request.salt_regions = regions
-        assert find_extra_keys(request, 0, 4) == expected
-
-
 def test_with_regions_media_are_keyed_with_their_length():
     request = make_request(
         [],
@@ -85,15 +72,6 @@ def test_with_regions_media_are_keyed_with_their_length():
     )
     assert untag_extra_keys(keys) == ("n", ("i", 1), 2, "s", "a", 0, "b", 3)
     assert find_extra_keys(request, 4, 8) == (("lora", "n", "p"),)
-
-
-def test_events_carry_the_salts_as_text_and_their_offsets():
-    hasher = BlockHasher("sha256", "s", BLOCK_SIZE)
-    request = Request("r", range(12), hasher, salt_regions=[SaltRegion(6, "a")])
-    pool = BlockPool(4, True, BLOCK_SIZE, enable_kv_cache_events=True)
-    pool.cache_full_blocks(request, pool.get_new_blocks(3), 0, 3, BLOCK_SIZE, 0)
-    (event,) = pool.take_events()
-    assert event.extra_keys == [None, ("a", 2), None]
 
 
 @pytest.mark.parametrize(
@@ -159,13 +137,6 @@ def test_impossible_regions_are_refused(regions, error, message):
         BlockHasher("sha256", "s", BLOCK_SIZE).hash_request(request)
 
 
-def test_regions_of_another_type_are_refused():
-    with pytest.raises(InvalidTypeError, match=r"salt_regions\[0\] is of type tuple"):
-        hash_with([(0, "a")])
-    with pytest.raises(InvalidTypeError, match="salt_regions"):
-        hash_with(7)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -181,11 +152,6 @@ def test_with_regions_ambiguous_types_are_refused(field, value, message):
     request = make_request([], salt_regions=[SaltRegion(0, "a")], **{field: value})
     with pytest.raises((InvalidTypeError, InvalidArgumentError), match=message):
         find_extra_keys(request, 0, 4)
-
-
-def test_a_salt_that_cannot_be_encoded_is_refused():
-    with pytest.raises(InvalidArgumentError, match="surrogates not allowed"):
-        hash_with([SaltRegion(0, "\ud800")])
 
 
 def read_case(case):

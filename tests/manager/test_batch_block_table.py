@@ -4,7 +4,7 @@ import doctest
 
 import numpy as np
 import pytest
-from manager.table_makers import append, drop_head, make_table
+from manager.table_makers import append, make_table
 
 from kv_pool import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager import batch_block_table
@@ -31,36 +31,6 @@ def test_appending_leaves_existing_entries_unchanged():
     append(table, 5)
     batch.update()
     assert rows(batch) == ["99 4 5 0 0"]
-
-
-@pytest.mark.parametrize("one_edit", [True, False])
-def test_a_window_that_moves_by_one_block_writes_the_head_only(one_edit):
-    table = make_table(3, 4, 5)
-    batch = make_batch(table)
-    batch.block_ids[0, 2] = 99
-    drop_head(table, 1, one_edit)
-    append(table, 6)
-    batch.update()
-    assert rows(batch) == ["0 4 99 6 0"]
-
-
-def test_appended_null_blocks_are_not_taken_for_a_window():
-    table = make_table(0, 0)
-    batch = make_batch(table)
-    append(table, 0, 7)
-    table.num_edits += 1
-    batch.update()
-    assert rows(batch) == ["0 0 0 7 0"]
-
-
-def test_rows_can_be_swapped():
-    batch = make_batch(make_table(1, 2, 3), make_table(4))
-    batch.swap_rows(0, 1)
-    assert rows(batch) == ["4 0 0 0 0", "1 2 3 0 0"]
-    assert batch.list_request_ids() == ["b", "a"]
-    assert (batch.get_row_number("a"), batch.get_row_number("b")) == (1, 0)
-    with pytest.raises(InvalidArgumentError, match="row 2 is not one of the 2 rows"):
-        batch.swap_rows(0, 2)
 
 
 def test_rewrite_repairs_a_missed_remap():
@@ -138,16 +108,6 @@ def test_a_given_array_is_written_in_place():
 def test_an_unsuitable_array_is_refused(options, words):
     with pytest.raises(InvalidArgumentError, match=words):
         make_batch(**options)
-
-
-def test_a_size_that_is_not_an_integer_is_refused():
-    with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
-        BatchBlockTable(1, 1, 4.0)
-
-
-def test_another_null_block_id_is_used_as_padding():
-    batch = make_batch(make_table(3), null_block_id=9)
-    assert rows(batch) == ["3 9 9 9 9"]
 
 
 def test_the_examples_of_the_docstrings_run():

@@ -79,32 +79,6 @@ def count_states(manager):
     )
 
 
-def test_output_keeps_no_state():
-    manager = make_manager()
-    run(manager, "first", range(42), num_output=20)
-    assert count_states(manager) == 2
-
-
-def test_the_next_turn_is_no_junction():
-    manager = make_manager()
-    tokens = list(range(42))
-    for turn in range(4):
-        num_hit = run(manager, f"turn {turn}", tokens, num_output=10)
-        assert num_hit == (0 if turn == 0 else (len(tokens) - 17) // BLOCK * BLOCK)
-        tokens += [*range(10_000, 10_010), *range(100 * turn, 100 * turn + 6)]
-    assert list_states(manager, tokens) == [20, 72, 88]
-
-
-def test_two_requests_that_continue_an_answer_make_a_junction():
-    manager = make_manager()
-    run(manager, "first", range(42), num_output=10)
-    history = [*range(42), *range(10_000, 10_010)]
-    assert run(manager, "second", [*history, *range(100, 110)]) == 40
-    assert run(manager, "third", [*history, *range(200, 210)]) == 40
-    assert 52 in list_states(manager, history)
-    assert run(manager, "fourth", [*history, *range(300, 310)]) == 52
-
-
 def test_a_released_state_is_reused_at_once():
     manager = make_manager()
     tokens = list(range(42))

@@ -19,7 +19,6 @@ from kv_pool import (
     PrefixRules,
     Request,
 )
-from kv_pool.manager.invariants import check_manager
 
 FULL = FullAttentionSpec(block_size=4)
 
@@ -52,22 +51,6 @@ def test_first_writer_of_a_shared_block_gets_a_copy():
     assert draw(manager, a) == "1*x2 2*x2 3"
     assert take_copies(manager) == []
     stop(manager, a, b)
-
-
-def test_a_fork_of_a_fork_copies_from_the_first_source():
-    """b has slots for a step that did not run; c is forked from it and gets b's content from a's block."""
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    manager.allocate_slots(b, 1)
-    assert draw(manager, b) == "1*x2 2*x2 4"
-    c = fork(manager, b, "c", [51])
-    assert draw(manager, c) == "1*x3 2*x3 4x2"
-    manager.allocate_slots(c, 1)
-    assert draw(manager, c) == "1*x3 2*x3 5"
-    assert draw(manager, b) == "1*x3 2*x3 4"
-    check_manager(manager, [a, b, c])
-    assert take_copies(manager) == [(3, 4), (3, 5)]
-    stop(manager, a, b, c)
 
 
 def test_edits_of_a_table_are_counted():
@@ -184,25 +167,6 @@ def test_a_fork_counts_the_blocks_for_the_states_of_its_drafts():
         fits = num_free == 4  # the last blocks of both groups, and two states
         assert (manager.can_allocate(child, 1) is AllocStatus.OK) == fits
         assert (manager.allocate_slots(child, 1) is not None) == fits
-
-
-def test_requests_take_the_short_way_again_after_a_fork():
-    manager = KVCacheManager(BlockPool(40, True, 4))
-    hasher = BlockHasher(block_size=4)
-    other, parent, child = (
-        Request(name, range(number, number + 9), hasher)
-        for name, number in (("other", 100), ("parent", 0), ("child", 0))
-    )
-    for request in (other, parent):
-        manager.allocate_slots(request, 9)
-        request.num_computed_tokens = 9
-    quiet = manager.allocate_slots(other, 1)
-    child.num_computed_tokens = 9
-    manager.fork(parent, child)
-    assert manager.allocate_slots(other, 1) is quiet
-    assert manager.allocate_slots(parent, 1) is not quiet
-    manager.free(child)
-    assert manager.allocate_slots(parent, 1) is quiet
 
 
 def test_blocks_that_a_watcher_takes_are_missing_loudly():

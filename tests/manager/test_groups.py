@@ -19,7 +19,6 @@ from kv_pool import (
 
 FULL = FullAttentionSpec(block_size=4)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=5)
-CHUNKS = ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)
 STATE = MambaSpec(block_size=4)
 
 
@@ -58,18 +57,6 @@ def test_rejected_tokens_do_not_shrink_the_window():
 # ---- chunks --------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_released_when_the_next_begins():
-    manager = make_manager((CHUNKS,), 6)
-    a = make_request("a", range(7))
-    start(manager, a)
-    grow(manager, a, [7])
-    assert draw(manager, a) == "1* 2*"
-    grow(manager, a, [8])
-    assert draw(manager, a) == "- - 3"
-    assert state(manager.block_pool) == "free: 4 5 6 2* 1* | in use: 3"
-    stop(manager, a)
-
-
 @pytest.mark.parametrize(("block_size", "num_tokens"), [(4, 8), (8, 16)])
 def test_a_hit_never_ends_in_a_chunk_without_its_start(block_size, num_tokens):
     """Chunks of 6 tokens: a hit was cut to whole blocks after the chunk of its end had been found."""
@@ -104,19 +91,6 @@ def test_speculative_tokens_take_no_state():
 
 
 # ---- the encoder's tokens ------------------------------------------------------------------------
-
-
-def test_cross_attention_blocks_are_taken_once_and_not_shared():
-    manager = make_manager((FULL, CrossAttentionSpec(block_size=3)))
-    a = make_request("a", range(8), cache_salt="an audio")
-    b = make_request("b", range(9), cache_salt="an audio")
-    start(manager, a, num_encoder_tokens=7)
-    assert draw(manager, a) == "1* 2* / 3 4 5"
-    grow(manager, a, [8])
-    assert draw(manager, a) == "1* 2* 6 / 3 4 5"
-    assert start(manager, b, num_encoder_tokens=7) == 8
-    assert draw(manager, b) == "1*x2 2*x2 7 / 8 9 10"
-    stop(manager, a, b)
 
 
 def test_an_encoder_only_model_takes_and_hits_no_blocks():

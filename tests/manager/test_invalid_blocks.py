@@ -4,7 +4,6 @@ from drawing import ids, state
 from kv_pool import BlockHasher, BlockPool, BlockSwapper, InvalidBlockError, KVCacheManager, Request
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -51,17 +50,6 @@ def test_a_request_past_the_bad_block_is_named_if_it_shares_more():
     report = manager.report_invalid_blocks([3, 4])
     assert report.num_valid_tokens == {"a": 0, "b": 0}
     assert {1, 2, 5, 6} < set(ids(report.evicted_blocks))
-
-
-def test_a_request_never_continues_from_a_bad_state():
-    manager = make(groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=4)])
-    start(manager, "a", range(9))
-    assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 0}
-    manager = make(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
-    start(manager, "a", range(9), num_encoder_tokens=4)
-    assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 4}
-    (encoder_id,) = manager.get_block_ids("a", 1)
-    assert manager.report_invalid_blocks([encoder_id]).num_valid_tokens == {"a": 0}
 
 
 def test_an_invalid_report_changes_nothing():
@@ -147,15 +135,6 @@ def test_a_request_is_named_though_the_bad_block_has_left_it(kind, delays, is_le
         hold.release()
 
 
-def test_content_from_a_bad_encoder_does_not_outlive_its_request():
-    manager = make(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
-    request = start(manager, "a", range(9), num_encoder_tokens=4)
-    (encoder_id,) = manager.get_block_ids("a", 1)
-    manager.free(request)
-    assert manager.report_invalid_blocks([encoder_id]).num_valid_tokens == {}
-    assert count_hit(manager, range(9)) == 0
-
-
 @pytest.mark.parametrize("is_made", [False, True])
 @pytest.mark.parametrize("writer", ["parent", "child"])
 def test_a_copy_of_a_bad_block_is_bad(writer, is_made):
@@ -221,14 +200,6 @@ def test_an_open_plan_does_not_share_a_block_that_is_invalid(way):
         plan.apply(lambda moves: None)
     assert manager.holds_blocks("good"), "apply() has aborted the plan"
     assert len(swapper.swap_out(good).moves) == 3
-
-
-def test_a_reset_evicts_host_copies_or_is_refused():
-    manager, swapper, request, _ = make_swapped()
-    assert not manager.reset_prefix_cache(), "a request is swapped out"
-    swapper.drop(request)
-    assert manager.reset_prefix_cache()
-    assert not len(swapper.host_pool.cached_block_hash_to_block)
 
 
 def test_a_bad_block_that_left_before_it_was_cached_is_known():

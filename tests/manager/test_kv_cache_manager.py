@@ -73,14 +73,6 @@ def test_a_stale_prefix_is_refused_and_changes_nothing():
     assert state(manager.block_pool) == before
 
 
-def test_a_prefix_of_another_request_is_refused():
-    manager = make_manager()
-    start(manager, make_request("a", range(8)))
-    prefix = manager.get_computed_blocks(make_request("b", range(9)))
-    with pytest.raises(InvalidArgumentError, match="was found for request 'b', not 'c'"):
-        manager.allocate_slots(make_request("c", range(9)), 1, prefix)
-
-
 def test_a_prefix_for_a_request_with_blocks_is_refused():
     manager = make_manager()
     start(manager, make_request("a", range(8)))
@@ -116,15 +108,6 @@ def test_a_request_without_valid_event_keys_changes_nothing(field):
         manager.allocate_slots(partial, 8, prefix)
     assert state(manager.block_pool) == before
     assert manager.take_events() == []
-
-
-def test_hashes_that_are_not_bytes_change_nothing():
-    manager = make_manager()
-    request = make_request("a", range(8))
-    request.block_hashes[1] = "text"
-    with pytest.raises(InvalidTypeError, match="block hash 1 is a str; hashes are bytes"):
-        manager.allocate_slots(request, 8)
-    assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
 
 
 def test_hash_lookahead_delays_caching_of_the_last_block():
@@ -170,16 +153,6 @@ def test_a_freed_request_with_computed_tokens_is_refused():
         manager.allocate_slots(request, 1)
 
 
-def test_only_events_of_its_own_group_say_full_attention():
-    manager = make_manager(enable_kv_cache_events=True)
-    request = make_request("a", range(8))
-    start(manager, request)
-    blocks = manager.block_pool.get_new_blocks(2)
-    manager.block_pool.cache_full_blocks(request, blocks, 0, 2, 4, 5)
-    kinds = [event.kv_cache_spec_kind for event in manager.take_events()]
-    assert kinds == ["full_attention", None]
-
-
 def test_a_block_size_that_is_not_an_int_is_refused():
     with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
         KVCacheManager(BlockPool(9, True, 4), 4.0)
@@ -193,18 +166,6 @@ def test_a_request_grows_into_the_ids_after_its_own():
         request.num_computed_tokens += num_tokens
     first = manager.get_block_ids("a")[0]
     assert manager.get_block_ids("a") == list(range(first, first + 8))
-
-
-def test_a_request_continues_in_the_ids_after_its_prefix():
-    manager = KVCacheManager(RunBlockPool(40, True, 4))
-    first = make_request("first", range(16))
-    start(manager, first)
-    manager.free(first)
-    second = make_request("second", range(30))
-    prefix = manager.get_computed_blocks(second)
-    manager.allocate_slots(second, 30 - prefix.num_tokens, prefix)
-    ids_of_second = manager.get_block_ids("second")
-    assert ids_of_second == list(range(ids_of_second[0], ids_of_second[0] + 8))
 
 
 def test_a_request_that_began_without_tokens_grows():
@@ -263,16 +224,6 @@ def test_tokens_before_the_window_are_not_recomputed():
     request.num_computed_tokens = 4
     with pytest.raises(InvalidArgumentError, match="its first 12 tokens have left the window of group 0"):
         manager.allocate_slots(request, 16)
-
-
-def test_the_manager_frees_no_block_of_another_pool():
-    manager, other = make_manager(), make_manager()
-    own, foreign = manager.take_blocks(1), other.take_blocks(1)
-    with pytest.raises(InvalidBlockError, match="belongs to another pool"):
-        manager.free_blocks([*own, *foreign])
-    assert (own[0].ref_cnt, foreign[0].ref_cnt) == (1, 1)
-    manager.free_blocks(own)
-    other.free_blocks(foreign)
 
 
 def schedule_drafts(group, num_prompt, num_drafts):

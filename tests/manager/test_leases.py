@@ -6,11 +6,9 @@ from drawing import cache, ids, make_pool, state
 from kv_pool import (
     BlockLeases,
     BlockPool,
-    BlockRetention,
     InvalidArgumentError,
     InvalidBlockError,
     LeaseKind,
-    RetentionDirective,
     StaleLeaseError,
 )
 from kv_pool.contiguous import compaction
@@ -143,23 +141,6 @@ def test_an_invalid_lease_is_refused():
     with pytest.raises(InvalidBlockError, match="not one of this pool"):
         leases.acquire([BlockPool(3, True, 4).blocks[1]], 10, "worker")
     assert snapshot(pool, leases) == before
-
-
-def test_a_kept_block_is_kept_again_after_its_lease():
-    clock = Clock()
-    pool = make_pool("free: 2 | in use: 1*")
-    retention = BlockRetention(pool, clock)
-    leases = BlockLeases(pool, clock)
-    retention.set_directives("request", [RetentionDirective(priority=90)])
-    retention.note_leaving("request", 0, 0, [pool.blocks[1]])
-    pool.free_blocks([pool.blocks[1]])
-    assert retention.num_retained == 1
-    lease = acquire(leases, [1])
-    assert retention.num_retained == 0
-    assert pool.blocks[1].ref_cnt == 1
-    check_leases(leases)
-    lease.release()
-    assert retention.num_retained == 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)

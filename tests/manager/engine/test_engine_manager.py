@@ -187,15 +187,6 @@ def test_unknown_requests_have_no_blocks():
     assert engine.estimate_cached_tokens(request) == 0
 
 
-def test_blocks_of_a_freed_request_can_still_be_read():
-    engine = make_engine()
-    request = EngineRequest("r", range(6))
-    engine.allocate_slots(request, 6)
-    blocks = engine.get_blocks("r")
-    engine.free(request)
-    assert blocks.get_block_ids() == ([1, 2],)
-
-
 @pytest.mark.parametrize("groups", list(GROUPS))
 def test_blocks_that_were_read_follow_the_request(groups):
     engine = make_engine(groups)
@@ -207,15 +198,6 @@ def test_blocks_that_were_read_follow_the_request(groups):
         engine.allocate_slots(request, num_new)
         request.num_computed_tokens += num_new
         assert blocks.get_block_ids() == engine.get_block_ids("r")
-
-
-def test_requests_may_skip_reading_the_prefix_cache():
-    engine = make_engine()
-    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
-    engine.allocate_slots(first, 9)
-    assert engine.get_computed_blocks(second)[1] == 8
-    second.skip_reading_prefix_cache = True
-    assert engine.get_computed_blocks(second) == (engine.empty_kv_cache_blocks, 0, 0)
 
 
 @pytest.mark.parametrize("call", ["cache_blocks", "allocate_slots"])
@@ -244,13 +226,6 @@ def test_end_of_a_prompt_is_cached_when_a_step_makes_it_final(call):
     else:
         engine.allocate_slots(first, 1)
     assert engine.get_computed_blocks(second)[1] == 8
-
-
-def test_watermark_applies_to_waiting_requests_beside_others():
-    engine = make_engine(num_blocks=11, watermark=0.3)
-    request = EngineRequest("r", range(32))
-    assert engine.allocate_slots(request, 32) is None
-    assert engine.allocate_slots(request, 32, has_scheduled_reqs=False) is not None
 
 
 @pytest.mark.parametrize("sequence_must_fit", [False, True])
@@ -284,25 +259,6 @@ def test_a_hit_without_its_state_takes_no_block_for_the_state(num_blocks, is_adm
     engine.new_step_starts()
     added = engine.allocate_slots(second, 1, 8, hits, num_external_computed_tokens=4, delay_cache_blocks=True)
     assert (added is not None) == is_admitted
-
-
-def test_new_blocks_are_listed_for_zeroing_once():
-    engine = make_engine()
-    request = EngineRequest("r", range(10))
-    engine.allocate_slots(request, 5, num_external_computed_tokens=5, delay_cache_blocks=True)
-    assert engine.take_new_block_ids() == [1, 2, 3]
-    assert engine.take_new_block_ids() == []
-    engine.record_blocks_for_zeroing("r", 4)
-    assert engine.take_new_block_ids() == [2, 3]
-
-
-def test_events_state_the_kind_of_their_group():
-    engine = make_engine("full and window")
-    engine.allocate_slots(EngineRequest("r", range(8)), 8)
-    labels = [
-        (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in engine.take_events()
-    ]
-    assert labels == [("full_attention", None), ("sliding_window", 9)]
 
 
 def test_a_manager_without_rules_is_refused():
