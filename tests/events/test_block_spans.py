@@ -5,7 +5,8 @@ import random
 import pytest
 from events.made_events import draw, removed, stored
 
-from kv_pool.events.block_spans import (
+from kv_pool.events.invariants import Reader, check_knowledge
+from kv_pool.events.place_blocks import (
     MAX_GROWN_BLOCKS,
     MAX_SPAN_BLOCKS,
     MIN_TRIMMED_BLOCKS,
@@ -13,7 +14,6 @@ from kv_pool.events.block_spans import (
     pack_tokens,
     unpack_tokens,
 )
-from kv_pool.events.invariants import Reader, check_knowledge
 from kv_pool.events.stream_state import StreamState
 
 
