@@ -13,12 +13,10 @@ from made_threads import no_new_threads
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
 from kv_pool.errors import OutOfThreadsError
 from kv_pool.events import replay_server
-from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
+from kv_pool.events.batch import END_OF_REPLAY, KVEventBatch, decode_batch, encode_batch, pack_sequence
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.event_publisher import PublisherStatistics
-from kv_pool.events.replay_buffer import ReplayBuffer
-from kv_pool.events.replay_server import MAX_WAITING_REQUESTS, ReplayServer
-from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
+from kv_pool.events.replay_server import MAX_WAITING_REQUESTS, ReplayBuffer, ReplayServer
 from kv_pool.events.stream_state import StreamState
 
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from kv_pool.events.replay_buffer import ReplayBuffer
+from kv_pool.events.replay_server import ReplayBuffer
 
 
 def sequences_from(buffer, start):
