@@ -758,8 +758,6 @@ def test_snapshot_is_recognized_by_its_first_bytes(events, expected, encode):
 )
 def test_random_stream_is_complete_or_reports_its_losses(has_snapshots, steps, capacity, settle_s):
     """A publisher with a small buffer; a reader has all its numbers or was notified of the losses."""
-    words = {"R": "restart", "C": "clock", "A": "answer", "P": "part", "T": "time", "L": "live again"}
-    steps = [words.get(step, step) for step in steps]
     life, sequence, sent = 0, 0, []  # batches of this incarnation as (sequence, payload)
     stream = Stream(silence_after_s=10, settle_s=settle_s)
     machine = stream.machine
@@ -821,12 +819,12 @@ def test_random_stream_is_complete_or_reports_its_losses(has_snapshots, steps, c
                 sequence = 0  # clock numbers need snapshots
             sent = []
             read(machine.handle_connection(stream.now))
-        elif step in ("answer", "part") and machine.request is not None:
+        elif step in ("answer", "cut") and machine.request is not None:
             answer(step == "answer")
         elif step == "time" and machine.deadline is not None:
             stream.now = machine.deadline
             read(machine.handle_timers(stream.now))
-        elif step == "live again":
+        elif step == "connect":
             read(machine.handle_connection(stream.now))
     for _ in range(50):
         if machine.request is not None:
