@@ -14,6 +14,7 @@ end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
 
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -63,46 +64,30 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DecodedBatch:
     """A decoded batch.
 
     Attributes:
         ts, data_parallel_rank: as in `KVEventBatch`.
-        num_dropped: events that could not be decoded: malformed, or of an unknown type.
-        first_drop_reason: why the first of them was dropped; None if none was.
         unread_events: the events, whose `token_ids` may still be a `msgspec.Raw`. For readers that ignore
             tokens or read them from bytes. The first access to `events` replaces this list.
+        num_dropped: events that could not be decoded: malformed, or of an unknown type.
+        first_drop_reason: why the first of them was dropped; None if none was.
+        has_raw_tokens: whether `unread_events` may have tokens that are not decoded.
     """
 
-    __slots__ = (
-        "_has_raw_tokens",
-        "data_parallel_rank",
-        "first_drop_reason",
-        "num_dropped",
-        "ts",
-        "unread_events",
-    )
-
-    def __init__(
-        self,
-        ts: float,
-        events: list[KVCacheEvent],
-        data_parallel_rank: int | None,
-        num_dropped: int = 0,
-        first_drop_reason: str | None = None,
-        has_raw_tokens: bool = False,
-    ) -> None:
-        self.ts = ts
-        self.unread_events = events
-        self.data_parallel_rank = data_parallel_rank
-        self.num_dropped = num_dropped
-        self.first_drop_reason = first_drop_reason
-        self._has_raw_tokens = has_raw_tokens
+    ts: float
+    unread_events: list[KVCacheEvent]
+    data_parallel_rank: int | None
+    num_dropped: int = 0
+    first_drop_reason: str | None = None
+    has_raw_tokens: bool = False
 
     @property
     def events(self) -> list[KVCacheEvent]:
         """The events that could be decoded, in order. Token ids are decoded on first access."""
-        if self._has_raw_tokens:
+        if self.has_raw_tokens:
             self._read_tokens()
         return self.unread_events
 
@@ -119,7 +104,7 @@ class DecodedBatch:
                 event.__class__ = BlockStored  # type: ignore[assignment]
             events.append(event)
         self.unread_events = events
-        self._has_raw_tokens = False
+        self.has_raw_tokens = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DecodedBatch):

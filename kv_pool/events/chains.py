@@ -162,7 +162,7 @@ def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEv
     """
     tails = Tails(blocks, fresh)
     place = blocks.place
-    starts = [tails.find_run(block_hash) for block_hash in reversed(fresh)]
+    starts = [tails.find_run(block_hash) for block_hash in fresh[::-1]]
     stores = list(iter_stores(tails, place, starts, NO_LIMIT))
     if not tails.again:
         return []

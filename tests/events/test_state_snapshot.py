@@ -72,11 +72,6 @@ def test_session_of_a_block_is_not_kept():
     assert told == stored([1])
 
 
-def test_each_place_has_separate_chains():
-    state = made(stored([1, 2]), stored([1, 2], medium="CPU"), stored([3], 2, medium="CPU"))
-    assert snap(state) == ["clear", "> 1 2", "> 1 2 3"]
-
-
 def test_orphans_come_last_with_their_original_parent():
     state = made(stored([1, 2, 3, 4]), removed(2), stored([9], medium="CPU"))
     assert snap(state) == ["clear", "> 1", "> 9", "2 > 3 4"]
@@ -108,14 +103,6 @@ def test_snapshot_has_the_number_of_its_last_batch():
     assert state.take_snapshot()[0] == 1000
 
 
-def test_batch_without_sent_events_has_a_number():
-    state = made(stored([1]))
-    assert state.apply([stored([1])]) == []
-    assert state.take_snapshot()[0] == 1
-    state.apply([], sequence=7)
-    assert state.take_snapshot()[0] == 7
-
-
 def test_long_chains_are_split_to_fit_into_chunks():
     numbers = range(1, 1001)
     state = made(stored(numbers))
@@ -135,12 +122,6 @@ def test_max_blocks_below_one_is_rejected():
     assert [draw(chunk) for chunk in state.iter_snapshot(1)[1]] == [["clear"], ["> 1"], ["1 > 2"], ["2 > 3"]]
     with pytest.raises(InvalidArgumentError, match="max_blocks is 0"):
         state.iter_snapshot(0)
-
-
-def test_many_short_events_fill_chunks():
-    state = made(*(stored([number]) for number in range(600)))
-    _, chunks = state.iter_snapshot()
-    assert [len(chunk) for chunk in chunks] == [1, 256, 256, 88]
 
 
 # ---- while batches are applied ------------------------------------------------------------------------
