@@ -38,14 +38,10 @@ CONTIGUOUS = (
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
-    "block_spans",
     "chains",
-    "event_filter",
     "held_hashes",
     "publisher_blocks",
     "place_blocks",
-    "resident_blocks",
-    "resident_copy",
     "stored_spans",
     "stream_state",
     "token_keys",

@@ -20,9 +20,8 @@ from measuring import describe_run, summarize, write_results
 
 from kv_pool import BlockRemoved, BlockStored
 from kv_pool.core.kv_events import KVCacheEvent
-from kv_pool.events.batch import KVEventBatch, encode_batch
+from kv_pool.events.batch import END_OF_REPLAY, KVEventBatch, encode_batch, pack_sequence, unpack_sequence
 from kv_pool.events.mirror import PrefixMirror, apply_item
-from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.events.zmq_module import zmq
