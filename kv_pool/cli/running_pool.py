@@ -18,8 +18,7 @@ from kv_pool.cli.console import (
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
-from kv_pool.control.layout_picture import draw_layout
-from kv_pool.control.layout_text import print_layout
+from kv_pool.control.layout_drawing import draw_layout, print_layout
 from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
 from kv_pool.metrics.latency import CallLatency

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from documents.made_examples import load_example
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, UnknownSequenceError
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
@@ -225,10 +226,10 @@ CONFIG = {"n_layers": 2, "d_model": 16, "n_heads": 4, "head_dim": 4}
 def make_engine(memory_gb=2e-4):
     import torch
 
-    from kv_pool.integrations.paged_layers import PagedInferenceEngine
-
     torch.manual_seed(0)
-    return PagedInferenceEngine(CONFIG, gpu_memory_gb=memory_gb, dtype="float64")
+    return load_example("paged_transformer").PagedInferenceEngine(
+        CONFIG, gpu_memory_gb=memory_gb, dtype="float64"
+    )
 
 
 def compute_densely(engine, inputs):
@@ -246,12 +247,10 @@ def compute_densely(engine, inputs):
 def test_attention_over_blocks_equals_dense_attention():
     import torch
 
-    from kv_pool.integrations.paged_layers import PagedAttention
-
     torch.manual_seed(0)
     allocator = make_allocator(library="torch")
     allocator.allocate_sequence(5)
-    attention = PagedAttention(allocator)
+    attention = load_example("paged_transformer").PagedAttention(allocator)
     keys, values, query = torch.randn(3, 11, 2, 4)
     for position in range(11):
         attention.update_kv_cache(keys[position], values[position], 5, position)
@@ -311,10 +310,9 @@ def test_a_full_engine_continues_after_a_sequence_ends():
 
 @pytest.mark.torch
 def test_heads_that_do_not_divide_the_model_are_refused():
-    from kv_pool.integrations.paged_layers import PagedTransformerLayer
-
+    layer_class = load_example("paged_transformer").PagedTransformerLayer
     with pytest.raises(InvalidArgumentError, match="d_model is 10, which is not a multiple of n_heads, 4"):
-        PagedTransformerLayer(10, 4, make_allocator())
+        layer_class(10, 4, make_allocator())
 
 
 # ---- the tables ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from kv_pool.core.arguments import as_count, check_type, get_request_id, refuse_
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import InvalidArgumentError, KVPoolError, PinLimitError
 from kv_pool.ids import RequestId
-from kv_pool.integrations.request_options.options import (
+from kv_pool.integrations.vllm.request_options.options import (
     RequestOptions,
     SessionOptions,
     make_refusal,
@@ -62,7 +62,7 @@ class RequestOptionsHandler:
     """The options of a manager's requests: decodes them, applies them, reports what they did.
 
         >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-        >>> from kv_pool.integrations.request_options.handler import RequestOptionsHandler
+        >>> from kv_pool.integrations.vllm.request_options.handler import RequestOptionsHandler
         >>> manager = KVCacheManager(BlockPool(10, True, 4))
         >>> handler = RequestOptionsHandler(manager, clock=lambda: 0.0)
         >>> chat = Request("chat", range(10), BlockHasher(block_size=4))

@@ -1,4 +1,10 @@
-"""`SharedPrefixManager`: prompts computed once and shared by the sequences that start with them."""
+"""Prompts that are computed once and shared by the sequences that start with them, such as samples.
+
+Two prompts share a prefix here only if all their tokens are equal. `KVCacheManager` finds common prefixes of
+arbitrary prompts.
+
+Run it: python examples/shared_prefixes.py
+"""
 
 from __future__ import annotations
 
@@ -8,28 +14,13 @@ from contextlib import ExitStack
 
 import msgspec
 
+from kv_pool import BlockId, InvalidArgumentError, SequenceId
 from kv_pool.core.arguments import as_ints
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockId, SequenceId
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator, SequencePageTable
 
 
 class SharedPrefixManager:
     """Keeps the blocks of prompts that several sequences start with, such as the samples of one prompt.
-
-        >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
-        >>> from kv_pool.integrations.shared_prefix import SharedPrefixManager
-        >>> allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
-        >>> prefixes = SharedPrefixManager(allocator)
-        >>> prefix = prefixes.create_shared_prefix([1, 2, 3, 4, 5])
-        >>> prefixes.fork_sequence(prefix, 7).blocks, prefixes.fork_sequence(prefix, 8).blocks
-        ([0, 1], [0, 1])
-        >>> allocator.extend_sequence(7, 1)  # its last block is shared, so it gets a copy
-        >>> allocator.sequence_tables[7].blocks, prefixes.prefix_blocks[prefix]
-        ([0, 2], [0, 1])
-
-    Two prompts share a prefix here only if all their tokens are equal. To find common prefixes of arbitrary
-    prompts automatically, use `KVCacheManager`.
 
     Args:
         compute: called once for each prefix with its sequence id and tokens; must write their K and V with
@@ -101,3 +92,24 @@ class SharedPrefixManager:
                 f"there is no prefix {prefix_hash!r}; pass a name that create_shared_prefix() returned"
             )
         return self.prefix_sequences[prefix_hash]
+
+
+def main() -> None:
+    allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
+    prefixes = SharedPrefixManager(allocator)
+    prefix = prefixes.create_shared_prefix([1, 2, 3, 4, 5])
+    print("prefix:", prefixes.prefix_blocks[prefix])
+    for sequence_id in map(SequenceId, (7, 8)):
+        print(prefixes.fork_sequence(prefix, sequence_id))
+    allocator.extend_sequence(SequenceId(7), 1)
+    print(allocator.sequence_tables[SequenceId(7)], "after a token: its last block is a copy")
+
+
+if __name__ == "__main__":
+    main()
+
+# prints:
+# prefix: [0, 1]
+# <SequencePageTable 7: 5 tokens in blocks [0, 1]>
+# <SequencePageTable 8: 5 tokens in blocks [0, 1]>
+# <SequencePageTable 7: 6 tokens in blocks [0, 2]> after a token: its last block is a copy

@@ -1,13 +1,15 @@
-"""Recommended sizes: of a sequence's blocks by its access pattern, of a pool by model and workload."""
+"""Sizes to begin with: of a sequence's blocks by its access pattern, of a pool by model and workload.
+
+Run it: python examples/recommended_sizes.py
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+from kv_pool import InvalidArgumentError, SequenceId
 from kv_pool.core.arguments import as_int, as_ints
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import SequenceId
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 from kv_pool.replay.capacity import MODELS
 
@@ -22,13 +24,6 @@ _BLOCK_SIZES = {"chat": 16, "code": 8, "long-doc": 32}
 
 class AdaptiveBlockManager:
     """Records the locality of sequences' reads, and recommends a block size for each sequence.
-
-        >>> from kv_pool.integrations.recommended_sizes import AdaptiveBlockManager
-        >>> manager = AdaptiveBlockManager(min_block_size=8, max_block_size=64)
-        >>> manager.profile_sequence(1, [0, 1, 2, 3, 4])
-        >>> manager.profile_sequence(2, [0, 900, 40, 2000])
-        >>> [manager.get_optimal_block_size(sequence_id) for sequence_id in (1, 2, 3)]
-        [64, 8, 16]
 
     Large blocks need fewer block table entries and are copied in fewer pieces; small blocks leave fewer
     unused slots after the last token, and share more of a prefix. A pool has one block size, so each block
@@ -80,12 +75,7 @@ class AdaptiveBlockManager:
 
 
 class SystemConfigOptimizer:
-    """Recommends the sizes of a pool.
-
-    >>> from kv_pool.integrations.recommended_sizes import SystemConfigOptimizer
-    >>> SystemConfigOptimizer.recommend_config("7B", "chat")
-    {'block_size': 16, 'total_blocks': 174, 'gpu_memory': 16, 'weight_bits': 16}
-    """
+    """Recommends the sizes of a pool."""
 
     @staticmethod
     def recommend_config(model_size: str, workload_type: str) -> dict[str, int]:
@@ -121,3 +111,25 @@ class SystemConfigOptimizer:
             "gpu_memory": gpu_memory,
             "weight_bits": weight_bits,
         }
+
+
+def main() -> None:
+    manager = AdaptiveBlockManager(min_block_size=8, max_block_size=64)
+    manager.profile_sequence(SequenceId(1), [0, 1, 2, 3, 4])
+    manager.profile_sequence(SequenceId(2), [0, 900, 40, 2000])
+    for number, reads in ((1, "near the previous read"), (2, "far from it"), (3, "unknown")):
+        print(f"reads {reads}: blocks of {manager.get_optimal_block_size(SequenceId(number))} tokens")
+    for workload_type in _BLOCK_SIZES:
+        print(f"7B, {workload_type}: {SystemConfigOptimizer.recommend_config('7B', workload_type)}")
+
+
+if __name__ == "__main__":
+    main()
+
+# prints:
+# reads near the previous read: blocks of 64 tokens
+# reads far from it: blocks of 8 tokens
+# reads unknown: blocks of 16 tokens
+# 7B, chat: {'block_size': 16, 'total_blocks': 174, 'gpu_memory': 16, 'weight_bits': 16}
+# 7B, code: {'block_size': 8, 'total_blocks': 348, 'gpu_memory': 16, 'weight_bits': 16}
+# 7B, long-doc: {'block_size': 32, 'total_blocks': 87, 'gpu_memory': 16, 'weight_bits': 16}

@@ -1,19 +1,23 @@
-"""`PagedTransformerLayer`, `PagedInferenceEngine`: a small model that stores keys and values in blocks.
+"""A small transformer with keys and values in blocks: attention, layer and engine over a `KVCacheAllocator`.
 
-Needs torch. For study and experiments, one sequence at a time; to run a transformers model on blocks, use
-`PagedCache`.
+For study, one sequence at a time; to run a transformers model on blocks, use `PagedCache`.
+
+Run it: pip install '.[torch]' && python examples/paged_transformer.py
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+try:
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention
+except ImportError as error:
+    sys.exit(f"this example needs torch ({error}): pip install '.[torch]'")
 
-from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
-from kv_pool.ids import SequenceId
+from kv_pool import InvalidArgumentError, SequenceId, UnknownSequenceError
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 
 _BLOCK_SIZE = 16
@@ -247,3 +251,34 @@ class PagedInferenceEngine:
             for layer in self.layers:
                 hidden = layer(hidden, sequence_id, position)
         return hidden
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = {"n_layers": 2, "d_model": 16, "n_heads": 4, "head_dim": 4}
+    engine = PagedInferenceEngine(config, gpu_memory_gb=2e-4, dtype="float64")
+    inputs = torch.randn(20, 16, dtype=torch.float64)
+    sequence_id = engine.create_sequence(inputs)
+    print(engine.allocator.sequence_tables[sequence_id])
+    for _ in range(15):
+        inputs = torch.cat([inputs, engine.active_sequences[sequence_id].hidden_state[None]])
+        generated = engine.generate_token(sequence_id)
+        hidden = inputs
+        with torch.no_grad():
+            for layer in engine.layers:
+                hidden = layer(hidden, sequence_id, 0, use_kv_cache=False)
+        torch.testing.assert_close(generated, hidden[-1])
+    print(engine.allocator.sequence_tables[sequence_id])
+    print("each token equals the one that is computed without blocks")
+    engine.free_sequence(sequence_id)
+    print(f"{len(engine.allocator.free_blocks)} of {engine.allocator.total_blocks} blocks are free")
+
+
+if __name__ == "__main__":
+    main()
+
+# prints:
+# <SequencePageTable 0: 20 tokens in blocks [0, 1]>
+# <SequencePageTable 0: 35 tokens in blocks [0, 1, 2]>
+# each token equals the one that is computed without blocks
+# 18 of 18 blocks are free
