@@ -11,7 +11,6 @@ from kv_pool.migration.subjects import PrefixSubject as PrefixSubject
 from kv_pool.migration.subjects import BlocksSubject as BlocksSubject
 from kv_pool.migration.status import MigrationStatus as MigrationStatus
 from kv_pool.migration.status import MigrationPhase as MigrationPhase
-from kv_pool.migration.status import MigrationRecord as MigrationRecord
 from kv_pool.migration.pull_settings import PullSettings as PullSettings
 from kv_pool.migration.topology import Topology as Topology
 from kv_pool.migration.topology import read_topology as read_topology

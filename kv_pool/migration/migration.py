@@ -1,4 +1,4 @@
-"""`Migration`: a handle on one migration of a node, to wait for it, query it and cancel it."""
+"""`Migration`: one migration at one of its two nodes, to wait for it, query it and cancel it."""
 
 from __future__ import annotations
 
@@ -7,59 +7,76 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
+from typing import ClassVar
 
-from kv_pool.errors import MigrationCancelledError
-from kv_pool.ids import BlockId
-from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
-from kv_pool.migration.target import Pull
+from kv_pool.errors import MigrationCancelledError, StaleTransferError
+from kv_pool.ids import BlockId, NodeName, TransferId
+from kv_pool.migration.messages import CancelTransfer
+from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.subjects import Subject, describe_subject
 
 
 class Migration(ABC):
-    """A handle on a migration, returned by `Migrator`. Thread-safe.
+    """A migration, returned by `Migrator`. Thread-safe.
 
     Attributes:
-        migration_id: 32 hex digits, the same at both nodes.
+        transfer_id: 16 bytes, the same at both nodes; `migration_id` is its hex form, 32 digits.
         peer: the name of the other node.
+        status: updated in place; `get_status` returns copies.
+        error: the error that it failed with or is in doubt for; None otherwise.
+        old_ids: the blocks' ids at the source, in the order of the subject; known there once they are leased.
+        new_ids: the same blocks' ids at the target; [] until the migration is done.
+
+    Args:
+        on_change: called with the migration when it has entered a phase or made progress, without its lock.
     """
 
-    def __init__(self, record: MigrationRecord) -> None:
-        self.record = record
-        self.transfer_id = record.transfer_id
-        self.migration_id = record.status.migration_id
-        self.peer = record.status.peer
-        self.subject = record.subject
-        self.is_move = record.is_move
+    direction: ClassVar[str]
+    """`in` at the target, `out` at the source."""
+
+    def __init__(
+        self,
+        transfer_id: TransferId,
+        peer: NodeName,
+        subject: Subject,
+        is_move: bool,
+        on_change: Callable[[Migration], object],
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.migration_id = transfer_id.hex()
+        self.peer = peer
+        self.subject = subject
+        self.is_move = is_move
+        self.status = MigrationStatus(
+            self.migration_id,
+            self.direction,
+            peer,
+            describe_subject(subject),
+            is_move,
+            MigrationPhase.WAITING,
+            started=time.time(),
+        )
+        self.error: Exception | None = None
+        self.old_ids: list[BlockId] = []
+        self.new_ids: list[BlockId] = []
+        self._on_change = on_change
         self._begun_s = time.monotonic()
         self._elapsed_s: float | None = None
+        self._doubted_s = 0.0  # when it was first in doubt
         self._changed = threading.Condition()
 
     @property
     def phase(self) -> MigrationPhase:
         """The current phase."""
-        return self.record.status.phase
-
-    @property
-    def error(self) -> Exception | None:
-        """The error of a migration that has failed or is in doubt; None otherwise."""
-        return self.record.error
-
-    @property
-    def new_ids(self) -> list[BlockId]:
-        """The blocks' ids at the target, in the order of the subject; [] until the migration is done."""
-        return self.record.new_ids
-
-    @property
-    def old_ids(self) -> list[BlockId]:
-        """The blocks' ids at the source, in the same order; known at the source once they are leased."""
-        return self.record.old_ids
+        return self.status.phase
 
     @abstractmethod
     def cancel(self) -> bool:
         """Cancel the migration: the source keeps the subject. Return False if it is too late."""
 
-    @abstractmethod
-    def release(self) -> None:
-        """End the hold of `fetch(..., hold_s=...)` on the arrived blocks.
+    def release(self) -> None:  # noqa: B027 (it does nothing at the source)
+        """End the hold of `fetch(..., hold_s=...)` on the arrived blocks. No-op at the source.
 
         Call it when the blocks are in use or no longer needed. Safe to repeat, and after the hold has ended.
         If called before the blocks have arrived, they will not be held.
@@ -67,7 +84,7 @@ class Migration(ABC):
 
     def get_status(self) -> MigrationStatus:
         """Return a copy of the current status."""
-        status = copy(self.record.status)
+        status = copy(self.status)
         elapsed_s = time.monotonic() - self._begun_s if self._elapsed_s is None else self._elapsed_s
         status.elapsed_s = elapsed_s
         status.bytes_per_s = status.num_bytes / elapsed_s if elapsed_s > 0 else 0.0
@@ -104,107 +121,75 @@ class Migration(ABC):
         with self._changed:
             if self.phase.is_ended and self._elapsed_s is None:
                 self._elapsed_s = time.monotonic() - self._begun_s
+            if self.phase is MigrationPhase.IN_DOUBT and not self._doubted_s:
+                self._doubted_s = time.monotonic()
             self._changed.notify_all()
 
-    def _is_not_waited_for(self) -> bool:
-        return self.phase.is_ended
-
-
-class IncomingMigration(Migration):
-    """A migration at its target."""
-
-    def __init__(self, pull: Pull, lease_s: float) -> None:
-        super().__init__(pull.record)
-        self.pull = pull
-        self._lease_s = lease_s
-        self._doubted_since: float | None = None
-
-    def cancel(self) -> bool:
-        return self.pull.cancel()
-
-    def release(self) -> None:
-        self.pull.release()
-
-    def assume_source_gone(self) -> bool:
-        """Resolve IN_DOUBT in favour of this node, which takes the subject over.
-
-        Call only if the source is known to be dead, or was made to drop the subject: otherwise both nodes
-        would use it. Return False, with nothing changed, if the migration is not in doubt.
-        """
-        return self.pull.assume_source_gone()
-
-    def note_change(self) -> None:
-        if self.phase is MigrationPhase.IN_DOUBT and self._doubted_since is None:
-            self._doubted_since = time.monotonic()
-        super().note_change()
+    def set_error(self, error: Exception | None) -> None:
+        """Set the error, also in the status; None clears it."""
+        self.error = error
+        self.status.error = "" if error is None else type(error).__name__
+        self.status.error_message = "" if error is None else str(error)
 
     def _is_not_waited_for(self) -> bool:
-        since = self._doubted_since
-        if self.phase is MigrationPhase.IN_DOUBT and since is not None:
-            return time.monotonic() - since > self._lease_s
         return self.phase.is_ended
 
 
 class OutgoingMigration(Migration):
-    """A migration at its source: a transfer that a target requested, or a push.
+    """A migration at its source, requested by the target: it follows the transfer of the same id.
 
     Args:
-        cancel: ends the lease of the transfer; returns False if the target has acknowledged it.
-        is_push: this node started the migration and polls the target for its progress.
-
-    Attributes:
-        woken: set when the migration is acknowledged or has ended.
+        source: the transfers of this node.
     """
 
-    def __init__(self, record: MigrationRecord, cancel: Callable[[], bool], is_push: bool) -> None:
-        super().__init__(record)
-        self.is_push = is_push
-        self._cancel = cancel
-        self.woken = threading.Event()
+    direction: ClassVar[str] = "out"
+
+    def __init__(
+        self,
+        transfer_id: TransferId,
+        peer: NodeName,
+        subject: Subject,
+        is_move: bool,
+        on_change: Callable[[Migration], object],
+        source: SourceTransfers,
+    ) -> None:
+        super().__init__(transfer_id, peer, subject, is_move, on_change)
+        self._source = source
 
     def cancel(self) -> bool:
-        return not self.phase.is_ended and self._cancel()
+        return not self.phase.is_ended and self._end_lease("cancelled by the source")
 
-    def release(self) -> None:
-        """Do nothing: `hold_s` holds blocks at the target only."""
+    def follow(self, transfer: Transfer) -> None:
+        """Record that the transfer was prepared or has ended."""
+        outcome = transfer.outcome
+        if outcome is None:
+            self.old_ids = [block.block_id for block in transfer.selection.offered]
+            self.status.num_blocks = len(self.old_ids)
+            self._enter(MigrationPhase.READING, [])
+        elif outcome.state is TransferState.ACKNOWLEDGED:
+            self._follow_acknowledgement(list(outcome.new_ids))
+        elif outcome.state is TransferState.CANCELLED:
+            self._follow_cancellation(outcome.reason)
+        else:
+            self._enter(MigrationPhase.FAILED, [], StaleTransferError(outcome.reason))
 
-    def note_leased(self, block_ids: list[BlockId]) -> None:
-        """Record that the target has leased these blocks."""
-        with self._changed:
-            if not self.phase.is_ended:
-                self.record.status.phase = MigrationPhase.READING
-                self.record.status.num_blocks = len(block_ids)
-                self.record.old_ids = block_ids
+    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
+        self._enter(MigrationPhase.DONE, new_ids)
 
-    def note_progress(self, reported: MigrationStatus) -> None:
-        """Record the progress that the target reports."""
-        with self._changed:
-            if not self.phase.is_ended:
-                self.record.take_progress(reported)
+    def _follow_cancellation(self, reason: str) -> None:
+        why = f": {reason}" if reason else ""
+        self._enter(MigrationPhase.CANCELLED, [], MigrationCancelledError(f"the transfer was cancelled{why}"))
 
-    def note_acknowledged(self, new_ids: list[BlockId]) -> None:
-        """Record the acknowledgement. A push ends later, when the target reports DONE."""
-        if not self.is_push:
-            self.end(MigrationPhase.DONE, new_ids, None)
-            return
-        with self._changed:
-            if not self.phase.is_ended:
-                self.record.status.phase, self.record.new_ids = MigrationPhase.ACKNOWLEDGING, new_ids
-        self.woken.set()
-
-    def note_cancelled(self, reason: str) -> None:
-        """Record the cancellation. A push ends later, with the error that the target reports."""
-        if not self.is_push:
-            why = f": {reason}" if reason else ""
-            error = MigrationCancelledError(f"the transfer was cancelled{why}")
-            self.end(MigrationPhase.CANCELLED, [], error)
-
-    def end(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None) -> bool:
-        """End the migration. Return False, with nothing changed, if it had already ended."""
+    def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
+        """Enter a phase and report it. Return False, with nothing changed, if the migration had ended."""
         with self._changed:
             if self.phase.is_ended:
                 return False
-            self.record.set_error(error)
-            self.record.status.phase, self.record.new_ids = phase, new_ids
-        self.woken.set()
+            self.set_error(error)
+            self.status.phase, self.new_ids = phase, new_ids
+        self._on_change(self)
         return True
+
+    def _end_lease(self, reason: str) -> bool:
+        """End the lease of the transfer. Return False if the target has acknowledged it."""
+        return not self._source.cancel(CancelTransfer(self.transfer_id, reason)).is_acknowledged

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName
 from kv_pool.manager.leases import Lease
+from kv_pool.migration.migration import Migration
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.status import MigrationRecord
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.migration.workers import Workers
 
@@ -70,7 +70,7 @@ class PullSettings:
         clock: monotonic time in seconds, the clock of the site's leases.
         deadline_clock: `time.monotonic`, the clock of the backends' deadlines.
         limit: shared by all migrations to this node.
-        on_change: called without any lock, with the record of a pull that has entered a phase or finished a
+        on_change: called without any lock, with a pull that has entered a phase or finished a
             batch.
         on_unsettled: called with a lease and a reader that may still write to its blocks.
     """
@@ -82,5 +82,5 @@ class PullSettings:
     deadline_clock: Callable[[], float]
     limit: RateLimit
     parallel: Workers
-    on_change: Callable[[MigrationRecord], object]
+    on_change: Callable[[Migration], object]
     on_unsettled: Callable[[Lease, BlockReader], object]

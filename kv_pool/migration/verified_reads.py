@@ -16,9 +16,9 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import MigrationError, PeerUnavailableError, TransferFailedError
 from kv_pool.ids import BlockId
 from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription
+from kv_pool.migration.migration import Migration
 from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.site import OfferedBlock
-from kv_pool.migration.status import MigrationRecord
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.storage.checksums import checksum_blocks
 
@@ -119,7 +119,7 @@ class VerifiedReads:
     """The reads of one pull. The constructor connects to the source.
 
     Args:
-        record: of the migration; reads are counted there.
+        migration: reads are counted in its status.
         limit: of this migration; `settings.limit` also applies.
 
     Attributes:
@@ -131,14 +131,14 @@ class VerifiedReads:
         settings: PullSettings,
         calls: SourceCalls,
         source: NodeDescription,
-        record: MigrationRecord,
+        migration: Migration,
         limit: RateLimit,
     ) -> None:
         self._settings = settings
         self._storage = settings.site.storage
         self._calls = calls
         self._source = source
-        self._record = record
+        self._migration = migration
         self._limit = limit
         self._offered: list[OfferedBlock] = []
         self._blocks: list[KVCacheBlock] = []
@@ -188,7 +188,7 @@ class VerifiedReads:
             if verifying is not None:
                 wrong += verifying.result()
             verifying = parallel.submit(partial(self._verify, batch, asked))
-            self._settings.on_change(self._record)
+            self._settings.on_change(self._migration)
         if verifying is not None:
             wrong += verifying.result()
         return wrong
@@ -221,7 +221,7 @@ class VerifiedReads:
             deadline = self._settings.deadline_clock() + self._settings.lease_s
             try:
                 count = self.reader.read(
-                    self._record.transfer_id, batch.remote_ids, batch.local_ids, deadline
+                    self._migration.transfer_id, batch.remote_ids, batch.local_ids, deadline
                 )
             except TransferFailedError:
                 self.reader.close()
@@ -229,12 +229,12 @@ class VerifiedReads:
                     raise
                 self.reader = None
                 continue
-            self._record.status.num_bytes += count.num_bytes
-            self._record.status.num_descriptors += count.num_descriptors
+            self._migration.status.num_bytes += count.num_bytes
+            self._migration.status.num_descriptors += count.num_descriptors
             return
 
     def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
-        reply = self._calls.repeat(AskChecksums(self._record.transfer_id, batch.positions), Checksums)
+        reply = self._calls.repeat(AskChecksums(self._migration.transfer_id, batch.positions), Checksums)
         if len(reply.values) != 8 * len(batch.positions):
             raise TransferFailedError(
                 f"node {self._source.name!r} sent {len(reply.values)} bytes of checksums for "
@@ -246,5 +246,5 @@ class VerifiedReads:
         expected = asked.result()
         found = checksum_blocks(self._storage, batch.local_ids)
         wrong = np.flatnonzero(found != expected).tolist()
-        self._record.status.num_done_blocks += len(batch.positions) - len(wrong)
+        self._migration.status.num_done_blocks += len(batch.positions) - len(wrong)
         return [batch.positions[index] for index in wrong]
