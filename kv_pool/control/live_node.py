@@ -26,14 +26,13 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import NodeName, RequestId, SequenceId
-from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.registry import NodeRegistry
+from kv_pool.migration.registry import Announcer, NodeRegistry
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
@@ -134,7 +133,9 @@ class LiveNode:
 
             is_address = ":" in settings.registry
             address = settings.registry if is_address else peers.get_address(NodeName(settings.registry))
-            self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, name))
+            self._announcer = Announcer(
+                self.migrator.make_announcement, peers, RemoteCalls(address, secret, name)
+            )
         self._migration_threshold = settings.migration_threshold
         self.migration_hook = MigrationHook(self.topology, ask_timeout_s=_ASK_TIMEOUT_S)
         self.migration_hook.use(pool, self.migrator)

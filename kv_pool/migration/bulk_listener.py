@@ -171,7 +171,7 @@ class BulkListener:
             connection.close()
             _logger.info("closed a connection from %s: it has no valid ticket", place)
             return
-        channel = Channel.of_source(connection, admission.key, place)
+        channel = Channel(connection, admission.key, False, place)
         try:
             with self._lock:  # the new thread takes the lock before it ends
                 self._readers[channel] = start_thread(

@@ -22,8 +22,7 @@ from kv_pool.migration.channel import MAX_MESSAGE_BYTES
 from kv_pool.migration.messages import Message, OpenBulk, decode_message, encode_message
 from kv_pool.migration.remote_calls import HANDSHAKE_FAILED
 from kv_pool.migration.secret import derive_curve_pair
-from kv_pool.migration.workers import Workers
-from kv_pool.threads import start_thread
+from kv_pool.threads import Workers, start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -159,21 +158,20 @@ class CallServer(Running):
     ) -> None:
         is_stopping = False
         while not is_stopping:
-            poller = zmq.Poller()
             bulk = self.bulk.list_sockets()
+            poller = zmq.Poller()
             for one in (router, admitting, ends, woken, *bulk):
                 poller.register(one, zmq.POLLIN)
             ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
             try:
-                if woken.fileno() in ready:
-                    is_stopping = not woken.recv(4096)
-                    while self._replies:
-                        router.send_multipart(self._replies.popleft())
+                is_stopping = woken.fileno() in ready and not woken.recv(4096)
                 if admitting in ready:
                     self._admit(admitting)
                 self._note_ends(ends)  # before a request: a new connection may reuse a descriptor
                 if router in ready:
                     self._receive(router.recv_multipart(copy=False))
+                while self._replies:
+                    router.send_multipart(self._replies.popleft())
                 self.bulk.go_on([one for one in bulk if one.fileno() in ready])
             except Exception:
                 _logger.exception("failed to serve a client of %s", self.address)
@@ -215,10 +213,11 @@ class CallServer(Running):
         self._callers[connection] = caller
         self._gone.pop(caller, None)
         try:
-            self._workers.submit(lambda: self._reply(client, caller, data))
+            self._workers.submit(partial(self._reply, client, caller, data))
         except OutOfThreadsError as error:
             _logger.warning("refused a call from %s: %s", caller, error)
-            self._send(client, describe_failure(PeerUnavailableError(str(error))))
+            failed = describe_failure(PeerUnavailableError(str(error)))
+            self._replies.append((client, encode_message(failed)))
 
     # ---- in a thread for answers -----------------------------------------------------------------
 
@@ -226,17 +225,15 @@ class CallServer(Running):
         try:
             message = decode_message(data)
             if isinstance(message, OpenBulk):
-                self._send(client, self.bulk.admit(message.backend, caller))
+                reply: Message = self.bulk.admit(message.backend, caller)
             else:
-                self._send(client, self._answer(message, caller))
-        except KVPoolError as error:
-            self._send(client, describe_failure(error))
+                reply = self._answer(message, caller)
+            encoded = encode_message(reply)
         except Exception as error:
-            _logger.exception("failed to answer node %s", caller)
-            self._send(client, describe_failure(error))
-
-    def _send(self, client: bytes, reply: Message) -> None:
-        self._replies.append((client, encode_message(reply)))
+            if not isinstance(error, KVPoolError):
+                _logger.exception("failed to answer node %s", caller)
+            encoded = encode_message(describe_failure(error))
+        self._replies.append((client, encoded))
         assert self._waker is not None
         with suppress(OSError):  # many replies are waiting already, or the server has stopped
             self._waker.send(b"\0")

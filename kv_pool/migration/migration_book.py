@@ -17,8 +17,7 @@ from kv_pool.migration.source import SourceTransfers, Transfer
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import BlockReader
-from kv_pool.migration.workers import Workers
-from kv_pool.threads import start_thread
+from kv_pool.threads import Workers, start_thread
 
 _logger = logging.getLogger(__name__)
 

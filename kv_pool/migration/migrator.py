@@ -48,7 +48,7 @@ from kv_pool.migration.status import MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
-from kv_pool.migration.workers import Workers
+from kv_pool.threads import Workers
 
 if TYPE_CHECKING:
     from kv_pool.migration.call_server import CallServer
@@ -256,6 +256,10 @@ class Migrator(Running):
             self.address,
             self.site.sequences.kind,
         )
+
+    def make_announcement(self, ttl_s: float) -> AnnounceNode:
+        """Return the announcement of this node to a registry; see `Announcer`."""
+        return AnnounceNode(self.name, self.incarnation, self.address, self.location, ttl_s)
 
     def ask(self, name: NodeName, timeout_s: float = 5.0) -> NodeDescription:
         """Return the description of another node.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError, MigrationError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
-from kv_pool.migration.calls import Answer, LocalCalls, NodeCalls
+from kv_pool.migration.calls import Answer, call_local
 from kv_pool.migration.messages import DescribeNode, Message, NodeDescription
 from kv_pool.migration.peers import Peers
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
@@ -35,7 +35,7 @@ class PeerLinks:
         self._secret = secret
         self._backends = {backend.name: backend for backend in backends}
         self._lock = threading.Lock()
-        self._local: dict[NodeName, LocalCalls] = {}
+        self._local: dict[NodeName, Answer] = {}
         self._remote: dict[NodeName, RemoteCalls] = {}
         # Addresses that pushing nodes have sent; used for names that `peers` does not have.
         self._sent_addresses: dict[NodeName, str] = {}
@@ -45,7 +45,7 @@ class PeerLinks:
     def connect(self, name: NodeName, answer: Answer) -> None:
         """Add a node of this process, replacing one with the same name."""
         with self._lock:
-            self._local[name] = LocalCalls(answer, self._name)
+            self._local[name] = answer
 
     def list_local(self) -> list[NodeName]:
         """Return the names of the connected nodes of this process."""
@@ -69,18 +69,23 @@ class PeerLinks:
                 raise
             return address
 
-    def find_calls(self, name: NodeName) -> NodeCalls:
-        """Return the calls to a node.
+    def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
+        """Send a message to a node and return its reply.
 
         Raises:
-            PeerUnavailableError: the name is unknown, or this node has no secret or was stopped.
+            PeerUnavailableError: the name is unknown, this node has no secret or was stopped, or there was no
+                reply in time; a node of this process answers in the caller's thread, however long it takes.
+            Other errors of `RemoteCalls.call`.
         """
         with self._lock:
             if self._is_closed:
                 raise PeerUnavailableError(f"node {self._name!r} was stopped")
             local = self._local.get(name)
         if local is not None:
-            return local
+            return call_local(local, message, self._name)
+        return self._find_remote(name).call(message, timeout_s)
+
+    def _find_remote(self, name: NodeName) -> RemoteCalls:
         address = self.find_address(name)
         if self._secret is None:
             raise PeerUnavailableError(
@@ -97,10 +102,6 @@ class PeerLinks:
         if replaced is not None:
             replaced.close()
         return calls
-
-    def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
-        """Send a message to a node and return its reply. Raises as `NodeCalls.call` and `find_calls`."""
-        return self.find_calls(name).call(message, timeout_s)
 
     def describe(self, name: NodeName, timeout_s: float) -> NodeDescription:
         """Return a node's description. Raises the errors of `call`; PeerUnavailableError on another name."""

@@ -12,7 +12,7 @@ from kv_pool.manager.leases import Lease
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.transfer_backend import BlockReader
-from kv_pool.migration.workers import Workers
+from kv_pool.threads import Workers
 
 _BATCH_S = 0.1
 
