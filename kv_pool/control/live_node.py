@@ -30,7 +30,7 @@ from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.peers import Peers, parse_peer
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import Announcer, NodeRegistry
 from kv_pool.migration.secret import load_secret, write_secret_file
@@ -42,6 +42,7 @@ from kv_pool.migration.topology import (
     Topology,
     describe_other_kind,
     find_nearness,
+    read_peers,
     read_topology,
 )
 from kv_pool.migration.transfer_backend import TransferBackend

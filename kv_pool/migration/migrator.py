@@ -35,19 +35,17 @@ from kv_pool.migration.messages import (
     PullSubject,
     RenewLease,
 )
-from kv_pool.migration.migration import Migration
+from kv_pool.migration.migration import Migration, Push
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
-from kv_pool.migration.peer_links import PeerLinks, PeerOfPull
-from kv_pool.migration.peers import Peers, check_name
+from kv_pool.migration.peers import PeerLinks, PeerOfPull, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
-from kv_pool.migration.push import Push
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.threads import Workers
 
 if TYPE_CHECKING:

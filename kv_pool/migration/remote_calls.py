@@ -13,9 +13,15 @@ from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavaila
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
-from kv_pool.migration.calls import check_reply
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
-from kv_pool.migration.messages import BulkOpened, Message, OpenBulk, decode_message, encode_message
+from kv_pool.migration.messages import (
+    BulkOpened,
+    Message,
+    OpenBulk,
+    check_reply,
+    decode_message,
+    encode_message,
+)
 from kv_pool.migration.secret import CurvePair, derive_curve_pair
 
 HANDSHAKE_FAILED = (

@@ -43,10 +43,9 @@ from kv_pool.migration.messages import (
     RenewLease,
 )
 from kv_pool.migration.migration import Migration
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.site import Reservation
 from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.verified_reads import PullPeer, SourceCalls, VerifiedReads
+from kv_pool.migration.verified_reads import PullPeer, PullSettings, RateLimit, SourceCalls, VerifiedReads
 
 
 class Pull(Migration):

@@ -10,10 +10,10 @@ from lives.turns import Turns
 
 from kv_pool.errors import InvalidContentError
 from kv_pool.migration.messages import CancelTransfer, PullSubject
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 
 class Inline:

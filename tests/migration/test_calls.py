@@ -26,7 +26,6 @@ from kv_pool.errors import (
 )
 from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.call_server import CallServer
-from kv_pool.migration.calls import call_local
 from kv_pool.migration.messages import (
     Acknowledged,
     CallFailed,
@@ -35,6 +34,7 @@ from kv_pool.migration.messages import (
     DescribeNode,
     ListNodes,
     RenewLease,
+    call_local,
     decode_message,
     encode_message,
 )

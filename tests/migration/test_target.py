@@ -29,12 +29,12 @@ from kv_pool.migration.messages import (
     PullSubject,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 LEASE_S = 10.0
 LOST = PeerUnavailableError("lost")

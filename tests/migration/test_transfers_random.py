@@ -40,11 +40,11 @@ from kv_pool.migration.messages import (
     PullSubject,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 LEASE_S = 10.0
 SEEDS = [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 250))]
